@@ -1,0 +1,1 @@
+"""Examples in, packed batches out."""

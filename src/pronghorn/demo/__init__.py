@@ -1,0 +1,1 @@
+"""Five minutes that show the whole pipeline on a real model."""

@@ -1,0 +1,95 @@
+"""What went wrong, where, why and how to fix it; and the exit code of each kind.
+
+Every error a user can cause is one of these, so the command line prints it without a traceback.
+Anything else that escapes is our bug (exit code 1) and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PronghornError(Exception):
+    """One problem, told in four parts; only `what` is required."""
+
+    exit_code: int = 2
+
+    def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
+        super().__init__(what)
+        self.what, self.where, self.why, self.fix = what, where, why, fix
+
+    def __str__(self) -> str:
+        lines = [f"{self.where}: {self.what}" if self.where else self.what]
+        if self.why:
+            lines.append(f"  why: {self.why}")
+        if self.fix:
+            lines.append(f"  fix: {self.fix}")
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, object]:
+        """For `--json`."""
+        parts = {"what": self.what, "where": self.where, "why": self.why, "fix": self.fix}
+        return {"error": type(self).__name__, "exit_code": self.exit_code, **{k: v for k, v in parts.items() if v}}
+
+
+class CommandError(PronghornError):
+    """The command itself is wrong; nothing started."""
+
+
+class RecipeError(PronghornError):
+    """The recipe is wrong; nothing started."""
+
+
+class DataError(PronghornError):
+    """The data is wrong; nothing started."""
+
+
+class ModelError(PronghornError):
+    """The model folder or name is wrong; nothing started."""
+
+
+class CheckpointError(PronghornError):
+    """A checkpoint is damaged or does not belong to this run; nothing was changed."""
+
+
+class EnvironmentFault(PronghornError):
+    """Disk, memory or driver; the same command resumes once it is repaired."""
+
+    exit_code = 3
+
+
+class HealthStop(PronghornError):
+    """The run would have trained on broken numbers; the last good checkpoint is kept."""
+
+    exit_code = 4
+
+
+class Interrupted(PronghornError):
+    """A signal asked for the end; the checkpoint is written."""
+
+    def __init__(self, what: str, *, signal_number: int, where: str = "", why: str = "", fix: str = "") -> None:
+        super().__init__(what, where=where, why=why, fix=fix)
+        self.exit_code = 128 + signal_number  # 130 for Ctrl-C, 143 for SIGTERM
+
+
+class Problems(PronghornError):
+    """Several problems found in one pass, shown together."""
+
+    def __init__(self, problems: Sequence[PronghornError]) -> None:
+        super().__init__(f"{len(problems)} problems")
+        self.problems = tuple(problems)
+        self.exit_code = problems[0].exit_code
+
+    def __str__(self) -> str:
+        return "\n".join([f"{len(self.problems)} problems:", *(str(p) for p in self.problems)])
+
+    def as_dict(self) -> dict[str, object]:
+        return {"error": "Problems", "exit_code": self.exit_code, "problems": [p.as_dict() for p in self.problems]}
+
+
+def raise_all(problems: Sequence[PronghornError]) -> None:
+    """Raise one error as itself, several together, none not at all."""
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise Problems(problems)

@@ -1,0 +1,143 @@
+"""A run, as one frozen value: what to train, on which data, how, and where the result goes.
+
+The same `Recipe` comes from a YAML file, from the command line (`train.lr=1e-4`) and from Python (`Recipe(...)`).
+Reading YAML, with lines and did-you-mean, is in `recipe_file.py`; this file holds the fields and what they mean.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+
+
+def _one_or_many(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_one_or_many), Field(min_length=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+
+
+class Lora(Section):
+    r: PositiveInt = 16
+    alpha: Positive = 16
+    targets: Literal["all-linear"] | Names = "all-linear"
+    dropout: Fraction = 0.0
+    rslora: bool = False  # scale by alpha / sqrt(r) instead of alpha / r
+    dora: bool = False  # learn the weight's magnitude beside its direction
+    plus_ratio: Annotated[float, Field(ge=1.0)] = 1.0  # LoRA+: learning rate of B over that of A
+
+
+class Data(Section):
+    train: Names  # files, folders or hub data sets
+    eval: str | Annotated[float, Field(gt=0.0, lt=1.0)] | None = None  # a file, or the fraction of train to hold out
+    format: Literal["auto", "messages", "completion", "text", "alpaca", "sharegpt"] = "auto"
+    max_length: Annotated[int, Field(ge=8)] = 2048
+    long: Literal["drop", "truncate", "split"] | None = None  # None: drop up to 1 % of rows, refuse more
+    chat_template: str | None = None  # a Jinja file, for tokenizers that have none or the wrong one
+    loss_on: Literal["auto", "assistant", "completion", "all"] = "auto"  # auto: what the format carries
+    bad_rows: Literal["stop", "skip"] = "stop"
+    duplicates: Literal["keep", "drop-exact", "drop-near"] = "keep"
+    junk: Literal["keep", "drop"] = "keep"
+    workers: NonNegativeInt = 2  # threads that build packed batches ahead of the step
+
+
+class Train(Section):
+    epochs: PositiveInt = 1
+    steps: PositiveInt | None = None  # stop after so many optimizer steps instead of after `epochs`
+    batch_tokens: PositiveInt = 65536  # tokens in one optimizer step
+    capacity: PositiveInt = 16384  # tokens in one micro-batch; batch_tokens is a multiple of it
+    lr: Positive = 2e-4
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: Fraction = 0.03  # fraction of all steps
+    optimizer: Literal["adamw"] = "adamw"
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.0
+    clip: Positive = 1.0
+    seed: NonNegativeInt = 3407
+
+
+class Memory(Section):
+    budget: str = "auto"  # auto | 24GB | 80%
+
+    @model_validator(mode="after")
+    def _readable(self) -> Memory:
+        if self.budget != "auto" and not re.fullmatch(r"\d+(\.\d+)?\s*(GB|GiB|MB|MiB|%)", self.budget):
+            raise ValueError("is not a budget; write auto, an amount such as 24GB, or a share such as 80%")
+        return self
+
+
+class Checkpoint(Section):
+    every: PositiveInt = 200
+    keep: PositiveInt = 3
+
+
+class Stop(Section):
+    patience: PositiveInt = 3
+    min_delta: NonNegative = 0.002
+
+
+class Eval(Section):
+    every: PositiveInt = 200
+    stop: Stop | None = None
+    generations: NonNegativeInt = 3  # held-out prompts answered at each evaluation, to be read by a person
+
+
+class Recipe(Section):
+    model: Annotated[str, Field(min_length=1)]  # hub name or local folder
+    method: Literal["lora", "qlora", "fp8", "full"] = "lora"
+    lora: Lora = Lora()
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # auto: bf16 on a GPU that has it, else fp32
+    data: Data
+    train: Train = Train()
+    memory: Memory = Memory()
+    checkpoint: Checkpoint = Checkpoint()
+    eval: Eval = Eval()
+    output: Annotated[str, Field(min_length=1)] = "runs/default"
+
+    @model_validator(mode="after")
+    def _parts_fit_together(self) -> Recipe:
+        if self.train.batch_tokens % self.train.capacity:
+            raise ValueError(
+                f"train.batch_tokens: {self.train.batch_tokens} is not a multiple of train.capacity {self.train.capacity};"
+                f" set train.batch_tokens: {max(1, self.train.batch_tokens // self.train.capacity) * self.train.capacity}"
+            )
+        if self.data.max_length > self.train.capacity:
+            raise ValueError(
+                f"data.max_length: {self.data.max_length} is more than train.capacity {self.train.capacity};"
+                f" set train.capacity: {self.data.max_length} or more"
+            )
+        return self
+
+    def differences(self, other: Recipe) -> list[str]:
+        """Keys whose change would make a resumed run another run: `train.lr: 0.0002 -> 0.0001`."""
+        old, new = _flat(self.model_dump()), _flat(other.model_dump())
+        return [
+            f"{key}: {old.get(key)} -> {new.get(key)}"
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key) and not key.startswith(MAY_CHANGE_ON_RESUME)
+        ]
+
+
+# What does not touch the numbers of the run may change between two starts of it.
+MAY_CHANGE_ON_RESUME = ("checkpoint.", "eval.", "memory.", "output", "data.workers")
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        if isinstance(item, dict):
+            flat |= _flat(item, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = item
+    return flat

@@ -1,0 +1,180 @@
+"""YAML 1.2 and `key=value` words into a `Recipe`: every problem in one pass, each with its line and a fix.
+
+The file is read as a graph of nodes rather than as a dictionary, because nodes know their lines and still hold
+both of two equal keys. YAML 1.2 makes `1e-4` a number and `no` a string.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
+
+from pronghorn.errors import PronghornError, RecipeError, raise_all
+from pronghorn.recipe import Recipe
+
+KeyPath = tuple[str | int, ...]
+ROOT: KeyPath = ()
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override, validate. Raises RecipeError, or Problems with all of them."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise RecipeError(
+            what=f"cannot read the recipe: {reason}", where=str(path), fix="write one with `pronghorn new FILE`"
+        ) from error
+    return parse_recipe(text, overrides, name=str(path))
+
+
+def parse_recipe(text: str, overrides: Sequence[str] = (), name: str = "recipe") -> Recipe:
+    problems: list[PronghornError] = []
+    values, places = _read_yaml(text, name, problems)
+    for word in overrides:
+        _apply_override(values, places, word, problems)
+    recipe = None
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        problems += [_explain(detail, places, name) for detail in error.errors()]
+    raise_all(_once(problems))
+    assert recipe is not None  # raise_all left no problem, so validation went through
+    return recipe
+
+
+def _once(problems: Iterable[PronghornError]) -> list[PronghornError]:
+    """A field that fits neither side of a union is reported by pydantic once a side; keep the first."""
+    seen: dict[tuple[str, str], PronghornError] = {}
+    for problem in problems:
+        seen.setdefault((problem.where, problem.what.split(":")[0]), problem)
+    return list(seen.values())
+
+
+def _read_yaml(text: str, name: str, problems: list[PronghornError]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    yaml = YAML(typ="safe", pure=True)
+    try:
+        node = yaml.compose(io.StringIO(text))
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}:{mark.line + 1}" if mark else name
+        raise RecipeError(
+            what=f"not YAML: {error.problem or error.context}", where=where, fix="check indentation, quotes and brackets"
+        ) from error
+    except YAMLError as error:
+        raise RecipeError(what=f"not YAML: {error}", where=name, fix="save the file as UTF-8 text") from error
+    if node is None:
+        raise RecipeError(what="the recipe is empty", where=name, fix="write one with `pronghorn new FILE`")
+    if not isinstance(node, MappingNode):
+        raise RecipeError(what="the recipe is not a list of `key: value` lines", where=name, fix="start with `model: NAME`")
+    places: dict[KeyPath, str] = {}
+    return _plain(node, yaml, ROOT, name, places, problems), places
+
+
+def _plain(node: Node, yaml: YAML, path: KeyPath, name: str, places: dict[KeyPath, str], problems: list[PronghornError]) -> Any:
+    """Nodes to plain values, noting each key's line and every key that stands twice."""
+    if isinstance(node, MappingNode):
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = str(key_node.value)
+            where = f"{name}:{key_node.start_mark.line + 1}"
+            if key in result:
+                first = places[(*path, key)]
+                problems.append(RecipeError(what=f"{_dotted((*path, key))}: this key stands twice", where=where,
+                                            why=f"it is set at {first} already", fix="remove one of the two"))
+                continue
+            places[(*path, key)] = where
+            result[key] = _plain(value_node, yaml, (*path, key), name, places, problems)
+        return result
+    if isinstance(node, SequenceNode):
+        return [_plain(item, yaml, (*path, i), name, places, problems) for i, item in enumerate(node.value)]
+    return yaml.constructor.construct_object(node, deep=True)
+
+
+def _apply_override(values: dict[str, Any], places: dict[KeyPath, str], word: str, problems: list[PronghornError]) -> None:
+    key, equals, text = word.partition("=")
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
+        problems.append(RecipeError(what=f"`{word}` is not of the form key=value", where="command line",
+                                    fix="write for example train.lr=1e-4"))
+        return
+    try:
+        value = YAML(typ="safe", pure=True).load(text)
+    except YAMLError:
+        value = text
+    *parents, last = key.split(".")
+    section = values
+    for depth, part in enumerate(parents):
+        below = section.setdefault(part, {})
+        if not isinstance(below, dict):
+            problems.append(RecipeError(what=f"{key}: `{'.'.join(parents[: depth + 1])}` is a value, not a section",
+                                        where="command line", fix="check the key's name with `pronghorn new -`"))
+            return
+        section = below
+    section[last] = value
+    path = tuple(key.split("."))
+    for depth in range(1, len(path) + 1):
+        places.setdefault(path[:depth], "command line")
+    places[path] = "command line"
+
+
+def _dotted(path: Iterable[str | int]) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
+    path = tuple(part for part in detail["loc"] if _is_key(part))
+    where = next((places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in places), name)
+    kind, dotted = detail["type"], _dotted(path)
+    if kind == "extra_forbidden":
+        known = sorted(_fields(path[:-1]))
+        close = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.6)
+        hint = f"did you mean `{close[0]}`?" if close else f"known keys here: {', '.join(known)}"
+        return RecipeError(what=f"{dotted}: unknown key", where=where, fix=hint)
+    if kind == "missing":
+        return RecipeError(what=f"{dotted}: missing", where=where, fix=f"add `{path[-1]}: ...`; `pronghorn new -` shows an example")
+    if kind == "value_error":  # ours: "key: what; fix"
+        what, _, fix = str(detail["ctx"]["error"]).partition("; ")
+        if not path:
+            key = tuple(what.split(":")[0].split("."))
+            where = places.get(key, places.get(key[:1], name))
+        return RecipeError(what=f"{dotted} {what}".strip(), where=where, fix=fix)
+    if kind == "literal_error":
+        choices = re.findall(r"'([^']*)'", detail["ctx"]["expected"])
+        close = difflib.get_close_matches(str(detail["input"]), choices, n=1, cutoff=0.6)
+        fix = (f"did you mean `{close[0]}`? " if close else "") + f"one of: {', '.join(choices)}"
+        return RecipeError(what=f"{dotted}: {detail['input']!r} is not a choice", where=where, fix=fix)
+    given = detail["input"]
+    shown = f"{given!r} ({type(given).__name__})" if not isinstance(given, (dict, list)) else f"a {'section' if isinstance(given, dict) else 'list'}"
+    return RecipeError(what=f"{dotted}: {shown} does not fit", where=where, why=_lower_first(detail["msg"]),
+                       fix=f"correct the value of {dotted}")
+
+
+def _is_key(part: str | int) -> bool:
+    """pydantic puts names of union members, such as `constrained-str` or `literal['all-linear']`, among the keys."""
+    return isinstance(part, int) or bool(re.fullmatch(r"[a-z][a-z0-9_]*", part) and part not in {"str", "float", "int", "bool", "none"})
+
+
+def _fields(path: KeyPath) -> list[str]:
+    """The keys a section takes."""
+    model: type[BaseModel] = Recipe
+    for part in path:
+        annotation = model.model_fields[str(part)].annotation
+        sections = [a for a in (annotation, *get_args(annotation)) if isinstance(a, type) and issubclass(a, BaseModel)]
+        if not sections:
+            return []
+        model = sections[0]
+    return list(model.model_fields)
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]

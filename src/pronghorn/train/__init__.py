@@ -1,0 +1,1 @@
+"""The run: loop, step, optimizer, evaluation, health, checkpoints."""
