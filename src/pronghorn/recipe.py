@@ -9,7 +9,16 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
@@ -70,11 +79,12 @@ class Train(Section):
 class Memory(Section):
     budget: str = "auto"  # auto | 24GB | 80%
 
-    @model_validator(mode="after")
-    def _readable(self) -> Memory:
-        if self.budget != "auto" and not re.fullmatch(r"\d+(\.\d+)?\s*(GB|GiB|MB|MiB|%)", self.budget):
-            raise ValueError("is not a budget; write auto, an amount such as 24GB, or a share such as 80%")
-        return self
+    @field_validator("budget")
+    @classmethod
+    def _readable(cls, budget: str) -> str:
+        if budget != "auto" and not re.fullmatch(r"\d+(\.\d+)?\s*(GB|GiB|MB|MiB|%)", budget):
+            raise ValueError(f"{budget!r} is not a budget; write auto, an amount such as 24GB, or a share such as 80%")
+        return budget
 
 
 class Checkpoint(Section):

@@ -21,8 +21,56 @@ from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 from pronghorn.errors import PronghornError, RecipeError, raise_all
 from pronghorn.recipe import Recipe
 
+EXAMPLE = """\
+# A Pronghorn recipe. Only `model` and `data.train` are required; what is shown elsewhere is the default.
+# Any key can be set on the command line too: pronghorn train this.yaml train.lr=1e-4
+model: HuggingFaceTB/SmolLM2-135M-Instruct   # hub name or local folder
+method: lora                                 # lora | full
+lora:
+  r: 16
+  alpha: 16
+  targets: all-linear                        # or a list: [q_proj, v_proj]
+  dropout: 0.0
+  rslora: false                              # scale by alpha / sqrt(r)
+  dora: false
+  plus_ratio: 1.0                            # LoRA+: learning rate of B over that of A
+precision: auto                              # auto (bf16 on a GPU that has it, else fp32) | bf16 | fp16 | fp32
+data:
+  train: [data/train.jsonl]                  # files, folders or hub data sets; the format is found out
+  eval: 0.02                                 # a file, or the fraction of train to hold out (default: none)
+  max_length: 2048
+  # long: drop                               # drop | truncate | split; needed when over 1 % of rows are longer
+  loss_on: auto                              # auto | assistant | completion | all
+  bad_rows: stop                             # stop | skip
+  duplicates: keep                           # keep | drop-exact | drop-near
+  junk: keep                                 # keep | drop
+train:
+  epochs: 1
+  batch_tokens: 65536                        # tokens in one optimizer step
+  capacity: 16384                            # tokens in one micro-batch
+  lr: 2e-4
+  schedule: cosine                           # cosine | linear | constant
+  warmup: 0.03
+  weight_decay: 0.0
+  clip: 1.0
+  seed: 3407
+checkpoint: {every: 200, keep: 3}
+eval:
+  every: 200
+  generations: 3
+  # stop: {patience: 3, min_delta: 0.002}    # early stopping
+output: runs/default
+"""
+
 KeyPath = tuple[str | int, ...]
 ROOT: KeyPath = ()
+# What to write where a key takes one of several kinds; pydantic's own message tells of one kind only.
+KINDS = {
+    "data.eval": "give a file name, or a fraction between 0 and 1",
+    "lora.targets": "write all-linear, or a list of layer names such as [q_proj, v_proj]",
+    "train.betas": "write two numbers, such as [0.9, 0.999]",
+}
+PYDANTIC_NAMES = {"str", "float", "int", "bool", "none"}
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -76,12 +124,13 @@ def _read_yaml(text: str, name: str, problems: list[PronghornError]) -> tuple[di
     if node is None:
         raise RecipeError(what="the recipe is empty", where=name, fix="write one with `pronghorn new FILE`")
     if not isinstance(node, MappingNode):
-        raise RecipeError(what="the recipe is not a list of `key: value` lines", where=name, fix="start with `model: NAME`")
+        raise RecipeError(what="the recipe is not made of `key: value` lines", where=name, fix="start with `model: NAME`")
     places: dict[KeyPath, str] = {}
     return _plain(node, yaml, ROOT, name, places, problems), places
 
 
-def _plain(node: Node, yaml: YAML, path: KeyPath, name: str, places: dict[KeyPath, str], problems: list[PronghornError]) -> Any:
+def _plain(node: Node, yaml: YAML, path: KeyPath, name: str, places: dict[KeyPath, str],
+           problems: list[PronghornError]) -> Any:
     """Nodes to plain values, noting each key's line and every key that stands twice."""
     if isinstance(node, MappingNode):
         result: dict[str, Any] = {}
@@ -135,18 +184,22 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
     path = tuple(part for part in detail["loc"] if _is_key(part))
     where = next((places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in places), name)
     kind, dotted = detail["type"], _dotted(path)
+    for key, fix in KINDS.items():
+        if dotted == key or dotted.startswith(f"{key}."):
+            return RecipeError(what=f"{key}: {detail['input']!r} does not fit", where=where, fix=fix)
     if kind == "extra_forbidden":
         known = sorted(_fields(path[:-1]))
         close = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.6)
         hint = f"did you mean `{close[0]}`?" if close else f"known keys here: {', '.join(known)}"
         return RecipeError(what=f"{dotted}: unknown key", where=where, fix=hint)
     if kind == "missing":
-        return RecipeError(what=f"{dotted}: missing", where=where, fix=f"add `{path[-1]}: ...`; `pronghorn new -` shows an example")
+        return RecipeError(what=f"{dotted}: missing", where=where,
+                           fix=f"add `{path[-1]}: ...`; `pronghorn new -` shows an example")
     if kind == "value_error":  # ours: "key: what; fix"
         what, _, fix = str(detail["ctx"]["error"]).partition("; ")
         if not path:
-            key = tuple(what.split(":")[0].split("."))
-            where = places.get(key, places.get(key[:1], name))
+            named: KeyPath = tuple(what.split(":")[0].split("."))
+            where = places.get(named, places.get(named[:1], name))
         return RecipeError(what=f"{dotted} {what}".strip(), where=where, fix=fix)
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", detail["ctx"]["expected"])
@@ -154,14 +207,16 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
         fix = (f"did you mean `{close[0]}`? " if close else "") + f"one of: {', '.join(choices)}"
         return RecipeError(what=f"{dotted}: {detail['input']!r} is not a choice", where=where, fix=fix)
     given = detail["input"]
-    shown = f"{given!r} ({type(given).__name__})" if not isinstance(given, (dict, list)) else f"a {'section' if isinstance(given, dict) else 'list'}"
+    shown = f"{given!r} ({type(given).__name__})"
+    if isinstance(given, (dict, list)):
+        shown = "a section" if isinstance(given, dict) else "a list"
     return RecipeError(what=f"{dotted}: {shown} does not fit", where=where, why=_lower_first(detail["msg"]),
                        fix=f"correct the value of {dotted}")
 
 
 def _is_key(part: str | int) -> bool:
     """pydantic puts names of union members, such as `constrained-str` or `literal['all-linear']`, among the keys."""
-    return isinstance(part, int) or bool(re.fullmatch(r"[a-z][a-z0-9_]*", part) and part not in {"str", "float", "int", "bool", "none"})
+    return isinstance(part, int) or bool(re.fullmatch(r"[a-z][a-z0-9_]*", part) and part not in PYDANTIC_NAMES)
 
 
 def _fields(path: KeyPath) -> list[str]:

@@ -1,0 +1,285 @@
+"""The command line: one verb a function, heavy imports inside, so that `--help` answers in a blink.
+
+Exit codes: 0 done, 1 our bug, 2 bad recipe, data or command, 3 environment fault, 4 health stop, 130/143 signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pronghorn import __version__
+from pronghorn.errors import CommandError, Interrupted, PronghornError
+
+if TYPE_CHECKING:
+    from pronghorn.recipe import Recipe
+
+OVERRIDES = "any key of the recipe: train.lr=1e-4 output=runs/second"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Returns the exit code; only our own bugs leave a traceback."""
+    arguments = build_parser().parse_args(words)
+    try:
+        arguments.verb(arguments)
+    except PronghornError as error:
+        _show_error(error, as_json=getattr(arguments, "json", False))
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `pronghorn data show ... | head`
+        sys.stderr.close()
+        return 0
+    return 0
+
+
+def _show_error(error: PronghornError, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(error.as_dict()))
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    style = "yellow" if isinstance(error, Interrupted) else "bold red"
+    Console(stderr=True, soft_wrap=True).print(Text(str(error), style=style))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pronghorn", description="Fine-tunes language models. Nothing is sent anywhere.",
+                                     epilog="start with: pronghorn demo, or pronghorn new my.yaml")
+    parser.add_argument("--version", action="version", version=f"pronghorn {__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+
+    def verb(name: str, function: Any, text: str, group: Any = verbs) -> argparse.ArgumentParser:
+        one: argparse.ArgumentParser = group.add_parser(name, help=text, description=text)
+        one.set_defaults(verb=function)
+        one.add_argument("--json", action="store_true", help="one JSON object a line on standard output, for machines")
+        return one
+
+    def with_recipe(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        one.add_argument("recipe", help="the recipe's YAML file")
+        one.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+        return one
+
+    one = verb("demo", demo, "teach a small model a skill in a few minutes, and see that it learned")
+    one.add_argument("--output", default="runs/demo", help="folder of the demo's run (default: %(default)s)")
+    one = verb("new", new, "write a commented recipe")
+    one.add_argument("file", help="the file to write, or - for standard output")
+    with_recipe(verb("check", check, "validate recipe, model and data without training"))
+
+    data = verbs.add_parser("data", help="look at the data: show, stats", description="look at the data")
+    data_verbs = data.add_subparsers(title="verbs", metavar="VERB", required=True)
+    one = with_recipe(verb("show", data_show, "a row's tokens, coloured by whether they carry loss", data_verbs))
+    one.add_argument("--row", type=int, default=0, metavar="N", help="which row, from 0 (default: %(default)s)")
+    with_recipe(verb("stats", data_stats, "lengths, what is dropped and why, duplicates, packing", data_verbs))
+
+    one = with_recipe(verb("train", train, "train; goes on by itself where the output folder's last checkpoint stands"))
+    one.add_argument("--fresh", action="store_true", help="start over; the old folder is kept aside")
+
+    def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        one.add_argument("run", help="a run's output folder")
+        one.add_argument("--checkpoint", default="best", help="best, last or a step number (default: %(default)s)")
+        return one
+
+    one = with_run(verb("eval", evaluate, "held-out loss and perplexity of a trained run"))
+    one.add_argument("--data", help="another file to evaluate on")
+    one = with_run(verb("chat", chat, "talk to what was trained"))
+    one.add_argument("--prompt", help="answer this one message and leave")
+    one.add_argument("--system", help="a system message, as in the training data")
+    one.add_argument("--max-tokens", type=int, default=256, help="longest answer (default: %(default)s)")
+    one = with_run(verb("export", export, "write the adapter, or one merged model folder"))
+    one.add_argument("--to", choices=("adapter", "merged"), required=True)
+    one.add_argument("--target", help="the folder to write (default: RUN/export-adapter or RUN/export-merged)")
+
+    one = verb("runs", runs, "list runs, or compare some")
+    one.add_argument("folders", nargs="*", help="compare these runs; without any, list all below --root")
+    one.add_argument("--root", default="runs", help="where to look (default: %(default)s)")
+    return parser
+
+
+def demo(arguments: argparse.Namespace) -> None:
+    from pronghorn.demo.run import run_demo
+
+    run_demo(Path(arguments.output), as_json=arguments.json)
+
+
+def new(arguments: argparse.Namespace) -> None:
+    from pronghorn.recipe_file import EXAMPLE
+
+    if arguments.file == "-":
+        print(EXAMPLE, end="")
+        return
+    try:
+        with Path(arguments.file).open("x", encoding="utf-8") as file:
+            file.write(EXAMPLE)
+    except FileExistsError as error:
+        raise CommandError(what="this file exists already", where=arguments.file, fix="choose another name") from error
+    except OSError as error:
+        raise CommandError(what=f"cannot write: {error.strerror}", where=arguments.file, fix="choose another name") from error
+    _say(arguments, {"written": arguments.file}, f"wrote {arguments.file}; next: pronghorn check {arguments.file}")
+
+
+def check(arguments: argparse.Namespace) -> None:
+    recipe = _recipe(arguments)
+    from pronghorn.report.display import make_display
+    from pronghorn.train.check import check_run
+
+    display = make_display(json=arguments.json)
+    try:
+        facts = check_run(recipe, report=display.progress)
+    finally:
+        display.close()
+    _say(arguments, facts.as_dict(), facts.table())
+
+
+def data_show(arguments: argparse.Namespace) -> None:
+    recipe = _recipe(arguments)
+    from pronghorn.data.show import row_as_dict, row_as_text
+
+    tokenizer, prepared = _prepared(recipe, arguments)
+    table = prepared.tokens
+    if not 0 <= arguments.row < len(table):
+        raise CommandError(what=f"there is no row {arguments.row}", why=f"the data has {len(table):,} rows",
+                           fix=f"choose --row from 0 to {len(table) - 1}")
+    row = (tokenizer, table, arguments.row)
+    _say(arguments, row_as_dict(*row), row_as_text(*row, coloured=_coloured()))
+
+
+def data_stats(arguments: argparse.Namespace) -> None:
+    recipe = _recipe(arguments)
+    from pronghorn.data.stats import collect
+    from pronghorn.data.tokens import load_tokenizer
+    from pronghorn.report.display import make_display
+
+    display = make_display(json=arguments.json)
+    try:
+        tokenizer = load_tokenizer(recipe.model, recipe.data.chat_template)
+        stats = collect(recipe.data, recipe.train.capacity, recipe.train.seed, tokenizer, progress=display.progress)
+    finally:
+        display.close()
+    _say(arguments, stats.as_dict(), stats.table())
+
+
+def train(arguments: argparse.Namespace) -> None:
+    recipe = _recipe(arguments)
+    from pronghorn.report.stages import Stages
+
+    stages = Stages()
+    with stages("imports"):
+        from pronghorn.report.display import make_display
+        from pronghorn.train.loop import train as run
+    display = make_display(json=arguments.json, stages=stages)
+    try:
+        result = run(recipe, display=display, stages=stages, fresh=arguments.fresh)
+    finally:
+        display.close()
+    if not arguments.json:
+        _show_summary(result.folder)
+
+
+def _show_summary(folder: Path) -> None:
+    from pronghorn.report.run_log import history, read_log
+    from pronghorn.report.summary import render, summary
+
+    _print(render(summary(history(read_log(folder)))))
+    print(f"report:     {folder / 'report.html'}\ntalk to it: pronghorn chat {folder}\n"
+          f"export it:  pronghorn export {folder} --to merged")
+
+
+def evaluate(arguments: argparse.Namespace) -> None:
+    from pronghorn.report.display import make_display
+    from pronghorn.train.trained_run import evaluate_run
+
+    display = make_display(json=arguments.json)
+    try:
+        figures = evaluate_run(Path(arguments.run), arguments.checkpoint, data=arguments.data, report=display.progress)
+    finally:
+        display.close()
+    _say(arguments, figures, f"{figures['checkpoint']}: loss {figures['loss']:.4f}, perplexity {figures['perplexity']:.3f}"
+                             f" over {figures['tokens']:,} tokens of {figures['documents']:,} documents")
+
+
+def chat(arguments: argparse.Namespace) -> None:
+    from pronghorn.train.trained_run import Chat
+
+    talk = Chat(Path(arguments.run), arguments.checkpoint, max_tokens=arguments.max_tokens, system=arguments.system)
+    if arguments.prompt is not None:
+        answer = talk.answer(arguments.prompt)
+        _say(arguments, {"answer": answer}, answer)
+        return
+    print("an empty line or Ctrl-D ends the talk")
+    while True:
+        try:
+            message = input("you: ").strip()
+        except EOFError:
+            return
+        if not message:
+            return
+        print(f"model: {talk.answer(message)}")
+
+
+def export(arguments: argparse.Namespace) -> None:
+    from pronghorn.train.trained_run import export_run
+
+    target = Path(arguments.target or Path(arguments.run) / f"export-{arguments.to}")
+    export_run(Path(arguments.run), arguments.checkpoint, target, arguments.to)
+    _say(arguments, {"written": str(target)}, f"wrote {target}")
+
+
+def runs(arguments: argparse.Namespace) -> None:
+    from pronghorn.report.runs import compare, comparison_table, list_runs, runs_table
+
+    if arguments.folders:
+        comparison = compare([Path(folder) for folder in arguments.folders])
+        _say(arguments, comparison, comparison_table(comparison))
+        return
+    found = list_runs(Path(arguments.root))
+    nothing = f"no runs below {arguments.root}"
+    _say(arguments, {"runs": [run.as_dict() for run in found]}, runs_table(found) if found else nothing)
+
+
+def _recipe(arguments: argparse.Namespace) -> Recipe:
+    from pronghorn.recipe_file import load_recipe
+
+    return load_recipe(arguments.recipe, arguments.overrides)
+
+
+def _prepared(recipe: Recipe, arguments: argparse.Namespace) -> tuple[Any, Any]:
+    from pronghorn.data.prepare import prepare
+    from pronghorn.data.tokens import load_tokenizer
+    from pronghorn.report.display import make_display
+
+    display = make_display(json=arguments.json)
+    try:
+        tokenizer = load_tokenizer(recipe.model, recipe.data.chat_template)
+        return tokenizer, prepare(recipe.data.train, recipe.data, tokenizer, progress=display.progress)
+    finally:
+        display.close()
+
+
+def _say(arguments: argparse.Namespace, as_dict: dict[str, Any], for_people: Any) -> None:
+    if arguments.json:
+        print(json.dumps(as_dict, ensure_ascii=False))
+    else:
+        _print(for_people)
+
+
+def _print(renderable: Any) -> None:
+    from rich.console import Console
+
+    Console(soft_wrap=isinstance(renderable, str), highlight=False, markup=False).print(renderable)
+
+
+def _coloured() -> bool:
+    from rich.console import Console
+
+    return Console().color_system is not None and not Console().no_color
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""Examples into token rows: which tokens they become, and which of those carry loss, checked by decoding them.
+
+The text is tokenized whole, as it will be when the model is used. The tokens of each span that carries loss must decode
+to exactly that span; where a token straddles its border, the parts are tokenized one by one (which is how a prompt and
+its answer meet at inference), and checked again. Rows that fail come back as bad rows.
+
+Many rows are shared out to one process a core.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, Literal
+
+import numpy as np
+
+from pronghorn.data.formats import Example
+from pronghorn.data.sources import BadRow, excerpt
+from pronghorn.data.templates import ChatTemplate, RowError, chat_template
+from pronghorn.data.tokens import Ints, Span, TokenRow, record_batch
+from pronghorn.errors import DataError, EnvironmentFault
+
+LossOn = Literal["auto", "assistant", "completion", "all"]
+
+CHUNK = 256  # rows a worker takes at once: about 0.1 s of work, and one record batch of the file
+ROWS_WORTH_A_POOL = 2000  # 2,000 rows take about a second in one process; starting the others takes 0.1 s
+
+
+class Encoder:
+    """One tokenizer and one choice of what carries loss."""
+
+    def __init__(self, tokenizer: Any, loss_on: LossOn = "auto") -> None:
+        self._tokenizer, self._loss_on = tokenizer, loss_on
+        self._backend = tokenizer.backend_tokenizer
+        self._chat: ChatTemplate | None = None
+        # What the tokenizer itself puts before a plain text: [<bos>] or nothing.
+        framed = self._backend.encode("", add_special_tokens=True).ids
+        self._before_text: list[int] = [i for i in framed if i == tokenizer.bos_token_id][:1]
+
+    def prepare_for(self, example: Example) -> None:
+        """Probe the chat template now, so that what is wrong with it is said once and not for every row."""
+        if example.kind == "chat" and self._chat is None:
+            self._chat = chat_template(self._tokenizer)
+
+    def encode(self, example: Example) -> TokenRow:
+        """Raises RowError when this row cannot be encoded exactly."""
+        text, spans = self._text_and_spans(example)
+        before = self._before_text if example.kind != "chat" else []
+        if before and text.startswith(self._tokenizer.bos_token):
+            before = []
+        ids, runs = self._tokens(text, spans, example.where)
+        if self._loss_on == "all" or example.kind == "text":
+            runs = [(0, len(ids))]
+        if before:
+            ids = np.concatenate([np.array(before, np.int32), ids])
+            runs = [(start + len(before), stop + len(before)) for start, stop in runs]
+        return TokenRow(ids, tuple(runs), example.where, example_to_json(example))
+
+    def encode_many(self, examples: Sequence[Example]) -> tuple[Any, list[BadRow]]:
+        """A record batch of the rows that could be encoded, and the others."""
+        rows: list[TokenRow] = []
+        bad: list[BadRow] = []
+        for example in examples:
+            try:
+                rows.append(self.encode(example))
+            except RowError as error:
+                why = error.what if not error.why else f"{error.what}; {error.why}"
+                bad.append(BadRow(example.where, why, excerpt(example_to_json(example))))
+        return record_batch(rows), bad
+
+    def prompt_ids(self, question: Example) -> list[int]:
+        """What the model is given to answer: a conversation and the generation prompt, or a prompt."""
+        self.prepare_for(question)
+        if question.kind == "chat":
+            assert self._chat is not None
+            text, before = self._chat.prompt_text(question.messages, question.tools, question.where), []
+        else:
+            text, before = question.prompt, self._before_text
+        return [*before, *self._backend.encode(text, add_special_tokens=False).ids]
+
+    def _text_and_spans(self, example: Example) -> tuple[str, Sequence[Span]]:
+        """The text, and the characters of it that carry loss."""
+        if example.kind == "chat":
+            self.prepare_for(example)
+            assert self._chat is not None
+            if self._loss_on == "all":
+                return self._chat.plain(example.messages, example.tools, example.where), ()
+            rendered = self._chat.render(example.messages, example.tools, example.where)
+            turns = [turn for turn in rendered.turns if turn.message >= example.prompt_messages]
+            if self._loss_on == "completion" and not example.prompt_messages:
+                turns = turns[-1:]
+            return rendered.text, [(turn.start, turn.stop) for turn in turns]
+        if example.kind == "text" and self._loss_on not in {"auto", "all"}:
+            raise DataError(
+                f"loss on the {self._loss_on} is asked for, and the rows are plain text", where=example.where,
+                why="a plain text has no turns and no completion", fix="set data.loss_on: all, or leave it out",
+            )  # fmt: skip
+        said = example.prompt + example.completion if example.kind == "completion" else example.text
+        end = self._end_token(example.where)
+        text = said if said.endswith(end) else said + end
+        return text, [(len(example.prompt), len(text))] if example.kind == "completion" else ()
+
+    def _end_token(self, where: str) -> str:
+        if not self._tokenizer.eos_token:
+            raise DataError(
+                "the tokenizer has no end token", where=where, why="a model trained on this would never stop",
+                fix="set eos_token in the model folder's tokenizer_config.json",
+            )  # fmt: skip
+        return str(self._tokenizer.eos_token)
+
+    # Characters to tokens
+
+    def _tokens(self, text: str, spans: Sequence[Span], where: str) -> tuple[Ints, list[Span]]:
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        ids = np.array(encoding.ids, np.int32)
+        if not spans:
+            return ids, []
+        starts = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0]
+        runs = [(int(a), int(b)) for a, b in np.searchsorted(starts, np.array(spans), side="left")]
+        if self._first_wrong(ids, runs, text, spans) is None:
+            return ids, runs
+        ids, runs = self._tokens_of_parts(text, spans)
+        wrong = self._first_wrong(ids, runs, text, spans)
+        if wrong is not None:
+            start, stop = spans[wrong]
+            decoded = self._decode(ids[slice(*runs[wrong])])
+            raise RowError(
+                "the tokens that would carry loss do not spell what is said", where=where,
+                why=f"the text is {excerpt(text[start:stop])!r}, its tokens decode to {excerpt(decoded)!r}",
+                fix="drop the row (data.bad_rows: skip), or set data.loss_on: all",
+            )  # fmt: skip
+        return ids, runs
+
+    def _tokens_of_parts(self, text: str, spans: Sequence[Span]) -> tuple[Ints, list[Span]]:
+        borders = [0, *itertools.chain.from_iterable(spans), len(text)]
+        parts = [
+            self._backend.encode(text[start:stop], add_special_tokens=False).ids
+            for start, stop in itertools.pairwise(borders)
+        ]
+        ends = list(itertools.accumulate(len(part) for part in parts))
+        runs = [(ends[2 * i], ends[2 * i + 1]) for i in range(len(spans))]
+        return np.array(list(itertools.chain.from_iterable(parts)), np.int32), runs
+
+    def _decode(self, ids: Ints) -> str:
+        return str(self._backend.decode(ids.tolist(), skip_special_tokens=False))
+
+    def _first_wrong(self, ids: Ints, runs: Sequence[Span], text: str, spans: Sequence[Span]) -> int | None:
+        """The first run whose tokens do not decode to its span."""
+        for i, ((first, last), (start, stop)) in enumerate(zip(runs, spans, strict=True)):
+            if not self._spells(ids, first, last, text[start:stop]):
+                return i
+        return None
+
+    def _spells(self, ids: Ints, first: int, last: int, said: str) -> bool:
+        decoded = self._decode(ids[first:last])
+        if decoded == said:
+            return True
+        # A tokenizer may normalize first (Qwen: NFC), and then no tokens spell the text as it was written.
+        normalizer = self._backend.normalizer
+        expected = normalizer.normalize_str(said) if normalizer is not None else said
+        if decoded == expected:
+            return True
+        # A SentencePiece decoder drops the space before the first token: look at it in its place.
+        return self._decode(ids[:last]).removeprefix(self._decode(ids[:first])) == said
+
+
+def example_to_json(example: Example) -> str:
+    fields = {name: getattr(example, name) for name in Example.__slots__ if name != "where"}
+    return json.dumps({name: value for name, value in fields.items() if value}, ensure_ascii=False, default=str)
+
+
+def example_from_json(text: str, where: str) -> Example:
+    fields = json.loads(text)
+    for name in ("messages", "tools"):
+        if name in fields:
+            fields[name] = tuple(fields[name])
+    return Example(where=where, **fields)
+
+
+# All cores --------------------------------------------------------------------------------------------------------------
+
+
+class EncodingPool:
+    """Chunks in, record batches out, in the same order; on one process a core once there are enough rows."""
+
+    def __init__(self, encoder: Encoder, cores: int | None = None) -> None:
+        self._encoder = encoder
+        self._cores = cores or _cores()
+        self._given = 0
+        self._executor: ProcessPoolExecutor | None = None
+        self._waiting: deque[Future[tuple[Any, list[BadRow]]]] = deque()
+
+    def __enter__(self) -> EncodingPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def give(self, examples: Sequence[Example]) -> Iterator[tuple[Any, list[BadRow]]]:
+        """Take one chunk; returns what is ready, waiting only while more than two chunks a core are under way."""
+        if not examples:
+            return
+        self._encoder.prepare_for(examples[0])
+        self._given += len(examples)
+        if self._executor is None and self._given > ROWS_WORTH_A_POOL and self._cores > 1 and _fork_is_safe():
+            self._executor = ProcessPoolExecutor(
+                self._cores, multiprocessing.get_context("fork"), initializer=_start_worker, initargs=(self._encoder,)
+            )
+        if self._executor is None:
+            yield self._encoder.encode_many(examples)
+            return
+        self._waiting.append(self._executor.submit(_encode_in_worker, examples))
+        while self._waiting and (self._waiting[0].done() or len(self._waiting) > 2 * self._cores):
+            yield self._result()
+
+    def rest(self) -> Iterator[tuple[Any, list[BadRow]]]:
+        while self._waiting:
+            yield self._result()
+
+    def _result(self) -> tuple[Any, list[BadRow]]:
+        try:
+            return self._waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise EnvironmentFault(
+                "a process that tokenizes was killed", why="most often the machine ran out of memory",
+                fix="free memory and run the same command again",
+            ) from error  # fmt: skip
+
+
+def _cores() -> int:
+    """Cores this process may use, which in a container are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _fork_is_safe() -> bool:
+    """A forked worker starts at once and shares the tokenizer's memory; but CUDA does not survive a fork."""
+    if "fork" not in multiprocessing.get_all_start_methods() or sys.platform == "darwin":
+        return False
+    torch = sys.modules.get("torch")  # never imported for the question
+    return torch is None or not torch.cuda.is_initialized()
+
+
+_worker_encoder: Encoder | None = None
+
+
+def _start_worker(encoder: Encoder) -> None:
+    global _worker_encoder  # noqa: PLW0603 - the one thing a worker process holds
+    _worker_encoder = encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # of this worker: the cores are taken
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """A parent that is killed cannot tell its workers; they would wait for the next chunk forever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _encode_in_worker(examples: Sequence[Example]) -> tuple[Any, list[BadRow]]:
+    assert _worker_encoder is not None
+    return _worker_encoder.encode_many(examples)

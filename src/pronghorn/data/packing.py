@@ -1,0 +1,145 @@
+"""Whole documents into packs of a fixed number of tokens, in a bounded window, so that it also serves streams.
+
+A pack takes documents in the order they arrive until the next one does not fit; the hole that is left is filled with
+the largest waiting document that fits it, again and again. So a pack is a fair sample of the data (packing by sorted
+length would put all long documents into the same steps), no document waits longer than the window, and the hole is
+small because the window holds a thousand candidates.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pronghorn.errors import DataError
+
+# Candidates for the last hole of a pack. 100,000 instruction documents (mean 207 tokens) into 2,048: 128 waiting
+# documents fill 99.69 %, 1,024 fill 99.85 %, 4,096 fill 99.87 %; into 16,384 all of them fill 99.91 %.
+WINDOW = 1024
+
+# A bound on the documents of a pack, so that its metadata has a fixed length. Below 16 tokens a document on average,
+# packs close early; instruction data has about 80 documents in 16,384 tokens.
+TOKENS_PER_DOCUMENT = 16
+
+
+def max_documents(capacity: int) -> int:
+    """The most documents one pack holds."""
+    return max(8, capacity // TOKENS_PER_DOCUMENT)
+
+
+@dataclass(frozen=True)
+class Packs(Sequence[npt.NDArray[np.int64]]):
+    """The packs of one epoch: `packs[i]` is the row numbers of the documents of pack i."""
+
+    order: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]  # pack i is order[starts[i]:starts[i + 1]]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, i):  # type: ignore[no-untyped-def]
+        return self.order[self.starts[i] : self.starts[i + 1]]
+
+    def efficiency(self, lengths: npt.NDArray[np.integer], capacity: int) -> float:
+        """Share of all slots that hold a real token."""
+        return float(lengths[self.order].sum(dtype=np.int64)) / (len(self) * capacity) if len(self) else 0.0
+
+
+def pack(lengths: npt.NDArray[np.integer], capacity: int, *, seed: int, epoch: int, window: int = WINDOW) -> Packs:
+    """Shuffle all documents with (seed, epoch), then pack them. The same arguments give the same packs, anywhere."""
+    shuffled = np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(len(lengths))
+    return _collect(shuffled, lengths, capacity, window)
+
+
+def pack_in_order(lengths: npt.NDArray[np.integer], capacity: int) -> Packs:
+    """Pack without shuffling: for evaluation, which sees every document once."""
+    return _collect(np.arange(len(lengths)), lengths, capacity, WINDOW)
+
+
+def _collect(rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.integer], capacity: int, window: int) -> Packs:
+    order: list[int] = []
+    starts = [0]
+    for members in pack_stream(lengths[rows].tolist(), capacity, window):
+        order += members
+        starts.append(len(order))
+    return Packs(order=rows[np.array(order, dtype=np.int64)], starts=np.array(starts, dtype=np.int64))
+
+
+def pack_stream(lengths: Iterable[int], capacity: int, window: int = WINDOW) -> Iterator[list[int]]:
+    """Yields packs as lists of arrival numbers. Holds `window` documents at most."""
+    waiting = _Window(capacity)
+    most = max_documents(capacity)
+    arrivals = enumerate(lengths)
+    while True:
+        waiting.refill(arrivals, window)
+        if not waiting.count:
+            return
+        members: list[int] = []
+        room = capacity
+        while len(members) < most and (length := waiting.oldest_length()) <= room and length:
+            members.append(waiting.take(length))
+            room -= length
+            if waiting.count < window // 2:
+                waiting.refill(arrivals, window)
+        while len(members) < most and (length := waiting.largest_up_to(room)):
+            members.append(waiting.take(length))
+            room -= length
+        yield members
+
+
+class _Window:
+    """Waiting documents, found by age and by length in constant time.
+
+    The lengths present are the bits of one integer, so "the largest length up to n" is a mask and a bit_length: 0.3 µs
+    at 16,384 bits, which is what lets plain Python pack a million documents in about a second.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.count = 0
+        self._capacity = capacity
+        self._by_length: dict[int, deque[int]] = {}
+        self._present = 0
+        self._by_age: deque[tuple[int, int]] = deque()  # (arrival, length); taken ones leave when they reach the front
+        self._taken: set[int] = set()
+
+    def refill(self, arrivals: Iterator[tuple[int, int]], window: int) -> None:
+        while self.count < window:
+            arrival, length = next(arrivals, (-1, 0))
+            if arrival < 0:
+                return
+            if not 0 < length <= self._capacity:
+                raise DataError(
+                    what=f"document {arrival} has {length:,} tokens, a pack holds {self._capacity:,}",
+                    why="documents are packed whole",
+                    fix="lower data.max_length to train.capacity, or raise train.capacity",
+                )
+            same = self._by_length.setdefault(length, deque())
+            if not same:
+                self._present |= 1 << length
+            same.append(arrival)
+            self._by_age.append((arrival, length))
+            self.count += 1
+
+    def oldest_length(self) -> int:
+        """0 when nothing waits."""
+        while self._by_age and self._by_age[0][0] in self._taken:
+            self._taken.remove(self._by_age.popleft()[0])
+        return self._by_age[0][1] if self._by_age else 0
+
+    def largest_up_to(self, room: int) -> int:
+        """0 when nothing fits."""
+        return max(0, (self._present & ((1 << (room + 1)) - 1)).bit_length() - 1)
+
+    def take(self, length: int) -> int:
+        """The oldest document of this length."""
+        same = self._by_length[length]
+        arrival = same.popleft()
+        if not same:
+            self._present &= ~(1 << length)
+        self._taken.add(arrival)
+        self.count -= 1
+        return arrival

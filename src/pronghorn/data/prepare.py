@@ -1,0 +1,447 @@
+"""From the names in a recipe to rows ready for packing: read, tokenize once, clean, cut to length, count everything.
+
+Tokenized rows are cached under the cache folder, keyed by all that decides them: the content of the sources, the
+tokenizer's files and template, format, loss_on, bad_rows. (Not by the date: a template that writes today's date keeps
+the day of the first tokenizing, so that a resumed run sees the same tokens.) What is dropped, cut or split afterwards
+is a view on that table, so changing max_length or duplicates tokenizes nothing again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pronghorn.data import clean, sources
+from pronghorn.data.encode import CHUNK, Encoder, EncodingPool, example_from_json
+from pronghorn.data.formats import Example, detect_format, to_example
+from pronghorn.data.sources import BadRow, RawRow, Source
+from pronghorn.data.tokens import TokenTable, fingerprint, loaded, write_table
+from pronghorn.errors import DataError, EnvironmentFault
+from pronghorn.folders import cache_folder
+from pronghorn.recipe import Data
+
+CACHE_VERSION = 1  # raise it when the same input is tokenized or laid out differently
+FINDINGS_VERSION = 1  # raise it when clean.py finds other things
+ROWS_TO_KNOW_A_FORMAT = 100
+SILENT_SHARE = 0.01  # of rows may be too long and dropped without having been asked for
+
+Progress = Callable[[str, int, int], None]
+Stage = Callable[[str], AbstractContextManager[Any]]
+
+
+def _silent(label: str, done: int, total: int) -> None:
+    pass
+
+
+def _no_stage(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCount:
+    name: str
+    format: str
+    read: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What became of the rows. Rows are counted where they leave: a duplicate that is also too long is a duplicate."""
+
+    read: int
+    bad: int
+    exact_duplicates: int
+    near_duplicates: int
+    junk: int
+    too_long: int  # affected by max_length: dropped, truncated or split
+    dropped_long: int
+    truncated: int
+    split_into: int  # pieces made of the rows that were split
+    no_loss: int  # rows (or pieces) without a single token to learn from
+    kept: int
+    tokens: int
+    loss_tokens: int
+    format: str
+    sources: tuple[SourceCount, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """All rows of the sources that could be tokenized, before anything is dropped."""
+
+    table: TokenTable
+    path: Path  # of the cached table; its sidecars stand beside it
+    read: int
+    bad: int
+    sources: tuple[SourceCount, ...]
+
+    @property
+    def bad_rows_file(self) -> Path | None:
+        return self.path.with_suffix(".bad.jsonl") if self.bad else None
+
+    @property
+    def format(self) -> str:
+        return ", ".join(dict.fromkeys(source.format for source in self.sources))
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Row numbers: copy -> first of its kind, junk -> why. `near` holds the exact ones too, None when not looked for."""
+
+    exact: dict[int, int]
+    junk: dict[int, str]
+    near: dict[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    tokens: TokenTable
+    counts: Counts
+    bad_rows_file: Path | None = None
+    remarks: tuple[str, ...] = field(default=())  # what the user should be told
+
+    def example(self, i: int) -> Example:
+        return example_of(self.tokens, i)
+
+
+def example_of(table: TokenTable, i: int) -> Example:
+    return example_from_json(table.example_json(i), table.where(i))
+
+
+def prepare(
+    names: Sequence[str], spec: Data, tokenizer: Any, *, progress: Progress = _silent, stage: Stage = _no_stage
+) -> Prepared:
+    """The rows to train (or evaluate) on. `tokenizer` may be a `TokenizerFiles`, loaded only when the cache misses."""
+    rows = tokenized_rows(names, spec, tokenizer, progress=progress, stage=stage)
+    found = None
+    if spec.duplicates != "keep" or spec.junk != "keep":
+        with stage("read"):
+            found = findings(rows, near=spec.duplicates == "drop-near", progress=progress)
+    prepared = choose(rows, spec, found)
+    if not prepared.counts.kept:
+        raise _nothing_left(names, prepared.counts, spec)
+    return prepared
+
+
+# Reading and tokenizing, once -------------------------------------------------------------------------------------------
+
+
+def tokenized_rows(
+    names: Sequence[str], spec: Data, tokenizer: Any, *, progress: Progress = _silent, stage: Stage = _no_stage
+) -> Rows:
+    with stage("read"):
+        found = [source for name in names for source in sources.resolve(name)]
+        path = cache_folder() / "tokens" / f"{_key(found, spec, fingerprint(tokenizer))}.arrow"
+        cached = _open(path)
+    if cached is not None:
+        return cached
+    with stage("load"):
+        encoder = Encoder(loaded(tokenizer), spec.loss_on)
+    work = _Tokenizing(found, spec, encoder, progress, stage)
+    write_table(path, work.batches())
+    if work.bad:
+        lines = (json.dumps(asdict(row), ensure_ascii=False) for row in work.bad)
+        _write_text(path.with_suffix(".bad.jsonl"), "".join(f"{line}\n" for line in lines))
+    meta = {"bytes": path.stat().st_size, "read": work.read, "bad": len(work.bad), "sources": list(map(asdict, work.counts))}
+    _write_text(path.with_suffix(".json"), json.dumps(meta))
+    rows = _open(path)
+    if rows is None:
+        raise EnvironmentFault("the tokenized rows cannot be read back", where=str(path), fix="check the disk")
+    return rows
+
+
+def _key(found: Sequence[Source], spec: Data, tokenizer: str) -> str:
+    parts: list[Any] = [CACHE_VERSION, version("transformers"), version("tokenizers"), tokenizer]
+    parts += [spec.format, spec.loss_on, spec.bad_rows]
+    parts += [[source.name, sources.fingerprint(source)] for source in found]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _open(path: Path) -> Rows | None:
+    """The cached rows; None when they are not there, or damaged: they can be made again."""
+    try:
+        meta = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        if path.stat().st_size != meta["bytes"]:
+            return None
+        counts = tuple(SourceCount(**source) for source in meta["sources"])
+        return Rows(TokenTable.open(path), path, int(meta["read"]), int(meta["bad"]), counts)
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
+        return None
+
+
+def _write_text(path: Path, text: str) -> None:
+    try:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise EnvironmentFault(
+            "the cache cannot be written", where=str(path), why=str(error),
+            fix="free some disk space, or point PRONGHORN_CACHE at another folder",
+        ) from error  # fmt: skip
+
+
+class _Tokenizing:
+    """One pass over the sources; what it counts is complete when `batches` is exhausted."""
+
+    def __init__(self, found: Sequence[Source], spec: Data, encoder: Encoder, progress: Progress, stage: Stage) -> None:
+        self._found, self._spec, self._encoder, self._progress, self._stage = found, spec, encoder, progress, stage
+        self.read, self.counts, self.bad = 0, list[SourceCount](), list[BadRow]()
+
+    def batches(self) -> Iterator[Any]:
+        with EncodingPool(self._encoder) as pool:
+            for source in self._found:
+                for examples in self._examples(source):
+                    # After a bad row that stops the run, the rest is only read, to count how many more there are.
+                    if self.bad and self._spec.bad_rows == "stop":
+                        continue
+                    with self._stage("tokenize"):
+                        done = list(pool.give(examples))
+                    yield from self._good(done)
+                    self._progress("tokenizing", self.read, 0)
+            with self._stage("tokenize"):
+                done = list(pool.rest())
+            yield from self._good(done)
+        if self.bad and (self._spec.bad_rows == "stop" or len(self.bad) == self.read):
+            raise _bad_rows(self.bad, self.read)
+
+    def _good(self, done: Sequence[tuple[Any, list[BadRow]]]) -> Iterator[Any]:
+        for batch, bad in done:
+            self.bad += bad
+            if batch.num_rows:
+                yield batch
+
+    def _examples(self, source: Source) -> Iterator[list[Example]]:
+        """The rows of a source as examples, in chunks; what is no example is kept in `bad`."""
+        before, bad_before = self.read, len(self.bad)
+        reader = sources.read(source, self.bad.append)
+        with self._stage("read"):
+            head = list(itertools.islice(reader, ROWS_TO_KNOW_A_FORMAT))
+            unread = len(self.bad) - bad_before  # rows that are not even JSON
+            if not head and unread:
+                raise _bad_rows(self.bad, unread)
+            row_format = detect_format(head, source.name, self._spec.format)
+        self.read += unread
+        rows: Iterator[RawRow] = itertools.chain(head, reader)
+        while True:
+            with self._stage("read"):
+                unread_before = len(self.bad)
+                chunk = list(itertools.islice(rows, CHUNK))
+                self.read += len(chunk) + len(self.bad) - unread_before
+                made = [to_example(row, row_format) for row in chunk]
+                self.bad += [item for item in made if isinstance(item, BadRow)]
+            if not chunk:
+                break
+            yield [item for item in made if isinstance(item, Example)]
+        self.counts.append(SourceCount(source.name, row_format, self.read - before))
+
+
+def _bad_rows(bad: Sequence[BadRow], read: int) -> DataError:
+    first, more = bad[0], len(bad) - 1
+    others = f" ({more:,} more bad row{'s' if more > 1 else ''}: {_some([row.where for row in bad[1:]])})" if more else ""
+    fix = "correct the row, or set data.bad_rows: skip to set such rows aside in a file"
+    if len(bad) == read:
+        fix = "not one row can be used: check data.format and the columns"
+    return DataError(f"{first.why}{others}", where=first.where, why=f"the row is: {first.excerpt}", fix=fix)
+
+
+def _some(places: Sequence[str]) -> str:
+    return ", ".join(places[:3]) + (", ..." if len(places) > 3 else "")
+
+
+# Duplicates and junk ----------------------------------------------------------------------------------------------------
+
+
+class _Examples(Sequence[Example]):
+    """The examples of a table, read from it when asked for, so that a large data set need not fit into memory."""
+
+    def __init__(self, table: TokenTable) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, i: Any) -> Any:
+        return example_of(self._table, i)
+
+
+def findings(rows: Rows, near: bool, progress: Progress = _silent) -> Findings:
+    """Duplicates and junk among the rows; looked for once, then kept beside the cached table."""
+    path = rows.path.with_suffix(f".findings{FINDINGS_VERSION}.json")
+    known = _read_findings(path)
+    if known is not None and (known.near is not None or not near):
+        return known
+    examples = _Examples(rows.table)
+    if known is None:
+        reasons: dict[int, str] = {}
+        for i, example in enumerate(examples):
+            if i % 1000 == 0:
+                progress("duplicates and junk", i, len(examples))
+            reason = clean.junk(example)
+            if reason:
+                reasons[i] = reason
+        known = Findings(clean.exact_duplicates(examples), reasons)
+    if near:
+        known = Findings(known.exact, known.junk, clean.near_duplicates(examples, progress=progress))
+    _write_text(path, json.dumps(asdict(known)))
+    return known
+
+
+def _read_findings(path: Path) -> Findings | None:
+    try:
+        parts = json.loads(path.read_text(encoding="utf-8"))
+        exact, junk, near = ({int(i): v for i, v in part.items()} if part is not None else None for part in parts.values())
+    except (OSError, ValueError, AttributeError):
+        return None
+    return Findings(exact or {}, junk or {}, near)
+
+
+# Choosing ---------------------------------------------------------------------------------------------------------------
+
+
+def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = True) -> Prepared:
+    """Apply what the recipe says to the rows. Not `strict`: too many long rows are a remark, not an error (for stats)."""
+    table, keep = rows.table, np.ones(len(rows.table), np.bool_)
+    exact = near = junk = 0
+    if found is not None and spec.duplicates != "keep":
+        copies = set(found.exact) | set(found.near or () if spec.duplicates == "drop-near" else ())
+        keep[sorted(copies)] = False
+        exact, near = len(found.exact), len(copies) - len(found.exact)
+    if found is not None and spec.junk == "drop":
+        reasons = [i for i in found.junk if keep[i]]
+        keep[reasons] = False
+        junk = len(reasons)
+    table = table.select(np.flatnonzero(keep)) if not keep.all() else table
+
+    remarks: list[str] = []
+    limit, affected = spec.max_length, int((table.lengths > spec.max_length).sum())
+    if spec.long is None and affected > SILENT_SHARE * len(table):
+        problem = _too_many_long(table, limit, affected)
+        if strict:
+            raise problem
+        remarks.append(f"{problem.what}; {problem.fix}")
+    cut, dropped_long, truncated, split_into = _cut(table, limit, spec.long)
+    with_loss = cut.loss_counts > 0
+    no_loss = int((~with_loss).sum())
+    kept = cut.select(np.flatnonzero(with_loss)) if no_loss else cut
+    if rows.bad:
+        remarks.append(f"{rows.bad:,} bad rows set aside in {rows.bad_rows_file}")
+    counts = Counts(
+        read=rows.read, bad=rows.bad, exact_duplicates=exact, near_duplicates=near, junk=junk,
+        too_long=affected, dropped_long=dropped_long, truncated=truncated, split_into=split_into,
+        no_loss=no_loss, kept=len(kept), tokens=int(kept.lengths.sum(dtype=np.int64)),
+        loss_tokens=int(kept.loss_counts.sum(dtype=np.int64)), format=rows.format, sources=rows.sources,
+    )  # fmt: skip
+    return Prepared(kept, counts, rows.bad_rows_file, tuple(remarks))
+
+
+def _cut(table: TokenTable, limit: int, long: str | None) -> tuple[TokenTable, int, int, int]:
+    """The table with no row above the limit, and how many were dropped, truncated, and made by splitting."""
+    over = table.lengths > limit
+    if not over.any():
+        return table, 0, 0, 0
+    if long in {None, "drop"}:
+        return table.select(np.flatnonzero(~over)), int(over.sum()), 0, 0
+    if long == "truncate":
+        cut = table.cut([(i, 0, limit) for i in range(len(table))])
+        lost = over & (cut.loss_counts == 0) & (table.loss_counts > 0)  # its answer began after the limit
+        return cut.select(np.flatnonzero(~lost)), int(lost.sum()), int((over & ~lost).sum()), 0
+    pieces = [(i, at, at + limit) for i, length in enumerate(table.lengths) for at in range(0, max(1, int(length)), limit)]
+    return table.cut(pieces), 0, 0, len(pieces) - int((~over).sum())
+
+
+def _too_many_long(table: TokenTable, limit: int, affected: int) -> DataError:
+    longest = int(table.lengths.argmax())
+    enough = int(np.quantile(table.lengths, 1 - SILENT_SHARE, method="higher"))
+    share = affected / len(table)
+    return DataError(
+        f"{affected:,} of {len(table):,} rows ({share:.1%}) have more than {limit:,} tokens", where="data.max_length",
+        why=f"the longest has {table.lengths[longest]:,} tokens ({table.where(longest)}), and more than 1 % are not dropped"
+        " without being asked for",
+        fix=f"set data.long: drop, truncate or split, or data.max_length: {enough} or more",
+    )  # fmt: skip
+
+
+def _nothing_left(names: Sequence[str], counts: Counts, spec: Data) -> DataError:
+    where = ", ".join(names)
+    if counts.dropped_long and counts.dropped_long + counts.no_loss >= counts.read - counts.bad - counts.junk:
+        return DataError(
+            f"all rows are too long: none has {spec.max_length:,} tokens or fewer", where=where,
+            why=f"{counts.dropped_long:,} rows were dropped", fix="set data.max_length higher, or data.long: truncate or split",
+        )  # fmt: skip
+    fates = {
+        "too long": counts.dropped_long, "without a token that carries loss": counts.no_loss, "junk": counts.junk,
+        "exact duplicates": counts.exact_duplicates, "near duplicates": counts.near_duplicates, "bad": counts.bad,
+    }  # fmt: skip
+    why = ", ".join(f"{count:,} {fate}" for fate, count in fates.items() if count)
+    return DataError("no row is left to train on", where=where, why=why, fix="look at rows with `pronghorn data show`")
+
+
+# Evaluation -------------------------------------------------------------------------------------------------------------
+
+
+def hold_out(table: TokenTable, fraction: float, seed: int) -> tuple[TokenTable, TokenTable]:
+    """Split into (train, held out), the same for the same seed. Pieces of one split row stay together."""
+    rows = np.array([table.row(i) for i in range(len(table))], np.int64)
+    different = np.unique(rows)
+    count = max(1, round(fraction * len(different)))
+    if count >= len(different):
+        raise DataError(
+            f"{len(different)} rows are too few to hold out {fraction:.1%} of them", where="data.eval",
+            fix="give more rows, or data.eval: a file of its own",
+        )  # fmt: skip
+    shuffled = np.random.Generator(np.random.Philox(key=[seed, 0])).permutation(different)
+    held = np.isin(rows, shuffled[:count])
+    return table.select(np.flatnonzero(~held)), table.select(np.flatnonzero(held))
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPrompt:
+    """One held-out question, to be answered by the model and read by a person."""
+
+    where: str
+    ids: list[int]  # what the model is given: the conversation and the generation prompt
+    prompt: str  # the last thing said before the answer
+    expected: str
+
+
+def evaluation_prompts(table: TokenTable, tokenizer: Any, count: int) -> list[EvaluationPrompt]:
+    """The first `count` rows that ask something: for a chat, all before its last assistant turn. Plain text asks nothing."""
+    encoder = Encoder(loaded(tokenizer))
+    prompts: list[EvaluationPrompt] = []
+    seen: set[int] = set()
+    for i in range(len(table)):
+        if len(prompts) == count:
+            break
+        if table.row(i) in seen:
+            continue
+        seen.add(table.row(i))
+        asked = _question(example_of(table, i))
+        if asked is not None:
+            question, expected = asked
+            prompt = str(question.messages[-1].get("content") or "") if question.messages else question.prompt
+            prompts.append(EvaluationPrompt(question.where, encoder.prompt_ids(question), prompt, expected))
+    return prompts
+
+
+def _question(example: Example) -> tuple[Example, str] | None:
+    """The example without its answer, and the answer."""
+    if example.kind == "completion":
+        return Example("completion", example.where, prompt=example.prompt), example.completion
+    answers = [i for i, message in enumerate(example.messages) if message.get("role") == "assistant" and i > 0]
+    if not answers:
+        return None
+    answer = example.messages[answers[-1]]
+    expected = answer.get("content") or json.dumps(answer.get("tool_calls"), ensure_ascii=False)
+    return Example("chat", example.where, messages=example.messages[: answers[-1]], tools=example.tools), str(expected)

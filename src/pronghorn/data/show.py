@@ -1,0 +1,87 @@
+"""`pronghorn data show`: one row as the model sees it, token by token, and which tokens it learns to produce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from rich.text import Text
+
+from pronghorn.data.tokens import TokenTable
+
+# Two shades of each, taken in turn, so that the borders of tokens show.
+LOSS_STYLES = ("bold white on green4", "bold white on dark_green")
+OTHER_STYLES = ("dim", "dim italic")
+SPECIAL_STYLE = "cyan"
+LONGEST_CHARACTER = 8  # tokens that one character can be made of, generously: UTF-8 has 4 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One token, or the few that only together make a character."""
+
+    text: str
+    ids: tuple[int, ...]
+    loss: bool
+    special: bool
+
+
+def pieces(tokenizer: Any, table: TokenTable, i: int) -> Iterator[Piece]:
+    ids, loss = table.ids(i).tolist(), table.loss(i)
+    loss[:1] = False  # nothing predicts the first token
+    decode = tokenizer.backend_tokenizer.decode
+    special = set(tokenizer.all_special_ids) | {n for n, token in tokenizer.added_tokens_decoder.items() if token.special}
+    at = 0
+    while at < len(ids):
+        stop = at + 1
+        text = decode(ids[at:stop], skip_special_tokens=False)
+        while "\ufffd" in text and stop < len(ids) and stop - at < LONGEST_CHARACTER and ids[stop] not in special:
+            stop += 1
+            text = decode(ids[at:stop], skip_special_tokens=False)
+        yield Piece(text, tuple(ids[at:stop]), bool(loss[at:stop].any()), ids[at] in special)
+        at = stop
+
+
+def render_row(tokenizer: Any, table: TokenTable, i: int, *, coloured: bool = True) -> Text:
+    """Tokens with loss on green, the others dim; without colour, what carries loss stands in « »."""
+    text = Text()
+    for loss, run in groupby(pieces(tokenizer, table, i), key=lambda piece: piece.loss):
+        if not coloured and loss:
+            text.append("«")
+        for number, piece in enumerate(run):
+            style = (LOSS_STYLES if loss else OTHER_STYLES)[number % 2] + (f" {SPECIAL_STYLE}" if piece.special else "")
+            text.append(_visible(piece.text), style=style if coloured else None)
+        if not coloured and loss:
+            text.append("»")
+    return text
+
+
+def _visible(text: str) -> str:
+    """Newlines, tabs and other control characters as signs, so that nothing in a row is invisible."""
+    shown = "".join(
+        {"\n": "↵\n", "\t": "→\t"}.get(c, c) if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text
+    )
+    return shown
+
+
+def row_as_text(tokenizer: Any, table: TokenTable, i: int, *, coloured: bool) -> Text:
+    """The row under a line that says where it came from and how much of it carries loss."""
+    count, length = int(table.loss_counts[i]), int(table.lengths[i])
+    head = Text(f"{table.where(i)}: {length:,} tokens, {count:,} carry loss ({count / max(1, length):.0%})\n\n")
+    head.append(render_row(tokenizer, table, i, coloured=coloured))
+    return head
+
+
+def row_as_dict(tokenizer: Any, table: TokenTable, i: int) -> dict[str, Any]:
+    """For `--json`."""
+    shown = list(pieces(tokenizer, table, i))
+    spans = ["".join(piece.text for piece in run) for loss, run in groupby(shown, key=lambda piece: piece.loss) if loss]
+    return {
+        "where": table.where(i),
+        "length": int(table.lengths[i]),
+        "loss_tokens": int(table.loss_counts[i]),
+        "trained_on": spans,
+        "tokens": [{"ids": list(piece.ids), "text": piece.text, "loss": piece.loss} for piece in shown],
+    }

@@ -1,0 +1,205 @@
+"""`pronghorn data stats`: how long the rows are, what is dropped and why, what could be, and how well they pack.
+
+Everything slow behind it is cached by `prepare.py`; a second call needs neither tokenizer nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pronghorn.data.prepare import Counts, Findings, Rows, choose, findings, tokenized_rows
+from pronghorn.errors import CommandError
+from pronghorn.recipe import Data
+
+BINS = 12  # of the histogram; what lies beyond the 99th percentile shares the last one
+BAR = 40  # characters of the longest bar
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    low: int  # tokens, from
+    high: int | None  # up to, not included; None: no upper end
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Rows that could be dropped, and one of them to look at."""
+
+    rows: int
+    example: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    smallest: int
+    median: int
+    mean: float
+    p95: int
+    largest: int
+    longest_row: str
+    bins: tuple[Bin, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    capacity: int
+    packs: int
+    efficiency: float  # share of all slots that hold a real token
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    counts: Counts
+    max_length: int
+    loss_share: float
+    lengths: Lengths  # of all rows that could be tokenized, before any is dropped
+    exact_duplicates: Found
+    near_duplicates: Found | None  # beyond the exact ones; None: could not be looked for
+    junk: dict[str, Found]
+    packing: Packing
+    bad_rows_file: str
+    remarks: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+    def table(self) -> RenderableType:
+        """For people."""
+        remarks = [Text(f"! {remark}", style="yellow") for remark in self.remarks]
+        lengths = (Text("tokens a row", style="bold"), _histogram(self.lengths, self.max_length))
+        return Group(_headline(self), Text(), *lengths, Text(), _fates(self), Text(), _packing_line(self.packing), *remarks)
+
+
+def collect(
+    spec: Data, capacity: int, seed: int, tokenizer: Any, *, progress: Callable[[str, int, int], None] = lambda *_: None
+) -> Stats:
+    """`tokenizer` may be a `TokenizerFiles`, which is not even loaded when the rows are in the cache."""
+    from pronghorn.data.packing import pack
+
+    rows = tokenized_rows(spec.train, spec, tokenizer, progress=progress)
+    remarks: list[str] = []
+    try:
+        found = findings(rows, near=True, progress=progress)
+    except CommandError as missing_library:
+        found = findings(rows, near=False, progress=progress)
+        remarks.append(f"{missing_library.what}: {missing_library.fix}")
+    chosen = choose(rows, spec, found, strict=False)
+    lengths, counts = chosen.tokens.lengths, chosen.counts
+    packs = pack(lengths, capacity, seed=seed, epoch=0)
+    return Stats(
+        counts=counts, max_length=spec.max_length,
+        loss_share=counts.loss_tokens / counts.tokens if counts.tokens else 0.0,
+        lengths=_lengths(rows), exact_duplicates=_found(rows, list(found.exact)), near_duplicates=_near(rows, found),
+        junk={why: _found(rows, [i for i, reason in found.junk.items() if reason == why])
+              for why in sorted(set(found.junk.values()))},
+        packing=Packing(capacity, len(packs), packs.efficiency(lengths, capacity)),
+        bad_rows_file=str(rows.bad_rows_file or ""), remarks=(*remarks, *chosen.remarks),
+    )  # fmt: skip
+
+
+def _near(rows: Rows, found: Findings) -> Found | None:
+    return None if found.near is None else _found(rows, [i for i in found.near if i not in found.exact])
+
+
+def _found(rows: Rows, numbers: list[int]) -> Found:
+    return Found(len(numbers), rows.table.where(numbers[0]) if numbers else "")
+
+
+def _lengths(rows: Rows) -> Lengths:
+    lengths = rows.table.lengths
+    low, median, p95, high = (int(x) for x in np.quantile(lengths, [0, 0.5, 0.95, 1], method="nearest"))
+    longest = rows.table.where(int(lengths.argmax()))
+    return Lengths(low, median, float(lengths.mean()), p95, high, longest, _bins(lengths))
+
+
+def _bins(lengths: np.ndarray[Any, np.dtype[np.int32]]) -> tuple[Bin, ...]:
+    """Even steps of a round width up to the 99th percentile, and one open bin beyond: a tail must not flatten the rest."""
+    reach = float(np.quantile(lengths, 0.99)) / BINS
+    ten = 10.0 ** np.floor(np.log10(max(reach, 1.0)))
+    width = int(max(1, next(step * ten for step in (1, 2, 5, 10) if step * ten >= reach)))
+    inner = np.bincount(np.minimum(lengths // width, BINS), minlength=BINS + 1)
+    bins = [Bin(i * width, (i + 1) * width, int(count)) for i, count in enumerate(inner[:BINS])]
+    bins.append(Bin(BINS * width, None, int(inner[BINS])))
+    while len(bins) > 1 and not bins[-1].rows:
+        bins.pop()
+    return tuple(bins)
+
+
+# For people -----------------------------------------------------------------------------------------------------------
+
+
+def _headline(stats: Stats) -> Text:
+    counts = stats.counts
+    text = Text()
+    text.append(f"{counts.kept:,} documents", style="bold")
+    text.append(f" of {counts.read:,} rows ({counts.format}), {counts.tokens:,} tokens, {stats.loss_share:.1%} carry loss")
+    for source in counts.sources if len(counts.sources) > 1 else ():
+        text.append(f"\n  {source.name}: {source.read:,} rows, {source.format}", style="dim")
+    return text
+
+
+def _histogram(lengths: Lengths, max_length: int) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(justify="right")
+    grid.add_column(justify="right", style="dim")
+    grid.add_column()
+    most = max(one.rows for one in lengths.bins)
+    for one in lengths.bins:
+        label = f"{one.low:,} and more" if one.high is None else f"{one.low:,} to {one.high - 1:,}"
+        beyond = one.low >= max_length
+        grid.add_row(label, f"{one.rows:,}", Text(_bar(one.rows / most), style="red" if beyond else "green"))
+    summary = (
+        f"shortest {lengths.smallest:,} · median {lengths.median:,} · mean {lengths.mean:,.0f} · 95 % below {lengths.p95:,}"
+        f" · longest {lengths.largest:,} ({lengths.longest_row})"
+    )
+    return Group(grid, Text(summary, style="dim"))
+
+
+def _bar(share: float) -> str:
+    eighths = round(share * BAR * 8)
+    if share and not eighths:
+        eighths = 1  # something is never nothing
+    return EIGHTHS[8] * (eighths // 8) + (EIGHTHS[eighths % 8] if eighths % 8 else "")
+
+
+def _fates(stats: Stats) -> RenderableType:
+    counts = stats.counts
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    grid.add_column("what")
+    grid.add_column("found", justify="right")
+    grid.add_column("dropped", justify="right")
+    grid.add_column("for example", style="dim")
+
+    def row(what: str, found: int | str, dropped: int | str, example: str = "") -> None:
+        cells = (f"{value:,}" if isinstance(value, int) else value for value in (found, dropped))
+        grid.add_row(what, *cells, example)
+
+    row("bad rows", counts.bad, counts.bad, stats.bad_rows_file)
+    row("exact duplicates", stats.exact_duplicates.rows, counts.exact_duplicates, stats.exact_duplicates.example)
+    near = stats.near_duplicates
+    row("near duplicates", near.rows if near else "?", counts.near_duplicates, near.example if near else "")
+    for why, found in stats.junk.items() or {"junk": Found(0)}.items():
+        row(f"junk: {why}" if found.rows else why, found.rows, "" if len(stats.junk) > 1 else counts.junk, found.example)
+    if len(stats.junk) > 1:
+        row("junk, together", sum(found.rows for found in stats.junk.values()), counts.junk)
+    what_else = f", {counts.truncated:,} truncated" if counts.truncated else ""
+    what_else += f", split into {counts.split_into:,}" if counts.split_into else ""
+    row(f"longer than {stats.max_length:,}{what_else}", counts.too_long, counts.dropped_long)
+    row("without loss", counts.no_loss, counts.no_loss)
+    return grid
+
+
+def _packing_line(packing: Packing) -> Text:
+    return Text.assemble(
+        (f"{packing.efficiency:.2%}", "bold"), f" of {packing.packs:,} packs of {packing.capacity:,} tokens are real tokens"
+    )

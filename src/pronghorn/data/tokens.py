@@ -1,0 +1,344 @@
+"""The tokenizer, and the table of tokenized rows that it makes: Arrow on disk, memory-mapped, viewed without copying.
+
+One row of the table is one example: its token ids, which of them carry loss, where it came from, and the example itself
+as JSON (to show it and to answer its prompt later). Loss is stored as run borders (start, stop, start, stop, ...)
+because a chat row has one run per assistant turn: two numbers for an answer of 300 tokens instead of 300 flags.
+
+This is the only file of `data` that imports transformers, and only when a tokenizer is really needed: a cached table is
+found from the tokenizer's files alone (importing transformers with torch behind it takes 3 s, the files 0.03 s).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
+
+Ints = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
+Span = tuple[int, int]
+
+# Everything in a model folder that can change what a text is tokenized into (config.json names the tokenizer's class).
+TOKENIZER_FILES = (
+    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
+    "chat_template*", "additional_chat_templates/*", "config.json",
+)  # fmt: skip
+HUB_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "config.json",
+)  # fmt: skip
+
+
+class TokenizerFiles:
+    """A tokenizer by name: its fingerprint comes from its files, and it is loaded the first time it is needed."""
+
+    def __init__(self, name: str, chat_template: str | None = None) -> None:
+        self.name, self.chat_template = name, chat_template
+        self._loaded: Any = None
+
+    def load(self) -> Any:
+        if self._loaded is None:
+            self._loaded = load_tokenizer(self.name, self.chat_template)
+        return self._loaded
+
+    def fingerprint(self) -> str:
+        """Content of the files and of the template that replaces theirs; loads the tokenizer when it has no files yet."""
+        files = _files_of(self.name)
+        if not files:
+            self.load()  # says what is wrong with the name, or downloads it
+            files = _files_of(self.name)
+        if not files:
+            return _content_fingerprint(self.load())
+        digest = hashlib.sha256()
+        for file in files:
+            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+            digest.update(file.read_bytes())
+        digest.update(_template_text(self.chat_template).encode())
+        return digest.hexdigest()
+
+
+def _files_of(name: str) -> list[Path]:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = [try_to_load_from_cache(name, file) for file in HUB_TOKENIZER_FILES]
+    except HFValidationError:
+        return []  # not a name the hub could have; loading it says so
+    return [Path(path) for path in found if isinstance(path, str)]
+
+
+def _template_text(chat_template: str | None) -> str:
+    if chat_template is None:
+        return ""
+    try:
+        return Path(chat_template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(
+            f"the chat template {chat_template} cannot be read", where="data.chat_template", why=str(error),
+            fix="give the path of a Jinja file, relative to where the command runs",
+        ) from error  # fmt: skip
+
+
+def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
+    """The tokenizer of a local folder or a hub name; `chat_template` is a Jinja file that replaces its own template."""
+    template = _template_text(chat_template)
+    folder = Path(name).expanduser()
+    if not folder.is_dir() and (folder.is_absolute() or name.startswith((".", "~"))):
+        raise ModelError("there is no such model folder", where=name, fix="check `model:`; it is a folder or a hub name")
+
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
+    # What transformers raises for a folder without tokenizer, an unknown name, no network, or a broken file.
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        raise ModelError(
+            "its tokenizer cannot be loaded", where=name, why=str(error).strip().split("\n")[0], fix=_how_to_find(name)
+        ) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise ModelError(
+            "its tokenizer has no tokenizer.json, so which tokens carry loss cannot be checked", where=name,
+            why=f"{type(tokenizer).__name__} does not say which characters a token came from",
+            fix="use a model folder with a tokenizer.json",
+        )  # fmt: skip
+    if chat_template is not None:
+        tokenizer.chat_template = template
+    # A tokenizer.json may carry a truncation of its own; rows are cut by the recipe, and never silently.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    tokenizer.pronghorn_files = TokenizerFiles(name, chat_template)
+    tokenizer.pronghorn_as_loaded = (tokenizer.chat_template, len(tokenizer))
+    return tokenizer
+
+
+def _how_to_find(name: str) -> str:
+    if Path(name).expanduser().is_dir():
+        return "put tokenizer.json and tokenizer_config.json into the folder"
+    if os.environ.get("HF_HUB_OFFLINE") in {"1", "true", "ON", "YES", "TRUE"}:
+        return "it is not in the hub cache and HF_HUB_OFFLINE is set: download it once, or give a local folder"
+    return "check the spelling and the network (HF_TOKEN for a gated model), or give a local folder"
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Of a tokenizer or of `TokenizerFiles`: equal when the same text gives the same tokens."""
+    if isinstance(tokenizer, TokenizerFiles):
+        return tokenizer.fingerprint()
+    files: TokenizerFiles | None = getattr(tokenizer, "pronghorn_files", None)
+    if files is not None and tokenizer.pronghorn_as_loaded == (tokenizer.chat_template, len(tokenizer)):
+        return files.fingerprint()
+    return _content_fingerprint(tokenizer)  # made or changed in Python
+
+
+def _content_fingerprint(tokenizer: Any) -> str:
+    parts = (tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template), str(tokenizer.special_tokens_map))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def loaded(tokenizer: Any) -> Any:
+    return tokenizer.load() if isinstance(tokenizer, TokenizerFiles) else tokenizer
+
+
+def render_tracked(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+    """Text, and the character ranges inside `{% generation %}` blocks as transformers tracks them.
+
+    `apply_chat_template` gives this only as a token mask, which is too wide where a token straddles the border.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts, spans = render_jinja_template(
+        conversations=[list(messages)], tools=tools, chat_template=tokenizer.get_chat_template(None, tools),
+        return_assistant_tokens_mask=True, **tokenizer.special_tokens_map,
+    )  # fmt: skip
+    return texts[0], [(start, stop) for start, stop in spans[0]]
+
+
+# The table ----------------------------------------------------------------------------------------------------------
+
+SCHEMA = pa.schema(
+    [
+        ("ids", pa.list_(pa.int32())),
+        ("loss", pa.list_(pa.int32())),  # run borders: start, stop, start, stop, ...
+        ("where", pa.string()),
+        ("example", pa.string()),  # JSON
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """One tokenized example; `runs` are the token ranges that carry loss, in order, not touching."""
+
+    ids: Ints
+    runs: tuple[Span, ...]
+    where: str
+    example: str = ""
+
+
+def _list_column(pieces: Sequence[Ints]) -> Any:
+    offsets = np.zeros(len(pieces) + 1, np.int32)
+    np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
+    values = np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, pa.int32()))
+
+
+def record_batch(rows: Sequence[TokenRow]) -> Any:
+    borders = [np.array(list(itertools.chain.from_iterable(row.runs)), np.int32) for row in rows]
+    columns = [
+        _list_column([row.ids for row in rows]),
+        _list_column(borders),
+        pa.array([row.where for row in rows], pa.string()),
+        pa.array([row.example for row in rows], pa.string()),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+def write_table(path: Path, batches: Iterable[Any]) -> None:
+    """Record batches (see `record_batch`) into an Arrow file that appears whole or not at all."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise EnvironmentFault(
+            "the tokenized rows could not be written", where=str(path), why=str(error),
+            fix="free some disk space, or point PRONGHORN_CACHE at another folder",
+        ) from error  # fmt: skip
+
+
+class TokenTable:
+    """Tokenized rows. A view holds (row, start, stop) for each of its rows; the tokens stay in the mapped file."""
+
+    def __init__(self, base: _Columns, rows: npt.NDArray[np.int64], starts: Ints, stops: Ints, counts: Ints) -> None:
+        self._base, self._rows, self._starts, self._stops = base, rows, starts, stops
+        self.lengths: Ints = stops - starts
+        self.loss_counts: Ints = counts
+
+    @classmethod
+    def open(cls, path: Path) -> TokenTable:
+        """Memory-map an Arrow file; raises `pa.ArrowInvalid` or `OSError` when it is damaged."""
+        with pa.memory_map(str(path), "r") as source:
+            return cls._of_arrow(pa.ipc.open_file(source).read_all())
+
+    @classmethod
+    def of(cls, rows: Sequence[TokenRow]) -> TokenTable:
+        """A table in memory."""
+        return cls._of_arrow(pa.Table.from_batches([record_batch(rows)]))
+
+    @classmethod
+    def _of_arrow(cls, table: Any) -> TokenTable:
+        if table.schema.names != SCHEMA.names:
+            raise pa.ArrowInvalid(f"columns {table.schema.names} instead of {SCHEMA.names}")
+        base = _Columns(table)
+        rows = np.arange(base.count, dtype=np.int64)
+        return cls(base, rows, np.zeros(base.count, np.int32), base.lengths, base.label_counts())
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def ids(self, i: int) -> Ints:
+        return self._base.ids(self._rows[i])[self._starts[i] : self._stops[i]]
+
+    def loss(self, i: int) -> Bools:
+        """True: this token is trained on, as a target (the token at position 0 never is: nothing predicts it)."""
+        mask = np.zeros(self._stops[i], np.bool_)
+        for start, stop in self._base.runs(self._rows[i]).reshape(-1, 2):
+            mask[start:stop] = True
+        return mask[self._starts[i] :]
+
+    def where(self, i: int) -> str:
+        return self._base.text("where", self._rows[i])
+
+    def example_json(self, i: int) -> str:
+        return self._base.text("example", self._rows[i])
+
+    def row(self, i: int) -> int:
+        """The number of the underlying row: pieces of one split row share it."""
+        return int(self._rows[i])
+
+    def select(self, indices: npt.ArrayLike) -> TokenTable:
+        chosen = np.asarray(indices)
+        if chosen.dtype != np.bool_:
+            chosen = chosen.astype(np.int64)
+        arrays = (self._rows, self._starts, self._stops, self.loss_counts)
+        return TokenTable(self._base, *(array[chosen] for array in arrays))
+
+    def cut(self, pieces: Sequence[tuple[int, int, int]]) -> TokenTable:
+        """Views of parts of rows: (index in this table, start, stop) for each, in tokens."""
+        parts = np.array(pieces, np.int64).reshape(-1, 3)
+        index = parts[:, 0]
+        starts = (self._starts[index] + parts[:, 1]).astype(np.int32)
+        stops = np.minimum(self._starts[index] + parts[:, 2], self._stops[index]).astype(np.int32)
+        whole = (starts == self._starts[index]) & (stops == self._stops[index])
+        counts = self.loss_counts[index].copy()
+        for i in np.flatnonzero(~whole):
+            borders = self._base.runs(self._rows[index[i]]).reshape(-1, 2)
+            inside = np.minimum(borders[:, 1], stops[i]) - np.maximum(borders[:, 0], starts[i] + 1)
+            counts[i] = np.maximum(inside, 0).sum()
+        return TokenTable(self._base, self._rows[index], starts, stops, counts)
+
+
+class _Columns:
+    """The mapped columns as numpy views, one set per record batch."""
+
+    def __init__(self, table: Any) -> None:
+        self.count: int = table.num_rows
+        self._text = {name: table.column(name) for name in ("where", "example")}
+        self._ids = [_flat(chunk) for chunk in table.column("ids").chunks]
+        self._loss = [_flat(chunk) for chunk in table.column("loss").chunks]
+        sizes = [len(offsets) - 1 for offsets, _ in self._ids]
+        self._first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        lengths = [np.diff(offsets) for offsets, _ in self._ids]
+        self.lengths: Ints = np.concatenate([np.zeros(0, np.int32), *lengths]).astype(np.int32)
+
+    def _locate(self, row: int) -> tuple[int, int]:
+        chunk = int(np.searchsorted(self._first, row, side="right")) - 1
+        return chunk, int(row - self._first[chunk])
+
+    def ids(self, row: int) -> Ints:
+        chunk, at = self._locate(row)
+        offsets, values = self._ids[chunk]
+        return values[offsets[at] : offsets[at + 1]]
+
+    def runs(self, row: int) -> Ints:
+        chunk, at = self._locate(row)
+        offsets, values = self._loss[chunk]
+        return values[offsets[at] : offsets[at + 1]]
+
+    def text(self, name: str, row: int) -> str:
+        return str(self._text[name][int(row)].as_py())
+
+    def label_counts(self) -> Ints:
+        counts = [np.zeros(0, np.int64)]
+        for offsets, values in self._loss:
+            signed = values.astype(np.int64)
+            signed[0::2] *= -1  # every list has an even length, so starts stand at even places: stop - start adds up
+            total = np.concatenate([[0], np.cumsum(signed)])
+            count = total[offsets[1:]] - total[offsets[:-1]]
+            some = np.flatnonzero(offsets[1:] > offsets[:-1])
+            count[some] -= values[offsets[some]] == 0  # a loss token at position 0 has no label
+            counts.append(count)
+        return np.concatenate(counts).astype(np.int32)
+
+
+def _flat(chunk: Any) -> tuple[Ints, Ints]:
+    return chunk.offsets.to_numpy(), chunk.values.to_numpy(zero_copy_only=True)

@@ -1,0 +1,1 @@
+"""Tensor maths: torch and Triton only, one op a file."""

@@ -1,0 +1,73 @@
+"""Which way an op runs: Triton on a GPU, plain torch elsewhere.
+
+`jit`, `triton` and `tl` exist on every machine, so that kernel files import everywhere; the kernels themselves are only
+called where `use_triton` says so. With TRITON_INTERPRET=1 set both when this file is imported and when an op is called,
+the Triton kernels run on CPU tensors through Triton's interpreter: slow, and meant for tests.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+triton: Any
+tl: Any
+try:
+    import triton as _triton
+    import triton.language as _tl
+
+    triton, tl = _triton, _tl
+    HAS_TRITON = True
+except ImportError:  # CPU-only builds and platforms without Triton: names that decorators and constants can use
+    triton = SimpleNamespace(jit=lambda function: function)
+    tl = SimpleNamespace(constexpr=lambda value: value)
+    HAS_TRITON = False
+
+_said: set[str] = set()
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+# Triton decides at decoration time whether a kernel is compiled or interpreted, so the answer is kept from import.
+KERNELS_ARE_INTERPRETED = HAS_TRITON and _interpreting()
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """`triton.jit` with a type: the result is launched as `kernel[grid](...)`."""
+    return triton.jit(function)
+
+
+def use_triton(tensor: torch.Tensor) -> bool:
+    """Whether an op on this tensor runs through its Triton kernels."""
+    if tensor.is_cuda:
+        return HAS_TRITON
+    return KERNELS_ARE_INTERPRETED and _interpreting() and tensor.device.type == "cpu"
+
+
+def say_once(text: str) -> None:
+    """One line on stderr, once a process: a fallback is always told, and never in every layer."""
+    if text not in _said:
+        _said.add(text)
+        print(text, file=sys.stderr, flush=True)
+
+
+@cache
+def _capability_of(index: int) -> tuple[int, int]:
+    major, minor = torch.cuda.get_device_capability(index)
+    return major, minor
+
+
+def cuda_capability(device: torch.device | str) -> tuple[int, int]:
+    """(9, 0) on Hopper; (0, 0) where the device is not a CUDA one, so that comparisons with a minimum just fail."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return 0, 0
+    return _capability_of(torch.cuda.current_device() if device.index is None else device.index)

@@ -1,0 +1,90 @@
+"""What a run leaves for others: the adapter in PEFT's layout, or one merged Hugging Face folder. Both with a model card."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import PeftModel
+
+from pronghorn.errors import CommandError
+from pronghorn.model.load import load_model
+from pronghorn.model.lora import load_adapter
+from pronghorn.recipe import Recipe
+
+# Of the training state, nothing is of use to others.
+NOT_EXPORTED = ("manifest.json", "training_state.safetensors", "README.md")
+
+
+def export(checkpoint: Path, recipe: Recipe, target: Path, to: Literal["adapter", "merged"],
+           figures: dict[str, Any]) -> None:
+    """`figures` go into the model card. The target is complete or not there: it is written beside itself first."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CommandError(what="the target exists already", where=str(target), why="an export never overwrites",
+                           fix="choose another folder, or remove this one")
+    if to == "adapter" and recipe.method == "full":
+        raise CommandError(what="this run has no adapter", why="method: full trains the whole model", fix="use --to merged")
+    beside = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        if to == "merged" and recipe.method != "full":
+            merged_model(checkpoint, recipe).save_pretrained(str(beside))
+            _copy(checkpoint, beside, lambda name: not name.startswith("adapter_"))
+        else:
+            _copy(checkpoint, beside, lambda name: True)
+        (beside / "README.md").write_text(model_card(recipe, to, figures), encoding="utf-8")
+        beside.replace(target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def trained_model(checkpoint: Path, recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model with what was trained, for evaluation and chat."""
+    if recipe.method == "full":
+        return load_model(str(checkpoint), dtype, device)
+    return load_adapter(load_model(recipe.model, dtype, device), checkpoint)
+
+
+def merged_model(checkpoint: Path, recipe: Recipe) -> Any:
+    """Base weights plus adapter, added in float32 and rounded once to the base's own dtype."""
+    model = trained_model(checkpoint, recipe, torch.float32, torch.device("cpu"))
+    assert isinstance(model, PeftModel)
+    merged = model.merge_and_unload(safe_merge=True)
+    return merged.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision, torch.float32))
+
+
+def _copy(source: Path, target: Path, wanted: Any) -> None:
+    for file in source.iterdir():
+        of_use = file.is_file() and file.name not in NOT_EXPORTED and wanted(file.name)
+        if of_use and not (target / file.name).exists():
+            shutil.copy2(file, target / file.name)
+
+
+def model_card(recipe: Recipe, to: str, figures: dict[str, Any]) -> str:
+    library = "peft" if to == "adapter" else "transformers"
+    rows = "\n".join(f"| {name} | {value} |" for name, value in figures.items())
+    load = (
+        "model = AutoModelForCausalLM.from_pretrained(BASE)\nmodel = PeftModel.from_pretrained(model, FOLDER)"
+        if to == "adapter" else "model = AutoModelForCausalLM.from_pretrained(FOLDER)"
+    )
+    return f"""---
+base_model: {recipe.model}
+library_name: {library}
+pipeline_tag: text-generation
+tags: [pronghorn, {recipe.method}]
+---
+# {Path(recipe.output).name}
+
+{recipe.model}, fine-tuned with Pronghorn ({recipe.method}) on {", ".join(recipe.data.train)}.
+
+| | |
+|---|---|
+{rows}
+
+```python
+{load}
+```
+"""

@@ -1,0 +1,135 @@
+"""A model by name or folder, in the precision asked for; everything that can be wrong with it is said before it loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from pronghorn.errors import ModelError, RecipeError
+from pronghorn.model.lora import add_adapter
+from pronghorn.recipe import Lora
+
+Precision = Literal["bf16", "fp16", "fp32"]
+DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is known of a model from its config alone."""
+
+    model_type: str
+    parameters: int
+    adapter_parameters: int  # 0 when no adapter was asked for
+    layers: int
+    width: int
+    mlp_width: int
+    vocabulary: int
+    longest: int  # positions the model was made for; 0 when the config does not say
+
+
+def pick_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def resolve_precision(asked: Literal["auto"] | Precision, device: torch.device) -> Precision:
+    """`auto` is bf16 on a GPU that has it and fp32 elsewhere; anything else is honoured or refused, never changed."""
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if asked == "auto":
+        return "bf16" if has_bf16 else "fp32"
+    if asked == "bf16" and device.type == "cuda" and not has_bf16:
+        raise RecipeError(what=f"precision: bf16 is not there on {torch.cuda.get_device_name(device)}",
+                          why="the chip has no bf16 arithmetic", fix="set precision: fp16 or fp32")
+    return asked
+
+
+def inspect_model(name: str, lora: Lora | None = None) -> ModelFacts:
+    """Reads the config, allocates nothing. With `lora`, also counts the adapter and refuses targets that match nothing."""
+    _refuse_unreadable_folder(name)
+    config = _guarded(name, lambda: AutoConfig.from_pretrained(name, trust_remote_code=False))
+    with torch.device("meta"):
+        model = _guarded(name, lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    text = config.get_text_config()
+    parameters = sum(p.numel() for p in model.parameters())
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    if lora:
+        with torch.device("meta"):
+            model = add_adapter(model, lora, seed=0)
+    return ModelFacts(
+        model_type=config.model_type,
+        parameters=parameters,
+        adapter_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad) if lora else 0,
+        layers=int(text.num_hidden_layers),
+        width=int(text.hidden_size),
+        mlp_width=int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size),
+        vocabulary=vocabulary,
+        longest=int(getattr(text, "max_position_embeddings", 0) or 0),
+    )
+
+
+def load_model(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The family's own layers, weights from safetensors only. No code from the model's folder is ever run."""
+    _refuse_unreadable_folder(name)
+    model = _guarded(
+        name,
+        lambda: AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, trust_remote_code=False),
+    )
+    model.config.use_cache = False
+    return model.to(device)  # type: ignore[no-any-return]
+
+
+def require_tokenizer_fits(tokenizer: Any, vocabulary: int, name: str) -> None:
+    """A token id beyond the embeddings reads foreign memory on a GPU; say it here instead."""
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= vocabulary:
+        raise ModelError(
+            what=f"the tokenizer has ids up to {largest:,}, the model has embeddings for {vocabulary:,} tokens",
+            where=name, why="tokens without an embedding cannot be trained",
+            fix="use the tokenizer the model was published with, or a model whose embeddings were resized to it",
+        )
+
+
+def _refuse_unreadable_folder(name: str) -> None:
+    folder = Path(name).expanduser()
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or folder.exists()
+    if not looks_local:
+        return  # a hub name: org/model
+    if not folder.is_dir():
+        if "/" not in name:
+            return  # an old-style hub name: gpt2
+        raise ModelError(what="no such model folder", where=name, why="it is no folder here, and no hub name (org/name)",
+                         fix="check the path in `model:`, or give a hub name")
+    if not (folder / "config.json").is_file():
+        raise ModelError(what="this folder holds no config.json", where=name, why="it is not a Hugging Face model folder",
+                         fix="point `model:` at the folder that holds config.json and model.safetensors")
+    if any(folder.glob("*.safetensors")):
+        return
+    pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLED)
+    if pickled:
+        raise ModelError(
+            what=f"the weights are pickled ({pickled[0]})", where=name,
+            why="a pickle can run any code when it is opened, so it is never opened",
+            fix="get the model's safetensors files, or convert them where you trust their origin",
+        )
+    raise ModelError(what="this folder holds no *.safetensors", where=name, fix="download the model's weights into it")
+
+
+def _guarded(name: str, load: Any) -> Any:
+    """transformers' own words for what a user can cause, in our form."""
+    try:
+        return load()
+    except (OSError, ValueError, KeyError) as error:
+        text = str(error)
+        if "trust_remote_code" in text:
+            raise ModelError(what="this model wants to run code from its own repository", where=name,
+                             why="no file can make Pronghorn run code",
+                             fix="use a model type that transformers has itself") from error
+        first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+        raise ModelError(
+            what="cannot load the model", where=name, why=first[:300],
+            fix="check the name; without a network, the model must be a folder or already in the hub cache",
+        ) from error

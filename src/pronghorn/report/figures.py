@@ -1,0 +1,200 @@
+"""The figures of a run, drawn from its events: what the summary, the page and the list of runs all show."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pronghorn.report.run_log import as_number, history
+from pronghorn.report.stages import STAGES
+
+# Without an end event a run is either at work or was killed; the log of a run at work is seldom silent for so long.
+SILENT_AFTER = 600.0
+
+STATES = {
+    "done": "done",
+    "early stop": "early stop",
+    "signal": "interrupted",
+    "health": "health stop",
+    "error": "error",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One start of the run, from its first event to its last."""
+
+    number: int
+    began: float
+    seconds: float
+    resumed_from: int | None
+    steps: int  # done in it, those that a later session did again included
+    ended: str
+    why: str
+    device: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """None means that the run has no such figure (yet)."""
+
+    name: str
+    model: str
+    method: str
+    device: str
+    precision: str
+    state: str
+    why: str
+    began: float | None
+    last: float | None  # time of the last event
+    step: int
+    steps: int
+    first_loss: float | None
+    last_loss: float | None
+    best_loss: float | None
+    best_loss_step: int | None
+    first_eval: float | None
+    last_eval: float | None
+    best_eval: float | None
+    best_eval_step: int | None
+    last_eval_step: int | None
+    perplexity: float | None  # at the best evaluation
+    tokens: int
+    tokens_per_second: float
+    seconds: float  # wall-clock of all sessions
+    stages: dict[str, float]
+    efficiency: float | None
+    parameters: int | None
+    trainable: int | None
+    recipe: dict[str, Any] = field(default_factory=dict)
+    sessions: tuple[Session, ...] = ()
+
+    def share(self, *stages: str) -> float:
+        """The part of the accounted wall-clock that these stages took, 0 to 1."""
+        total = sum(self.stages.values())
+        return sum(self.stages.get(stage, 0.0) for stage in stages) / total if total > 0 else 0.0
+
+
+def figures(events: Sequence[dict[str, Any]], now: float | None = None) -> Figures:
+    """`events`: the whole log, void events included (their time was spent, so it counts)."""
+    kept = history(events)
+    starts = [e for e in events if e["event"] == "start"]
+    start: dict[str, Any] = starts[-1] if starts else {}
+    steps = [e for e in kept if e["event"] == "step"]
+    evals = [e for e in kept if e["event"] == "eval"]
+    recipe = start.get("recipe") or {}
+    parameters, data = start.get("parameters") or {}, start.get("data") or {}
+    best_loss, best_loss_step = _best(steps)
+    best_eval, best_eval_step = _best(evals)
+    state, why = _state(events, time.time() if now is None else now)
+    seconds = sum(as_number(e.get("seconds")) for e in steps)
+    return Figures(
+        name=str(start.get("run", "")),
+        model=str(recipe.get("model", "")),
+        method=str(recipe.get("method", "")),
+        device=str(start.get("device", "")),
+        precision=str(start.get("precision", "")),
+        state=state,
+        why=why,
+        began=events[0].get("time") if events else None,
+        last=events[-1].get("time") if events else None,
+        step=max((e.get("step", 0) for e in kept if e["event"] in ("step", "eval", "checkpoint")), default=0),
+        steps=int(start.get("steps") or 0),
+        first_loss=_loss(steps[:1]),
+        last_loss=_loss(steps[-1:]),
+        best_loss=best_loss,
+        best_loss_step=best_loss_step,
+        first_eval=_loss(evals[:1]),
+        last_eval=_loss(evals[-1:]),
+        best_eval=best_eval,
+        best_eval_step=best_eval_step,
+        last_eval_step=evals[-1].get("step") if evals else None,
+        perplexity=next((as_number(e.get("perplexity")) for e in evals if e.get("step") == best_eval_step), None),
+        tokens=int(steps[-1].get("seen_tokens", 0)) if steps else 0,
+        tokens_per_second=sum(e.get("tokens", 0) for e in steps) / seconds if seconds > 0 else 0.0,
+        seconds=sum(s.seconds for s in _sessions(events)),
+        stages=_stages(events),
+        efficiency=data.get("efficiency"),
+        parameters=parameters.get("total"),
+        trainable=parameters.get("trainable"),
+        recipe=recipe,
+        sessions=_sessions(events),
+    )
+
+
+def flat(recipe: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"train": {"lr": 1}} as {"train.lr": 1}"""
+    keys: dict[str, Any] = {}
+    for key, value in recipe.items():
+        if isinstance(value, dict) and value:
+            keys |= flat(value, f"{prefix}{key}.")
+        else:
+            keys[prefix + key] = value
+    return keys
+
+
+def _loss(events: Sequence[dict[str, Any]]) -> float | None:
+    return as_number(events[0].get("loss")) if events else None
+
+
+def _best(events: Sequence[dict[str, Any]]) -> tuple[float | None, int | None]:
+    finite = [(as_number(e.get("loss")), e.get("step")) for e in events if math.isfinite(as_number(e.get("loss")))]
+    return min(finite, key=lambda pair: pair[0]) if finite else (None, None)
+
+
+def _state(events: Sequence[dict[str, Any]], now: float) -> tuple[str, str]:
+    if not events:
+        return "empty", ""
+    last_session = events[-1].get("session")
+    for event in reversed(events):
+        if event.get("session") != last_session:
+            break
+        if event["event"] == "end":
+            reason = str(event.get("reason", ""))
+            return STATES.get(reason, reason), str(event.get("why") or "")
+    return ("running" if now - as_number(events[-1].get("time")) < SILENT_AFTER else "cut off"), ""
+
+
+def _by_session(events: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for event in events:
+        groups.setdefault(event.get("session", 1), []).append(event)
+    return groups
+
+
+def _stages(events: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Summed over the sessions; each session's last word counts, because its figures are cumulative."""
+    total = dict.fromkeys(STAGES, 0.0)
+    for group in _by_session(events).values():
+        last: dict[str, Any] = next((e for e in reversed(group) if e["event"] == "stages"), {})
+        for stage, seconds in (last.get("seconds") or {}).items():
+            total[stage] = total.get(stage, 0.0) + as_number(seconds)
+    return total
+
+
+def _sessions(events: Sequence[dict[str, Any]]) -> tuple[Session, ...]:
+    sessions = []
+    for number, group in _by_session(events).items():
+        start: dict[str, Any] = next((e for e in group if e["event"] == "start"), {})
+        end: dict[str, Any] = next((e for e in reversed(group) if e["event"] == "end"), {})
+        accounted = max((as_number(e.get("total")) for e in group if e["event"] == "stages"), default=0.0)
+        seen = as_number(group[-1].get("time")) - as_number(group[0].get("time"))  # a kill comes after the last account
+        reason = str(end.get("reason", ""))
+        sessions.append(
+            Session(
+                number=number,
+                began=as_number(group[0].get("time")),
+                seconds=max(accounted, seen if math.isfinite(seen) else 0.0),
+                resumed_from=start.get("resumed_from"),
+                steps=sum(e["event"] == "step" for e in group),
+                ended=STATES.get(reason, reason),
+                why=str(end.get("why") or ""),
+                device=str(start.get("device", "")),
+                versions={str(k): str(v) for k, v in (start.get("versions") or {}).items()},
+            )
+        )
+    return tuple(sessions)

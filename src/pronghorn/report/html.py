@@ -1,0 +1,268 @@
+"""report.html: a run on one page that needs nothing but a browser, made from run.jsonl alone."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from pronghorn.report import wording
+from pronghorn.report.figures import Figures, figures
+from pronghorn.report.html_style import SCRIPT, STYLE
+from pronghorn.report.plots import Plot, Point, Series, draw, smooth
+from pronghorn.report.run_log import as_number, history, read_log
+from pronghorn.report.stages import STAGES
+from pronghorn.report.summary import advise
+
+FILE_NAME = "report.html"
+MOST_GENERATIONS, MOST_NOTICES, MOST_SESSIONS, MOST_TEXT = (
+    30,
+    200,
+    100,
+    3000,
+)  # keeps the page below 2 MB whatever the run says
+FEW_STEPS = 40  # below this a smoothed line would say nothing that the points do not
+
+PILLS = {"done": "good", "early stop": "good", "running": "soft", "empty": "soft", "health stop": "bad", "error": "bad"}
+
+
+def write_html(folder: Path) -> Path:
+    """Writes folder/report.html in one go: a reader sees the old page or the new one, never half of one."""
+    page = render_page(read_log(folder), folder.name)
+    target, part = folder / FILE_NAME, folder / f".{FILE_NAME}.{os.getpid()}"
+    try:
+        part.write_text(page, encoding="utf-8", errors="replace")
+        part.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+    return target
+
+
+def render_page(events: Sequence[dict[str, Any]], name: str = "run") -> str:
+    """`name`: for a log that does not say its own."""
+    run, kept = figures(events), history(events)
+    steps = [e for e in kept if e["event"] == "step"]
+    evals = [e for e in kept if e["event"] == "eval"]
+    title = run.name or name
+    body = [_header(run, title), _tiles(run), _plots(run, kept, steps, evals), _stages(run), _generations(evals)]
+    body += [_recipe(run), _notices(events), _sessions(run)]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        # Whatever a model answered: the page loads nothing and sends nothing.
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none';style-src 'unsafe-inline';"
+        "script-src 'unsafe-inline'\">"
+        f"<title>{escape(title)} · Pronghorn</title><style>{STYLE}</style></head><body><main>"
+        f"{''.join(body)}<footer>Made by Pronghorn from run.jsonl, as of {wording.moment(run.last)}.</footer>"
+        f"</main><script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def _header(run: Figures, title: str) -> str:
+    parts = [run.model, run.method, run.precision, run.device]
+    began = f"started {wording.moment(run.began)}" if run.began is not None else ""
+    size = ""
+    if run.trainable is not None and run.parameters is not None:
+        size = f"{wording.count(run.trainable)} of {wording.count(run.parameters)} parameters trained"
+    sub = " · ".join(escape(part) for part in [*parts, size, began] if part)
+    why = f'<p class="why">{escape(run.why[:MOST_TEXT])}</p>' if run.why else ""
+    pill = f'<span class="pill {PILLS.get(run.state, "warn")}">{escape(run.state)}</span>'
+    return (
+        f'<header><div class="brand">Pronghorn</div><div class="title"><h1>{escape(title)}</h1>{pill}</div>'
+        f'<p class="sub">{sub}</p>{why}</header>'
+    )
+
+
+def _tiles(run: Figures) -> str:
+    at_best = f"best at step {run.best_eval_step:,}" if run.best_eval_step is not None else ""
+    first = f"from {wording.figure(run.first_loss)}" if run.first_loss is not None else ""
+    planned = f"of {run.steps:,} planned" if run.steps else ""
+    full = f"packs {100 * run.efficiency:.1f} % full" if run.efficiency is not None else ""
+    best_loss = f"at step {run.best_loss_step:,}" if run.best_loss_step is not None else ""
+    sessions = f"in {len(run.sessions)} sessions" if len(run.sessions) > 1 else ""
+    tiles = [
+        ("evaluation loss", wording.figure(run.best_eval), at_best),
+        ("perplexity", wording.figure(run.perplexity), "at the best evaluation" if run.perplexity is not None else ""),
+        ("training loss, last", wording.figure(run.last_loss), first),
+        ("training loss, best", wording.figure(run.best_loss), best_loss),
+        ("steps", f"{run.step:,}", planned),
+        ("tokens seen", wording.count(run.tokens), full),
+        ("tokens a second", wording.count(run.tokens_per_second), "real tokens, no padding"),
+        ("wall-clock", wording.duration(run.seconds), sessions),
+    ]
+    return '<dl class="tiles">' + "".join(
+        f'<div class="tile"><dt>{label}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>'
+        for label, value, more in tiles
+    ) + "</dl>"  # fmt: skip
+
+
+def _column(events: Sequence[dict[str, Any]], name: str) -> list[Point]:
+    return [(float(e.get("step", 0)), as_number(e.get(name))) for e in events]
+
+
+def _with_trend(name: str, points: Sequence[Point]) -> list[Series]:
+    """The points as they are, faint, and their trend on top."""
+    finite = [p for p in points if math.isfinite(p[1])]
+    if len(finite) < FEW_STEPS:
+        return [Series(name, "train", finite)]
+    return [Series(f"{name}, each step", "train", finite, "faint"), Series(f"{name}, smoothed", "train", smooth(finite))]
+
+
+def _plots(
+    run: Figures, kept: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]
+) -> str:
+    loss, evaluation = _column(steps, "loss"), _column(evals, "loss")
+    broken = sum(not math.isfinite(y) for _, y in loss)
+    note = f"{broken:,} {'step' if broken == 1 else 'steps'} with a loss that is not a finite number." if broken else ""
+    star = None
+    if run.best_eval is not None and run.best_eval_step is not None:
+        star = (float(run.best_eval_step), run.best_eval, f"best {wording.figure(run.best_eval)}")
+    resumes = [e["resumed_from"] for e in kept if e["event"] == "start" and e.get("resumed_from") is not None]
+    breaks = [(float(step), f"resumed at {step:,}") for step in sorted(set(resumes))]
+    lines = [*_with_trend("loss", loss)]
+    if len(evaluation) > 1:
+        lines.append(Series("evaluation line", "eval", evaluation, "line", shown=False))
+    lines.append(Series("evaluation", "eval", evaluation, "dots"))
+    main = Plot("Loss", lines, breaks=breaks, star=star, note=note, tall=True)
+    clip = (run.recipe.get("train") or {}).get("clip") if isinstance(run.recipe.get("train"), dict) else None
+    level = (float(clip), f"clipped above {clip:g}") if isinstance(clip, (int, float)) else None
+    rate = [(x, t / s if s > 0 else math.nan) for (x, t), (_, s) in
+            zip(_column(steps, "tokens"), _column(steps, "seconds"), strict=True)]  # fmt: skip
+    small = [
+        Plot("Learning rate", [Series("learning rate", "train", _column(steps, "lr"))], from_zero=True),
+        Plot("Gradient norm", _with_trend("norm", _column(steps, "grad_norm")), from_zero=True, level=level),
+        Plot("Tokens a second", _with_trend("tokens/s", rate), from_zero=True),
+    ]
+    return f'<h2>How it learnt</h2>{draw(main)}<div class="grid3">{"".join(draw(plot) for plot in small)}</div>'
+
+
+def _stages(run: Figures) -> str:
+    total = sum(run.stages.values())
+    if total <= 0:
+        return '<h2>Where the time went</h2><div class="card"><p class="none">not accounted yet</p></div>'
+    shown = [stage for stage in (*STAGES, *(set(run.stages) - set(STAGES))) if run.stages.get(stage, 0.0) > 0]
+    colour = {stage: f"var(--s-{stage if stage in STAGES else 'other'})" for stage in shown}
+    segments = "".join(
+        f'<div style="flex:{run.share(stage):.5f} 0 0;background:{colour[stage]}" '
+        f'title="{escape(stage)} {wording.percent(run.share(stage))}"></div>'
+        for stage in shown
+    )
+    largest = max(run.share(stage) for stage in shown)
+    rows = []
+    for stage in sorted(shown, key=lambda stage: -run.stages[stage]):
+        share, paint = run.share(stage), f"background:{colour[stage]}"
+        rows.append(
+            f'<tr><td class="key"><i style="{paint}"></i>{escape(stage)}</td>'
+            f'<td class="bar"><div style="width:{100 * share / largest:.2f}%;{paint}"></div></td>'
+            f'<td class="n">{wording.percent(share)}</td><td class="n">{wording.duration(run.stages[stage])}</td></tr>'
+        )
+    advice = advise(run)
+    why = f" <span>— {escape(advice.why)}</span>" if advice.why else ""
+    missing = run.seconds - total
+    note = ""
+    if missing > 0.02 * run.seconds:
+        more = f"{wording.duration(missing)} more passed after the last account, which is written at each checkpoint."
+        note = f'<p class="note">{more}</p>'
+    return (
+        f'<h2>Where the time went</h2><div class="card"><div class="stack">{segments}</div>'
+        f'<table class="stages">{"".join(rows)}</table>{note}</div>'
+        f'<p class="advice"><b>First thing to change:</b> {escape(advice.change)}{why}</p>'
+    )
+
+
+def _answers(evaluation: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """The generations of an evaluation by their prompt."""
+    found = [g for g in evaluation.get("generations") or [] if isinstance(g, dict)]
+    return {str(g.get("prompt", "")): {key: str(g.get(key) or "") for key in ("expected", "answer")} for g in found}
+
+
+def _cell(label: str, text: str, mark: str = "") -> str:
+    short = text if len(text) <= MOST_TEXT else text[:MOST_TEXT] + " …"
+    return f'<td data-label="{escape(label)}">{mark}<div class="said">{escape(short)}</div></td>'
+
+
+def _generations(evals: Sequence[dict[str, Any]]) -> str:
+    told = [e for e in evals if _answers(e)]
+    if not told:
+        return ""
+    newest, first = told[-1], told[0]
+    columns = [first, newest] if newest is not first else [newest]
+    labels = [f"answer at step {e.get('step', 0):,}" for e in columns]
+    head = "".join(f"<th>{escape(label)}</th>" for label in ("prompt", "expected", *labels))
+    rows = []
+    for prompt, said in list(_answers(newest).items())[:MOST_GENERATIONS]:
+        cells = [_cell("prompt", prompt), _cell("expected", said["expected"])]
+        for evaluation, label in zip(columns, labels, strict=True):
+            answer = _answers(evaluation).get(prompt, {}).get("answer", wording.MISSING)
+            same = answer.strip() == said["expected"].strip()
+            mark = (
+                '<span class="mark ok" title="as expected">✓</span>'
+                if same
+                else '<span class="mark ko" title="differs">·</span>'
+            )
+            cells.append(_cell(label, answer, mark))
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    table = f'<table class="answers"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    return f'<h2>What it answers</h2><div class="card">{table}</div>'
+
+
+def _recipe(run: Figures) -> str:
+    if not run.recipe:
+        return ""
+    single = {key: value for key, value in run.recipe.items() if not isinstance(value, dict)}
+    groups = [("run", single), *((key, value) for key, value in run.recipe.items() if isinstance(value, dict))]
+    sections = "".join(
+        f"<section><h4>{escape(str(name))}</h4><dl>"
+        + "".join(f"<dt>{escape(str(key))}</dt><dd>{escape(_value(value))}</dd>" for key, value in group.items())
+        + "</dl></section>"
+        for name, group in groups
+    )
+    return f'<h2>Recipe</h2><div class="card recipe">{sections}</div>'
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return wording.MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_value(item) for item in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_value(item)}" for key, item in value.items())
+    return f"{value:g}" if isinstance(value, float) else str(value)[:MOST_TEXT]
+
+
+def _notices(events: Sequence[dict[str, Any]]) -> str:
+    notices = [e for e in events if e["event"] == "notice"][-MOST_NOTICES:]
+    if not notices:
+        return ""
+    items = "".join(
+        f"<li><time>{wording.moment(e.get('time'))}</time>{escape(str(e.get('text', ''))[:MOST_TEXT])}</li>" for e in notices
+    )
+    return f'<h2>Notices</h2><div class="card"><ul class="notices">{items}</ul></div>'
+
+
+def _sessions(run: Figures) -> str:
+    if not run.sessions:
+        return ""
+    rows = []
+    for s in run.sessions[-MOST_SESSIONS:]:
+        resumed = wording.MISSING if s.resumed_from is None else f"step {s.resumed_from:,}"
+        ended = s.ended or (run.state if s is run.sessions[-1] else "cut off")
+        versions = ", ".join(f"{key} {value}" for key, value in s.versions.items())
+        rows.append(
+            f'<tr><td class="n">{s.number}</td><td>{wording.moment(s.began)}</td><td>{resumed}</td>'
+            f'<td class="n">{s.steps:,}</td><td class="n">{wording.duration(s.seconds)}</td><td>{escape(ended)}</td>'
+            f"<td>{escape(s.device)}</td><td>{escape(versions)}</td></tr>"
+        )
+    head = (
+        '<tr><th class="n">session</th><th>began</th><th>resumed from</th><th class="n">steps</th><th class="n">time</th>'
+        "<th>ended</th><th>device</th><th>versions</th></tr>"
+    )
+    return f'<h2>Sessions</h2><div class="card wide"><table>{head}{"".join(rows)}</table></div>'

@@ -1,0 +1,178 @@
+"""run.jsonl: what happened in a run, one JSON object a line, and the one source for everything that is shown.
+
+Every event has `event`, `time` (unix seconds) and `session` (1 for the first start in this folder, then 2, 3, ...).
+A run that is killed leaves at most one torn line; the next start cuts it off, and readers overlook it.
+After a resume from step N the steps beyond N are done again, so `history` drops what earlier sessions said about them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path, PurePath
+from types import TracebackType
+from typing import Any, Self
+
+from pronghorn.errors import DataError, EnvironmentFault
+
+FILE_NAME = "run.jsonl"
+BELONGS_TO_A_STEP = ("step", "eval", "checkpoint")  # events that a resume from an earlier step makes void
+SYNCED = ("checkpoint", "end")  # rare, and what a resume relies on: these also survive a power cut
+TAIL_BLOCK = 1 << 16  # bytes read at a time when looking for the last line
+
+
+class RunLog:
+    """Appends events to folder/run.jsonl. Each line reaches the operating system before `write` returns."""
+
+    def __init__(self, folder: Path, listeners: Sequence[Callable[[dict[str, Any]], None]] = ()) -> None:
+        self.path = folder / FILE_NAME
+        self._listeners = tuple(listeners)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # Unbuffered: a kill between two steps loses nothing, and one write is one line.
+            self._file = self.path.open("a+b", buffering=0)
+            self._end, self.session = _repair(self._file.fileno())
+        except OSError as error:
+            raise EnvironmentFault(
+                "cannot open the run's log",
+                where=str(self.path),
+                why=error.strerror or str(error),
+                fix="choose another output folder, or make this one writable",
+            ) from error
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Adds one event, then tells the listeners exactly what was written."""
+        record = plain({"event": event, "time": round(time.time(), 3), "session": self.session, **fields})
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        try:
+            _write_all(self._file.fileno(), line)
+            if event in SYNCED:
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            with contextlib.suppress(OSError):  # half a line would spoil the next one
+                os.ftruncate(self._file.fileno(), self._end)
+            raise EnvironmentFault(
+                "cannot write the run's log",
+                where=str(self.path),
+                why=error.strerror or str(error),
+                fix="free some disk space, then start the same command again: it resumes from the last checkpoint",
+            ) from error
+        self._end += len(line)
+        for listener in self._listeners:
+            listener(record)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """All events of a run.jsonl (or of the folder that holds one), as written. A torn last line is overlooked."""
+    path = path / FILE_NAME if path.is_dir() else path
+    lines = path.read_bytes().split(b"\n")  # not splitlines: an answer may hold other line separators
+    lines.pop()  # what follows the last line break: nothing, or a torn line
+    events: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        event = _parse(line)
+        if event is not None:
+            events.append(event)
+        elif number < len(lines):
+            raise DataError(
+                "this line is not an event",
+                where=f"{path}:{number}",
+                why=f"it reads {line[:60]!r}",
+                fix="remove the line: the rest of the log stays usable",
+            )
+    return events
+
+
+def history(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The run as it counts: without what earlier sessions did beyond the step that a later one resumed from."""
+    kept: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] == "start":
+            # Started again without a checkpoint: everything is done again, an evaluation before step 1 included.
+            last_valid = event.get("resumed_from")
+            last_valid = -1 if last_valid is None else last_valid
+            kept = [e for e in kept if e["event"] not in BELONGS_TO_A_STEP or e.get("step", 0) <= last_valid]
+        kept.append(event)
+    return kept
+
+
+def as_number(value: Any) -> float:
+    """A number of the log as a float: "nan" and "inf" are written as strings, what is missing counts as nan."""
+    if isinstance(value, (int, float, str)):
+        try:
+            return float(value)
+        except ValueError:
+            return math.nan
+    return math.nan
+
+
+def plain(value: Any) -> Any:
+    """The value in JSON's own types: numpy and torch scalars as numbers, nan and inf as strings, paths as text."""
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, (str, PurePath)):
+        return str(value).encode("utf-8", "replace").decode()  # half a surrogate pair cannot be written anywhere
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if hasattr(value, "item"):
+        return plain(value.item())
+    raise TypeError(f"{type(value).__name__} cannot be written to the run's log")
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:  # covers broken JSON and broken UTF-8
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+
+
+def _write_all(descriptor: int, line: bytes) -> None:
+    left = memoryview(line)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def _repair(descriptor: int) -> tuple[int, int]:
+    """Cuts off a torn last line. Returns the log's length and the number of the session that begins."""
+    end = os.fstat(descriptor).st_size
+    while end:
+        whole = _after_last_break(descriptor, end)  # where the last complete line ends
+        start = _after_last_break(descriptor, whole - 1) if whole else 0
+        last = _parse(os.pread(descriptor, whole - start, start)) if whole else None
+        if whole < end:
+            os.ftruncate(descriptor, whole)
+        end = whole
+        if last is not None:
+            return end, int(last.get("session", 0)) + 1
+        if end:  # complete, yet no event: a power cut can leave a line of zeros
+            os.ftruncate(descriptor, start)
+            end = start
+    return 0, 1
+
+
+def _after_last_break(descriptor: int, end: int) -> int:
+    """The offset just after the last line break before `end`; 0 if there is none."""
+    while end > 0:
+        start = max(0, end - TAIL_BLOCK)
+        found = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0

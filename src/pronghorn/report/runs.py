@@ -1,0 +1,202 @@
+"""The runs below a folder, newest first, and several of them side by side."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pronghorn.errors import CommandError, DataError
+from pronghorn.report import run_log, wording
+from pronghorn.report.figures import figures, flat
+from pronghorn.report.run_log import as_number, history, plain, read_log
+
+MARKS = (0.1, 0.25, 0.5, 0.75, 1.0)  # where losses are compared: shares of the tokens that every run has seen
+WINDOW = 0.05  # each loss is the mean over this share of those tokens before the mark, to even out single steps
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    folder: str
+    name: str
+    model: str
+    method: str
+    state: str
+    step: int
+    steps: int
+    last_loss: float | None
+    best_eval: float | None
+    tokens_per_second: float
+    when: float | None  # time of the last event
+    problem: str = ""  # why the log cannot be read
+
+    def as_dict(self) -> dict[str, Any]:
+        result: dict[str, Any] = plain(asdict(self))
+        return result
+
+
+def list_runs(root: Path) -> list[RunInfo]:
+    """Every folder below root (or root itself) that holds a run.jsonl."""
+    if not root.is_dir():
+        raise CommandError("no such folder", where=str(root), fix="name the folder that holds your runs, such as runs")
+    found = []
+    for place, folders, files in os.walk(root):
+        # Runs do not lie inside runs: their checkpoints need not be searched.
+        folders[:] = [] if run_log.FILE_NAME in files else [name for name in folders if not name.startswith(".")]
+        if run_log.FILE_NAME in files:
+            found.append(_info(Path(place)))
+    return sorted(found, key=lambda info: -(info.when or 0.0))
+
+
+def _info(folder: Path) -> RunInfo:
+    try:
+        run = figures(read_log(folder))
+    except (DataError, OSError) as error:
+        when = (folder / run_log.FILE_NAME).stat().st_mtime
+        return RunInfo(str(folder), folder.name, "", "", "unreadable", 0, 0, None, None, 0.0, when, str(error))
+    return RunInfo(
+        folder=str(folder),
+        name=run.name or folder.name,
+        model=run.model,
+        method=run.method,
+        state=run.state,
+        step=run.step,
+        steps=run.steps,
+        last_loss=run.last_loss,
+        best_eval=run.best_eval,
+        tokens_per_second=run.tokens_per_second,
+        when=run.last,
+    )
+
+
+def runs_table(runs: Sequence[RunInfo]) -> RenderableType:
+    if not runs:
+        return Text("no runs here")
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("folder", overflow="fold")
+    for heading in ("model", "method", "state"):
+        table.add_column(heading)
+    for heading in ("step", "loss", "best eval", "tokens/s"):
+        table.add_column(heading, justify="right")
+    table.add_column("last event")
+    for run in runs:
+        style = {"done": "green", "early stop": "green", "running": "cyan"}.get(run.state, "yellow")
+        step = f"{run.step:,}/{run.steps:,}" if run.steps else f"{run.step:,}"
+        cells = [run.folder, run.model.rpartition("/")[2], run.method]
+        rest = [step, wording.figure(run.last_loss), wording.figure(run.best_eval), wording.count(run.tokens_per_second)]
+        table.add_row(*map(Text, cells), Text(run.state, style=style), *map(Text, rest), Text(wording.moment(run.when)))
+    broken = [Text(run.problem, style="yellow") for run in runs if run.problem]
+    return Group(table, *broken)
+
+
+def compare(folders: Sequence[Path]) -> dict[str, Any]:
+    """The runs side by side, as plain data: each list has one entry a run, in the order given."""
+    if len(folders) < 2:
+        raise CommandError("comparing needs at least two runs", fix="name two or more run folders")
+    logs = [_log_of(folder) for folder in folders]
+    runs = [figures(events) for events in logs]
+    recipes = [flat(run.recipe) for run in runs]
+    keys = sorted({key for recipe in recipes for key in recipe})
+    differences = {key: [recipe.get(key) for recipe in recipes] for key in keys if _differ([r.get(key) for r in recipes])}
+    result: dict[str, Any] = plain(
+        {
+            "runs": [str(folder) for folder in folders],
+            "differences": {key: values for key, values in differences.items() if key != "output"},
+            "loss_at_tokens": _losses_at_equal_tokens(logs),
+            **{
+                name: [getattr(run, name) for run in runs]
+                for name in ("state", "step", "tokens", "last_loss", "best_eval", "best_eval_step", "tokens_per_second",
+                             "seconds", "device")
+            },
+        }
+    )  # fmt: skip
+    return result
+
+
+def comparison_table(comparison: dict[str, Any]) -> RenderableType:
+    """What `compare` found, for a terminal: a column a run."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("")
+    for name in _short_names(comparison["runs"]):
+        table.add_column(Text(name), justify="right", overflow="fold")
+
+    def section(title: str) -> None:
+        table.add_row(Text(title, style="dim"))
+
+    def row(label: str, values: Sequence[str], best: int | None = None) -> None:
+        cells = [Text(value, style="green" if i == best else "") for i, value in enumerate(values)]
+        table.add_row(Text(f"  {label}"), *cells)
+
+    section("result")
+    evals = [None if value is None else float(value) for value in comparison["best_eval"]]
+    row("best evaluation", [wording.figure(value) for value in evals], _extreme(evals, -1))
+    rates = [float(value) for value in comparison["tokens_per_second"]]
+    row("tokens a second", [wording.count(value) for value in rates], _extreme(rates, 1))
+    row("tokens", [wording.count(value) for value in comparison["tokens"]])
+    row("time", [wording.duration(float(value)) for value in comparison["seconds"]])
+    row("state", comparison["state"])
+    if _differ(comparison["device"]):
+        row("device", comparison["device"])
+    if comparison["loss_at_tokens"]:
+        section("loss after as many tokens")
+    for mark in comparison["loss_at_tokens"]:
+        losses = [None if value is None else float(value) for value in mark["losses"]]
+        row(wording.count(mark["tokens"]), [wording.figure(value) for value in losses], _extreme(losses, -1))
+    section("recipe keys that differ" if comparison["differences"] else "the recipes are the same")
+    for key, values in comparison["differences"].items():
+        row(key, [wording.MISSING if value is None else str(value) for value in values])
+    return table
+
+
+def _log_of(folder: Path) -> list[dict[str, Any]]:
+    if not (folder / run_log.FILE_NAME).is_file():
+        raise CommandError(
+            "this is not a run",
+            where=str(folder),
+            why=f"it holds no {run_log.FILE_NAME}",
+            fix="`pronghorn runs` lists those there are",
+        )
+    return read_log(folder)
+
+
+def _losses_at_equal_tokens(logs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    curves = []
+    for events in logs:
+        steps = [e for e in history(events) if e["event"] == "step"]
+        curves.append([(as_number(e.get("seen_tokens")), as_number(e.get("loss"))) for e in steps])
+    if not all(curves):
+        return []
+    common = min(curve[-1][0] for curve in curves)
+    marks = [round(share * common) for share in MARKS]
+    return [{"tokens": mark, "losses": [_loss_at(curve, mark, WINDOW * common) for curve in curves]} for mark in marks]
+
+
+def _loss_at(curve: Sequence[tuple[float, float]], mark: float, window: float) -> float | None:
+    """The mean loss over the window before the mark; None where the run has no step yet."""
+    before = [(tokens, loss) for tokens, loss in curve if tokens <= mark]
+    if not before:
+        return None
+    last = [loss for tokens, loss in before if tokens > before[-1][0] - window and math.isfinite(loss)]
+    return sum(last) / len(last) if last else math.nan
+
+
+def _differ(values: Sequence[Any]) -> bool:
+    return any(value != values[0] for value in values)
+
+
+def _extreme(values: Sequence[float | None], sign: int) -> int | None:
+    """The place of the largest (sign 1) or smallest (sign -1) value; None where they are all the same or missing."""
+    known = [(sign * value, -i) for i, value in enumerate(values) if value is not None and math.isfinite(value)]
+    return -max(known)[1] if len({value for value, _ in known}) > 1 else None
+
+
+def _short_names(folders: Sequence[str]) -> list[str]:
+    names = [Path(folder).name for folder in folders]
+    return names if len(set(names)) == len(names) else list(folders)

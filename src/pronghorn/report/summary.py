@@ -1,0 +1,223 @@
+"""The end of a run on half a screen: how it learnt, what it cost, where the time went and the first thing to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pronghorn.report import wording
+from pronghorn.report.bars import STAGE_STYLES, share_bar
+from pronghorn.report.cost import TRAINING, cost
+from pronghorn.report.figures import Figures, figures
+from pronghorn.report.run_log import plain
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    change: str  # what to change, or that there is nothing to change
+    why: str
+    share: float  # of the run's wall-clock that is at stake, 0 to 1
+    key: str = ""  # the recipe key it is about; empty: nothing to change
+
+
+def advise(run: Figures) -> Advice:
+    """The one rule with the most wall-clock at stake; when no rule applies, that is said too."""
+    found = [advice for rule in RULES if (advice := rule(run)) is not None]
+    if found:
+        return max(found, key=lambda advice: advice.share)
+    training = run.share(*TRAINING)
+    if training == 0.0:
+        return Advice("nothing to say yet", "no training step is accounted for", 0.0)
+    return Advice(f"nothing to fix: {wording.percent(training)} of the time went into training", "", 0.0)
+
+
+def summary(events: Sequence[dict[str, Any]], gpus: int | None = None, price_per_hour: float | None = None) -> dict[str, Any]:
+    """The figures, for `--json` and for `render`. `gpus`: by default one if the run's device is a GPU."""
+    run = figures(events)
+    number = (0 if run.device.startswith("cpu") or not run.device else 1) if gpus is None else gpus
+    spent = cost(run.stages, number, price_per_hour)
+    largest = max(run.stages, key=lambda stage: run.stages[stage]) if any(run.stages.values()) else None
+    facts = asdict(run)
+    for name in ("recipe", "sessions"):
+        facts.pop(name)
+    facts |= {
+        "sessions": len(run.sessions),
+        "shares": {stage: run.share(stage) for stage in run.stages},
+        "cost_most": largest,
+        "cost": asdict(spent),
+        "advice": asdict(advise(run)),
+    }
+    result: dict[str, Any] = plain(facts)
+    return result
+
+
+def render(facts: dict[str, Any]) -> RenderableType:
+    """The table of `summary`, for a terminal of 80 columns or more."""
+    number = _float
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    table.add_row("run", Text(" · ".join(p for p in (facts["name"], facts["model"], facts["method"], facts["device"]) if p)))
+    state = f"{facts['state']} at step {facts['step']:,}" + (f" of {facts['steps']:,}" if facts["steps"] else "")
+    table.add_row("ended", Text(f"{state}: {facts['why']}" if facts["why"] else state))
+    for label, kind in (("loss", "loss"), ("evaluation", "eval")):
+        if facts[f"first_{kind}"] is not None:
+            perplexity = number(facts["perplexity"]) if kind == "eval" else None
+            first, last, best = (number(facts[f"{which}_{kind}"]) for which in ("first", "last", "best"))
+            table.add_row(label, _path(first, last, best, facts[f"best_{kind}_step"], perplexity))
+    rate = number(facts["tokens_per_second"]) or 0.0
+    table.add_row("tokens", Text(f"{wording.count(facts['tokens'])} seen, {wording.count(rate)} a second"))
+    table.add_row("time", Text(_time_line(facts)))
+    shares = {stage: share for stage, share in facts["shares"].items() if share > 0}
+    stages = Table.grid(padding=(0, 2))
+    for stage, share in sorted(shares.items(), key=lambda pair: -pair[1]):
+        style = STAGE_STYLES.get(stage, "")
+        stages.add_row(
+            Text(f"  {stage}"),
+            Text(f"{wording.percent(share):>6}"),
+            Text(f"{wording.duration(facts['stages'][stage]):>10}"),
+            Text(share_bar(share, 30), style=style),
+        )
+    advice = facts["advice"]
+    closing = Text.assemble(("first thing to change  ", "bold"), advice["change"])
+    if advice["why"]:
+        closing.append(f"\n  {advice['why']}", style="dim")
+    most = sorted(shares, key=lambda stage: -shares[stage])[:2]
+    named = ", then ".join(f"{stage} ({wording.percent(shares[stage])})" for stage in most)
+    head = [Text(f"\nwhat cost most: {named}", style="bold")] if most else []
+    return Group(table, *head, stages, Text(), closing)
+
+
+def _float(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _path(
+    first: float | None, last: float | None, best: float | None, step: int | None, perplexity: float | None = None
+) -> Text:
+    text = Text(f"{wording.figure(first)} → {wording.figure(last)}")
+    if best is not None:
+        more = "" if perplexity is None else f", perplexity {wording.figure(perplexity)}"
+        text.append(f"   best {wording.figure(best)} at step {step:,}{more}", style="dim")
+    return text
+
+
+def _time_line(facts: dict[str, Any]) -> str:
+    parts = [wording.duration(facts["seconds"])]
+    spent = facts["cost"]
+    if facts["sessions"] > 1:
+        parts.append(f"{facts['sessions']} sessions")
+    if spent["gpu_hours"]:
+        parts.append(f"{spent['gpu_hours']:.2f} GPU hours, {wording.percent(spent['wasted_share'])} of them outside training")
+    if spent["money"] is not None:
+        parts.append(f"cost {spent['money']:,.2f}")
+    return ", ".join(parts)
+
+
+# ---- rules: each looks at one thing, and speaks only when it costs enough to be worth a change ----
+
+
+def _setting(run: Figures, section: str, key: str) -> Any:
+    part = run.recipe.get(section)
+    return part.get(key) if isinstance(part, dict) else None
+
+
+def _raise_to(run: Figures, section: str, key: str, factor: int) -> str:
+    now = _setting(run, section, key)
+    return f"set {section}.{key}: {now * factor} (now {now})" if isinstance(now, int) and now > 0 else f"raise {section}.{key}"
+
+
+def _waiting(run: Figures) -> Advice | None:
+    share = run.share("wait")
+    if share <= 0.05:
+        return None
+    workers = _setting(run, "data", "workers")
+    wanted = max(2, 2 * workers) if isinstance(workers, int) else 4
+    why = f"{wording.percent(share)} of the time training waited for data"
+    return Advice(f"set data.workers: {wanted} (now {workers})", why, share, "data.workers")
+
+
+def _evaluating(run: Figures) -> Advice | None:
+    share = run.share("evaluate")
+    if share <= 0.15:
+        return None
+    why = f"evaluation took {wording.percent(share)} of the time; fewer eval.generations help as well"
+    return Advice(_raise_to(run, "eval", "every", 2), why, share, "eval.every")
+
+
+def _saving(run: Figures) -> Advice | None:
+    share = run.share("checkpoint")
+    if share <= 0.05:
+        return None
+    why = f"writing checkpoints took {wording.percent(share)} of the time"
+    return Advice(_raise_to(run, "checkpoint", "every", 2), why, share, "checkpoint.every")
+
+
+def _tokenizing(run: Figures) -> Advice | None:
+    share = run.share("read", "tokenize")
+    if share <= 0.20:
+        return None
+    why = f"reading and tokenizing took {wording.percent(share)} of the time; the next run on this data finds it in the cache"
+    return Advice("nothing to change", why, share)
+
+
+def _starting(run: Figures) -> Advice | None:
+    share = run.share("imports", "load")
+    if share <= 0.40:
+        return None
+    why = f"imports and loading took {wording.percent(share)} of a short run; a longer run pays for them once"
+    return Advice("nothing to change", why, share)
+
+
+def _packing(run: Figures) -> Advice | None:
+    if run.efficiency is None or run.efficiency >= 0.95:
+        return None
+    share = (1.0 - run.efficiency) * run.share(*TRAINING)
+    why = f"packs are {wording.percent(run.efficiency)} full, the rest is padding; larger packs leave smaller gaps"
+    return Advice(_raise_to(run, "train", "capacity", 2), why, share, "train.capacity")
+
+
+def _optimizing(run: Figures) -> Advice | None:
+    share = run.share("optimizer")
+    if share <= 0.20:
+        return None
+    why = f"the optimizer took {wording.percent(share)} of the time; larger steps need it less often"
+    return Advice(_raise_to(run, "train", "batch_tokens", 2), why, share, "train.batch_tokens")
+
+
+def _too_long(run: Figures) -> Advice | None:
+    """Everything after the best evaluation made the model worse; a rise of up to 2 % is taken for noise."""
+    if run.best_eval is None or run.last_eval is None or not run.last_eval_step or run.best_eval_step is None:
+        return None
+    if run.best_eval_step == run.last_eval_step or run.last_eval <= run.best_eval * 1.02:
+        return None
+    share = (run.last_eval_step - run.best_eval_step) / run.last_eval_step * run.share(*TRAINING)
+    why = f"the evaluation was best at step {run.best_eval_step:,} of {run.last_eval_step:,} and got worse after it"
+    if _setting(run, "eval", "stop"):
+        return Advice("train for fewer steps, or lower eval.stop.patience", why, share, "eval.stop.patience")
+    return Advice("set eval.stop: {patience: 3}, or train for fewer steps", why, share, "eval.stop")
+
+
+def _elsewhere(run: Figures) -> Advice | None:
+    share = run.share("other")
+    if share <= 0.10:
+        return None
+    return Advice("look at what else ran", f"{wording.percent(share)} of the time was in no stage of the run", share)
+
+
+RULES: tuple[Callable[[Figures], Advice | None], ...] = (
+    _waiting,
+    _evaluating,
+    _saving,
+    _tokenizing,
+    _starting,
+    _packing,
+    _optimizing,
+    _too_long,
+    _elsewhere,
+)

@@ -1,0 +1,95 @@
+"""`pronghorn check`: recipe, model and data, without training: counts, tokens, steps, estimated memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from pronghorn.data.tokens import load_tokenizer
+from pronghorn.model.load import ModelFacts, Precision, inspect_model, pick_device, require_tokenizer_fits, resolve_precision
+from pronghorn.recipe import Recipe
+from pronghorn.train.setup import notices, packs_per_step, prepare_data, refuse_what_is_not_built
+
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class Facts:
+    model: str
+    model_type: str
+    parameters: int
+    trainable: int
+    device: str
+    precision: str
+    documents: int
+    eval_documents: int
+    tokens: int
+    loss_tokens: int
+    packs: int
+    packing_efficiency: float
+    micro_batches_per_step: int
+    steps: int
+    memory_weights: int
+    memory_training: int
+    memory_activations: int
+    notices: tuple[str, ...]
+
+    @property
+    def memory(self) -> int:
+        return self.memory_weights + self.memory_training + self.memory_activations
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"memory": self.memory}
+
+    def table(self) -> Table:
+        table = Table(show_header=False, box=None, pad_edge=False)
+        share = self.loss_tokens / self.tokens
+        parts = (self.memory, self.memory_weights, self.memory_training, self.memory_activations)
+        gigabytes = [f"{part / 1e9:.1f}" for part in parts]
+        for name, value in (
+            ("model", f"{self.model} ({self.model_type}, {self.parameters:,} parameters)"),
+            ("trained", f"{self.trainable:,} parameters, {self.precision} on {self.device}"),
+            ("data", f"{self.documents:,} documents, {self.tokens:,} tokens, {share:.0%} of them carry loss"),
+            ("held out", f"{self.eval_documents:,} documents"),
+            ("packing", f"{self.packs:,} packs an epoch, {self.packing_efficiency:.1%} full"),
+            ("steps", f"{self.steps:,} of {self.micro_batches_per_step} micro-batches"),
+            ("memory", "about {} GB: weights {}, adapters, gradients and optimizer {}, activations {}".format(*gigabytes)),
+            *(("note", text) for text in self.notices),
+        ):
+            table.add_row(name, value)
+        return table
+
+
+def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Facts:
+    """Everything a run would check before its first step, except loading the weights."""
+    from contextlib import nullcontext
+
+    refuse_what_is_not_built(recipe)
+    device = pick_device()
+    precision = resolve_precision(recipe.precision, device)
+    facts = inspect_model(recipe.model, None if recipe.method == "full" else recipe.lora)
+    tokenizer = load_tokenizer(recipe.model, recipe.data.chat_template)
+    require_tokenizer_fits(tokenizer, facts.vocabulary, recipe.model)
+    data = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
+    summary = data.summary(recipe.train.capacity)
+    trainable = facts.parameters if recipe.method == "full" else facts.adapter_parameters
+    return Facts(
+        model=recipe.model, model_type=facts.model_type, parameters=facts.parameters, trainable=trainable, device=device.type,
+        precision=precision, documents=summary["documents"], tokens=summary["tokens"], loss_tokens=summary["loss_tokens"],
+        eval_documents=len(data.evaluation) if data.evaluation is not None else 0, packs=summary["packs"],
+        packing_efficiency=summary["efficiency"], micro_batches_per_step=packs_per_step(recipe), steps=data.total_steps,
+        memory_weights=facts.parameters * (4 if recipe.method == "full" else BYTES[precision]),
+        memory_training=trainable * (4 * 3 + (0 if recipe.method == "full" else 4)),
+        memory_activations=_activations(recipe, facts, precision),
+        notices=tuple(notices(recipe, data, device, precision, facts)),
+    )
+
+
+def _activations(recipe: Recipe, facts: ModelFacts, precision: Precision) -> int:
+    """What transformers' own layers keep for the backward pass, a token and layer: about 16 widths (norms in and out in
+    fp32, q, k, v, attention out, residuals) and 5 MLP widths; and the logits, in fp32 and once more for their gradient."""
+    per_token = facts.layers * (16 * facts.width + 5 * facts.mlp_width) * BYTES[precision] + facts.vocabulary * 4 * 2
+    return recipe.train.capacity * per_token

@@ -1,0 +1,18 @@
+"""The loss of a packed batch: a sum over the tokens that are trained on, to be divided once per optimizer step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from pronghorn.data.batches import PackedBatch
+
+
+def token_losses(model: Any, batch: PackedBatch) -> torch.Tensor:
+    """Cross-entropy of each row of `batch.loss_rows`, in float32. The head is computed for those rows only."""
+    output = model(
+        input_ids=batch.ids_T[None], position_ids=batch.positions_T[None], use_cache=False, logits_to_keep=batch.loss_rows
+    )
+    return F.cross_entropy(output.logits[0].float(), batch.labels_T[batch.loss_rows], reduction="none")

@@ -1,0 +1,73 @@
+"""AdamW, its parameter groups, the learning rate of each step, and its state as plain named tensors."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from pronghorn.errors import CheckpointError
+from pronghorn.recipe import Recipe, Train
+
+STATE = ("exp_avg", "exp_avg_sq", "step")
+
+
+def make_optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    """Groups: matrices decay, vectors (norms, biases, DoRA magnitudes) do not; LoRA's B may learn faster (LoRA+)."""
+    spec = recipe.train
+    groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+    for name, parameter in trainable(model).items():
+        decay = spec.weight_decay if parameter.ndim >= 2 else 0.0
+        ratio = recipe.lora.plus_ratio if ".lora_B." in name or ".lora_embedding_B." in name else 1.0
+        groups.setdefault((decay, ratio), []).append(parameter)
+    settings = [
+        {"params": parameters, "weight_decay": decay, "lr": spec.lr * ratio, "base_lr": spec.lr * ratio}
+        for (decay, ratio), parameters in groups.items()
+    ]
+    return torch.optim.AdamW(settings, betas=spec.betas, eps=spec.eps, fused=True)
+
+
+def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def lr_scale(step: int, total: int, spec: Train) -> float:
+    """The share of the base learning rate that step `step` (from 0) of `total` uses."""
+    warmup = math.ceil(spec.warmup * total)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if spec.schedule == "constant":
+        return 1.0
+    progress = (step - warmup) / max(1, total - warmup)
+    return 0.5 * (1 + math.cos(math.pi * progress)) if spec.schedule == "cosine" else 1.0 - progress
+
+
+def set_lr(optimizer: torch.optim.Optimizer, scale: float) -> float:
+    """Returns the learning rate of the first group, for the log."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * scale
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """`optimizer/exp_avg/<parameter>` and so on: by name, so that it does not depend on the order of parameters."""
+    return {
+        f"optimizer/{key}/{name}": optimizer.state[parameter][key].detach()
+        for name, parameter in trainable(model).items()
+        if parameter in optimizer.state
+        for key in STATE
+    }
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    for name, parameter in trainable(model).items():
+        for key in STATE:
+            stored = tensors.get(f"optimizer/{key}/{name}")
+            if stored is None or (key != "step" and stored.shape != parameter.shape):
+                raise CheckpointError(
+                    what=f"the checkpoint's optimizer state does not fit parameter {name}",
+                    why="it was written by a run with other adapters or another model",
+                    fix="start over with --fresh (the old folder is kept aside)",
+                )
+            # fused AdamW keeps its step counter beside the parameter
+            optimizer.state[parameter][key] = stored.to(parameter.device, copy=True)

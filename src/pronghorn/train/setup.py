@@ -1,0 +1,224 @@
+"""Everything before the first step: checks, data, model, optimizer, and what a checkpoint puts back.
+
+The order is by cost: what can be refused in a second is refused before data is tokenized, and that before weights load.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pronghorn.data.batches import BatchLoader, Cursor, steps_per_epoch
+from pronghorn.data.packing import Packs, pack
+from pronghorn.data.prepare import hold_out, prepare
+from pronghorn.data.tokens import TokenTable, load_tokenizer
+from pronghorn.errors import CheckpointError, DataError, RecipeError, raise_all
+from pronghorn.model.causal_lm import require_isolated_documents
+from pronghorn.model.load import (
+    DTYPES,
+    ModelFacts,
+    Precision,
+    inspect_model,
+    load_model,
+    pick_device,
+    require_tokenizer_fits,
+    resolve_precision,
+)
+from pronghorn.model.lora import add_adapter, restore_adapter
+from pronghorn.recipe import Recipe
+from pronghorn.train.checkpoint import TrainState, latest_checkpoint, load_checkpoint, restore_rng
+from pronghorn.train.evaluate import Progress
+from pronghorn.train.health import require_trainable
+from pronghorn.train.optim import make_optimizer, restore_optimizer
+from pronghorn.train.step import EagerStep, StageTimer
+
+Report = Callable[[str, int, int], None]
+FEW_STEPS = 10  # below this, warm-up and schedule hardly act; people usually meant a smaller batch
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Tokenized rows, and how many steps they make."""
+
+    train: TokenTable
+    evaluation: TokenTable | None
+    remarks: tuple[str, ...]  # what reading and cutting the rows has to tell
+    first_epoch: Packs
+    total_steps: int
+    pad_id: int
+
+    @property
+    def key(self) -> str:
+        """Tells whether a resumed run sees the data it began with: all lengths and loss counts, and a thousand rows."""
+        digest = hashlib.sha256(self.train.lengths.tobytes() + self.train.loss_counts.tobytes())
+        for i in range(0, len(self.train), max(1, len(self.train) // 1000)):
+            digest.update(self.train.ids(i).tobytes())
+        return digest.hexdigest()
+
+    def summary(self, capacity: int) -> dict[str, Any]:
+        return {
+            "documents": len(self.train),
+            "tokens": int(self.train.lengths.sum()),
+            "loss_tokens": int(self.train.loss_counts.sum()),
+            "packs": len(self.first_epoch),
+            "efficiency": self.first_epoch.efficiency(self.train.lengths, capacity),
+        }
+
+
+@dataclass
+class Session:
+    """A run that stands ready before step `step` + 1."""
+
+    recipe: Recipe
+    data: RunData
+    tokenizer: Any
+    model: Any
+    optimizer: torch.optim.Optimizer
+    take_step: EagerStep
+    loader: BatchLoader
+    device: torch.device
+    precision: Precision
+    notices: list[str]
+    step: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    seen_tokens: int = 0
+    progress: Progress = field(default_factory=Progress)
+    resumed_from: int | None = None
+
+    @property
+    def autocast(self) -> Callable[[], Any]:
+        return self.take_step.autocast
+
+
+def refuse_what_is_not_built(recipe: Recipe) -> None:
+    """An option that would be ignored is an error, never silence."""
+    problems = []
+    if recipe.method in ("qlora", "fp8"):
+        problems.append(RecipeError(what=f"method: {recipe.method} is not in this version", fix="set method: lora or full"))
+    if recipe.memory.budget != "auto":
+        problems.append(RecipeError(what="memory.budget: planning memory from a budget is not in this version",
+                                    fix="set memory.budget: auto, and lower train.capacity if memory is short"))
+    raise_all(problems)
+
+
+def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: StageTimer) -> RunData:
+    spec = recipe.train
+    prepared = prepare(recipe.data.train, recipe.data, tokenizer, progress=report, stage=stage)
+    train, evaluation, remarks = prepared.tokens, None, prepared.remarks
+    if isinstance(recipe.data.eval, str):
+        held_out = prepare((recipe.data.eval,), recipe.data, tokenizer, progress=report, stage=stage)
+        evaluation, remarks = held_out.tokens, remarks + held_out.remarks
+    elif recipe.data.eval is not None:
+        train, evaluation = hold_out(prepared.tokens, recipe.data.eval, spec.seed)
+    if recipe.eval.stop and evaluation is None:
+        raise RecipeError(what="eval.stop needs held-out data", why="early stopping looks at the held-out loss",
+                          fix="set data.eval to a file, or to a fraction such as 0.02")
+    if not len(train):
+        raise DataError(what="no rows are left to train on", fix="`pronghorn data stats` shows what was dropped and why")
+    with stage("pack"):
+        first = pack(train.lengths, spec.capacity, seed=spec.seed, epoch=0)
+        total = spec.steps or _steps(recipe, train, first)
+    pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
+    return RunData(train, evaluation, remarks, first, total, pad_id)
+
+
+def _steps(recipe: Recipe, train: TokenTable, first: Packs) -> int:
+    """Counted, not estimated: an epoch's number of packs depends on its shuffle, and the schedule needs the exact total."""
+    spec = recipe.train
+    packs = [first, *(pack(train.lengths, spec.capacity, seed=spec.seed, epoch=e) for e in range(1, spec.epochs))]
+    return sum(steps_per_epoch(len(p), packs_per_step(recipe)) for p in packs)
+
+
+def packs_per_step(recipe: Recipe) -> int:
+    return recipe.train.batch_tokens // recipe.train.capacity
+
+
+def find_checkpoint(recipe: Recipe, run: Path) -> tuple[Path, TrainState] | None:
+    """The newest checkpoint, verified, if the folder has one; refused if it belongs to another recipe."""
+    path = latest_checkpoint(run)
+    if path is None:
+        return None
+    state = load_checkpoint(path)
+    changed = Recipe.model_validate(state.recipe).differences(recipe)
+    if changed:
+        raise CheckpointError(
+            what=f"the recipe changed since {path.name}: {'; '.join(changed)}", where=str(run),
+            why="going on with other settings would be another run under the same name",
+            fix="undo the change, choose another output, or start over with --fresh (the old folder is kept aside)",
+        )
+    return path, state
+
+
+def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> Session:
+    refuse_what_is_not_built(recipe)
+    with stage("checkpoint"):
+        found = find_checkpoint(recipe, run)
+    with stage("load"):
+        device = pick_device()
+        precision = resolve_precision(recipe.precision, device)
+        facts = inspect_model(recipe.model, None if recipe.method == "full" else recipe.lora)
+        tokenizer = load_tokenizer(recipe.model, recipe.data.chat_template)
+        require_tokenizer_fits(tokenizer, facts.vocabulary, recipe.model)
+    data = prepare_data(recipe, tokenizer, report=report, stage=stage)
+    if found and found[1].values["data"] != data.key:
+        raise CheckpointError(
+            what=f"the training data changed since {found[0].name}", where=str(run), why="its tokens are not the same",
+            fix="restore the data, or start over with --fresh (the old folder is kept aside)",
+        )
+    with stage("load"):
+        report("loading the model", 0, 0)
+        model = _build_model(recipe, precision, device, found[0] if found else None)
+        require_trainable(model)
+        require_isolated_documents(model, device, facts.vocabulary)
+        torch.manual_seed(recipe.train.seed)
+        optimizer = make_optimizer(model, recipe)
+    step = EagerStep(model, optimizer, device=device, precision=precision, clip=recipe.train.clip)
+    values = found[1].values if found else None
+    cursor = Cursor(**values["cursor"]) if values else Cursor()
+    with stage("pack"):
+        loader = BatchLoader(data.train, capacity=recipe.train.capacity, packs_per_step=packs_per_step(recipe),
+                             seed=recipe.train.seed, workers=recipe.data.workers, start=cursor, pad_id=data.pad_id,
+                             pin=device.type == "cuda")
+    session = Session(recipe, data, tokenizer, model, optimizer, step, loader, device, precision,
+                      notices=notices(recipe, data, device, precision, facts), cursor=cursor)
+    if found:
+        _restore(session, found[1])
+    return session
+
+
+def _build_model(recipe: Recipe, precision: Precision, device: torch.device, checkpoint: Path | None) -> Any:
+    if recipe.method == "full":
+        # float32 master weights under autocast: an update of 1e-5 of a weight is lost in bf16's 8 bits.
+        return load_model(str(checkpoint or recipe.model), torch.float32, device)
+    model = add_adapter(load_model(recipe.model, DTYPES[precision], device), recipe.lora, recipe.train.seed)
+    if checkpoint:
+        restore_adapter(model, checkpoint)
+    return model
+
+
+def _restore(session: Session, state: TrainState) -> None:
+    values = state.values
+    restore_optimizer(session.optimizer, session.model, state.tensors)
+    if session.take_step.scaler.is_enabled():
+        session.take_step.scaler.load_state_dict(values["scaler"])
+    session.step = session.resumed_from = state.step
+    session.seen_tokens = values["seen_tokens"]
+    session.progress = Progress.from_dict(values["progress"])
+    restore_rng(state.rng)
+
+
+def notices(recipe: Recipe, data: RunData, device: torch.device, precision: Precision, facts: ModelFacts) -> list[str]:
+    """What is allowed but probably not meant."""
+    said = list(data.remarks)
+    if data.total_steps < FEW_STEPS:
+        said.append(f"only {data.total_steps} steps; a train.batch_tokens below {recipe.train.batch_tokens:,} gives more")
+    if device.type == "cpu" and precision != "fp32":
+        said.append(f"precision {precision} is honoured, but most CPUs compute it far slower than fp32")
+    if facts.longest and recipe.data.max_length > facts.longest:
+        said.append(f"data.max_length {recipe.data.max_length:,} is beyond the {facts.longest:,} positions the model knows")
+    return said

@@ -1,0 +1,75 @@
+"""Ctrl-C and SIGTERM ask for the end: the loop finishes its step, saves and leaves; a second Ctrl-C leaves at once.
+
+    with StopRequest() as stop:
+        for batch in batches:
+            ...
+            if stop.requested:
+                save(); raise Interrupted(..., signal_number=stop.signal_number)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Self
+
+_WATCHED = (signal.SIGINT, signal.SIGTERM)
+_FIRST = "finishing this step, then saving; press Ctrl-C again to leave at once"
+_SECOND = "left at once; the previous checkpoint is intact, the same command resumes from it"
+_SHOW_CURSOR = "\x1b[?25h"  # a live display hides the cursor, and os._exit gives it no chance to bring it back
+
+
+class StopRequest:
+    """Catches the two signals inside a `with`; outside the main thread, where Python allows none, it does nothing."""
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None  # of the first signal: 2 for Ctrl-C, 15 for SIGTERM
+        self._process = os.getpid()
+        self._old: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | signal.Handlers | None] = {}
+
+    @property
+    def requested(self) -> bool:
+        return self.signal_number is not None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in _WATCHED:
+                self._old[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, old in self._old.items():
+            # None: it was set outside Python and cannot be put back; the default is the nearest thing.
+            signal.signal(number, signal.SIG_DFL if old is None else old)
+        self._old.clear()
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            _receive_in_forked_worker(number)
+        elif self.signal_number is None:
+            self.signal_number = number
+            _say(_FIRST)
+        elif number == signal.SIGINT:
+            _say(_SECOND, _SHOW_CURSOR)
+            os._exit(128 + signal.SIGINT)
+        # A second SIGTERM changes nothing: schedulers repeat it while the checkpoint is being written.
+
+
+def _receive_in_forked_worker(number: int) -> None:
+    """A forked data worker inherits the handlers. Ctrl-C reaches it too, but the step being finished still needs it;
+    SIGTERM is its parent's `terminate()` and must end it."""
+    if number == signal.SIGTERM:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _say(line: str, terminal_code: str = "") -> None:
+    """Straight to file descriptor 2: `print` is not re-entrant, and a signal may arrive in the middle of one."""
+    with contextlib.suppress(OSError):  # stderr may be closed or its reader gone; the signal still counts
+        if os.isatty(2):
+            line = f"{terminal_code}\n{line}"  # the terminal has just echoed ^C
+        os.write(2, f"{line}\n".encode())

@@ -1,0 +1,107 @@
+"""A finished (or stopped) run, used: evaluated, talked to, exported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from pronghorn.data.prepare import prepare
+from pronghorn.data.tokens import load_tokenizer
+from pronghorn.errors import CommandError
+from pronghorn.model.export import export, trained_model
+from pronghorn.model.generate import generate_answers
+from pronghorn.model.load import DTYPES, pick_device, resolve_precision
+from pronghorn.recipe import Recipe
+from pronghorn.report.run_log import history, read_log
+from pronghorn.train.checkpoint import list_checkpoints, verify_checkpoint
+from pronghorn.train.evaluate import Progress, evaluate
+from pronghorn.train.setup import prepare_data
+
+
+class TrainedRun:
+    """One verified checkpoint of a run, and the recipe it was made with."""
+
+    def __init__(self, run: Path, which: str) -> None:
+        found = list_checkpoints(run)
+        if not found:
+            raise CommandError(what="no checkpoint here", where=str(run), why="the folder is not a run's, or it never saved",
+                               fix="give a run's output folder; `pronghorn runs` lists them")
+        manifest = verify_checkpoint(self._choose(found, which, run))
+        self.path = self._choose(found, which, run)
+        self.recipe = Recipe.model_validate(manifest["recipe"])
+        self.step: int = manifest["step"]
+
+    @staticmethod
+    def _choose(found: list[Path], which: str, run: Path) -> Path:
+        steps = {int(path.name.split("-")[1].split(".")[0]): path for path in found}
+        last = found[-1]
+        if which == "last":
+            return last
+        if which == "best":
+            best = Progress.from_dict(verify_checkpoint(last)["values"]["progress"]).best_step
+            return steps.get(best, last) if best is not None else last
+        if which.isdigit() and int(which) in steps:
+            return steps[int(which)]
+        raise CommandError(what=f"there is no checkpoint `{which}`", where=str(run),
+                           fix=f"choose best, last, or one of: {', '.join(str(step) for step in steps)}")
+
+    def load(self) -> tuple[Any, Any, torch.device]:
+        """Model, tokenizer, device; the tokenizer as it was trained with."""
+        device = pick_device()
+        precision = resolve_precision(self.recipe.precision, device)
+        model = trained_model(self.path, self.recipe, DTYPES[precision], device)
+        model.eval()
+        return model, load_tokenizer(str(self.path), None), device
+
+
+def evaluate_run(run: Path, which: str, *, data: str | None, report: Callable[[str, int, int], None]) -> dict[str, Any]:
+    from contextlib import nullcontext
+
+    trained = TrainedRun(run, which)
+    recipe = trained.recipe
+    tokenizer = load_tokenizer(str(trained.path), None)
+    if data:
+        table, pad_id = prepare((data,), recipe.data, tokenizer, progress=report).tokens, tokenizer.pad_token_id or 0
+    else:
+        prepared = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
+        if prepared.evaluation is None:
+            raise CommandError(what="this run has no held-out data", where=str(run), fix="give some: --data FILE")
+        table, pad_id = prepared.evaluation, prepared.pad_id
+    model, _, device = trained.load()
+    result = evaluate(model, table, capacity=recipe.train.capacity, device=device, pad_id=pad_id, autocast=nullcontext,
+                      progress=report)
+    return {"checkpoint": str(trained.path), "loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens,
+            "documents": len(table)}
+
+
+class Chat:
+    """A conversation, answered greedily."""
+
+    def __init__(self, run: Path, which: str, *, max_tokens: int, system: str | None = None) -> None:
+        self.model, self.tokenizer, _ = TrainedRun(run, which).load()
+        self.max_tokens = max_tokens
+        self.messages = [{"role": "system", "content": system}] if system else []
+        if self.tokenizer.chat_template is None:
+            raise CommandError(what="this model's tokenizer has no chat template", where=str(run),
+                               why="it was trained on plain text", fix="use the exported model with your own prompts")
+
+    def answer(self, message: str) -> str:
+        self.messages.append({"role": "user", "content": message})
+        ids = self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        answer = generate_answers(self.model, self.tokenizer, [ids], max_new_tokens=self.max_tokens)[0]
+        self.messages.append({"role": "assistant", "content": answer})
+        return answer
+
+
+def export_run(run: Path, which: str, target: Path, to: Literal["adapter", "merged"]) -> None:
+    trained = TrainedRun(run, which)
+    events = history(read_log(run))
+    losses = [event["loss"] for event in events if event["event"] == "step"]
+    held_out = {event["step"]: event["loss"] for event in events if event["event"] == "eval"}
+    figures = {"checkpoint": trained.path.name, "training loss, last step": losses[-1] if losses else "unknown",
+               "held-out loss": held_out.get(trained.step, "not measured at this step"),
+               "tokens trained on": next((e["seen_tokens"] for e in reversed(events) if e["event"] == "step"), "unknown")}
+    export(trained.path, trained.recipe, target, to, figures)

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import ListTable, random_table
+from pronghorn.data.batches import IGNORED, BatchLoader, Cursor, build_batch, evaluation_batches
+from pronghorn.data.packing import max_documents
+
+
+def test_a_batch_by_hand() -> None:
+    table = ListTable([[5, 6, 7], [8, 9]], [[True, False, True], [True, True]])
+    batch = build_batch(table, np.array([0, 1]), capacity=8, pad_id=1)
+    assert batch.ids_T.tolist() == [5, 6, 7, 8, 9, 1, 1, 1]
+    # 7 is predicted at 6, 9 at 8; the first tokens 5 and 8 are predicted by nothing, though marked.
+    assert batch.labels_T.tolist() == [IGNORED, 7, IGNORED, 9, IGNORED, IGNORED, IGNORED, IGNORED]
+    assert batch.positions_T.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert batch.cu_seqlens[:4].tolist() == [0, 3, 5, 8]
+    assert set(batch.cu_seqlens[4:].tolist()) == {8}
+    assert batch.loss_rows.tolist() == [1, 3]
+    assert (batch.longest, batch.tokens, batch.documents) == (3, 5, (0, 1))
+
+
+def test_shapes_are_the_same_for_every_batch() -> None:
+    table = random_table(200)
+    batches = list(evaluation_batches(table, 256))
+    assert len(batches) > 5
+    assert {tuple(b.ids_T.shape) for b in batches} == {(256,)}
+    assert {tuple(b.cu_seqlens.shape) for b in batches} == {(max_documents(256) + 2,)}
+    assert {b.cu_seqlens.dtype for b in batches} == {torch.int32}
+
+
+def test_a_full_pack_of_the_most_documents_fits_its_metadata() -> None:
+    table = ListTable([[4] * 16] * max_documents(256))
+    batch = build_batch(table, np.arange(16), 256)
+    assert batch.tokens == 256
+    assert batch.cu_seqlens[-1] == 256
+
+
+def test_loss_rows_count_what_the_table_says() -> None:
+    table = random_table(60)
+    assert sum(len(b.loss_rows) for b in evaluation_batches(table, 256)) == table.loss_counts.sum()
+
+
+def flat(steps: list) -> list[list[int]]:
+    return [b.ids_T.tolist() for step in steps for b in step.batches]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 5])
+def test_any_number_of_workers_and_any_restart_give_the_same_steps(workers: int) -> None:
+    table = random_table(100)
+
+    def loader(start: Cursor, workers: int) -> BatchLoader:
+        return BatchLoader(table, capacity=256, packs_per_step=3, seed=5, workers=workers, start=start)
+
+    whole = list(islice(loader(Cursor(), 0), 12))
+    assert whole[-1].after.epoch >= 2  # the comparison crosses two ends of an epoch
+    assert flat(list(islice(loader(Cursor(), workers), 12))) == flat(whole)
+    for done in (1, 4, 5, 9):
+        resumed = list(islice(loader(Cursor(**whole[done - 1].after.as_dict()), workers), 12 - done))
+        assert flat(resumed) == flat(whole[done:])
+
+
+def test_an_epoch_sees_every_document_once_and_the_next_in_another_order() -> None:
+    table = random_table(100)
+    steps = list(islice(BatchLoader(table, capacity=256, packs_per_step=3, seed=5, workers=2), 30))
+    epochs: dict[int, list[int]] = {}
+    epoch = 0
+    for step in steps:
+        epochs.setdefault(epoch, []).extend(row for batch in step.batches for row in batch.documents)
+        epoch = step.after.epoch
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(100))
+    assert epochs[0] != epochs[1]
+
+
+def test_progress_is_told_in_epochs() -> None:
+    steps = list(islice(BatchLoader(random_table(100), capacity=256, packs_per_step=3, seed=5, workers=0), 10))
+    ends = [step.epoch for step in steps if step.after.pack == 0]
+    assert ends[:2] == [1.0, 2.0]
+
+
+def test_an_error_in_a_worker_reaches_the_loop() -> None:
+    table = random_table(20)
+    table.rows[3] = table.rows[3][:-1]  # shorter than the table says
+    with pytest.raises(ValueError, match="broadcast"):
+        list(islice(BatchLoader(table, capacity=2048, packs_per_step=1, seed=5, workers=2), 1))

@@ -1,0 +1,184 @@
+"""Finding out a file's format, and what each format's rows become."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pronghorn.data.formats import Example, Format, detect_format, to_example
+from pronghorn.data.sources import BadRow, RawRow
+from pronghorn.errors import DataError
+
+USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+CHAT = (USER, ASSISTANT)
+
+
+def row(**fields: Any) -> RawRow:
+    return RawRow(fields, "x.jsonl:7")
+
+
+def example(**fields: Any) -> Example:
+    made = to_example(row(**fields), detect_format([row(**fields)], "x.jsonl"))
+    assert isinstance(made, Example), made
+    assert made.where == "x.jsonl:7"
+    return made
+
+
+def why_not(row_format: Format, **fields: Any) -> str:
+    made = to_example(row(**fields), row_format)
+    assert isinstance(made, BadRow), made
+    assert made.where == "x.jsonl:7"
+    assert 0 < len(made.excerpt) <= 80
+    return made.why
+
+
+SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+
+
+@pytest.mark.parametrize(("fields", "found", "expected"), [
+    ({"messages": [USER, ASSISTANT], "id": 3}, "messages", Example("chat", "", messages=CHAT)),
+    ({"conversations": [USER, ASSISTANT]}, "messages", Example("chat", "", messages=CHAT)),
+    ({"conversation": [USER, ASSISTANT]}, "messages", Example("chat", "", messages=CHAT)),
+    ({"messages": json.dumps(CHAT)}, "messages", Example("chat", "", messages=CHAT)),
+    ({"messages": [USER, ASSISTANT], "prompt": "q", "text": "t"}, "messages", Example("chat", "", messages=CHAT)),
+    ({"conversations": SHAREGPT}, "sharegpt", Example("chat", "", messages=CHAT)),
+    ({"messages": SHAREGPT}, "sharegpt", Example("chat", "", messages=CHAT)),
+    ({"conversations": json.dumps(SHAREGPT)}, "sharegpt", Example("chat", "", messages=CHAT)),
+    ({"prompt": "q", "completion": "a"}, "completion", Example("completion", "", prompt="q", completion="a")),
+    ({"prompt": [USER], "completion": [ASSISTANT]}, "completion", Example("chat", "", messages=CHAT, prompt_messages=1)),
+    ({"text": "t", "meta": 1}, "text", Example("text", "", text="t")),
+    ({"instruction": "q", "output": "a"}, "alpaca", Example("chat", "", messages=CHAT)),
+    ({"instruction": "q", "input": "", "output": "a", "text": "q a"}, "alpaca", Example("chat", "", messages=CHAT)),
+    ({"instruction": "q", "input": None, "output": "a", "chosen": "a", "rejected": "b"}, "alpaca",
+     Example("chat", "", messages=CHAT)),
+])
+def test_formats_are_found_and_read(fields: dict[str, Any], found: Format, expected: Example) -> None:
+    rows = [RawRow(fields, "")]
+    assert detect_format(rows, "x.jsonl") == found
+    assert detect_format(rows, "x.jsonl", found) == found
+    assert to_example(rows[0], found) == expected
+
+
+def test_alpaca_input_follows_a_blank_line_and_system_comes_first() -> None:
+    made = example(instruction="Add.", input="2 and 2", output="4", system="Be brief.")
+    assert [m["content"] for m in made.messages] == ["Be brief.", "Add.\n\n2 and 2", "4"]
+    assert [m["role"] for m in made.messages] == ["system", "user", "assistant"]
+
+
+def test_sharegpt_speakers_and_function_calls() -> None:
+    made = example(system="s", tools=json.dumps([TOOL]), conversations=[
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
+        {"from": "observation", "value": "rain"},
+        {"from": "gpt", "value": "a"},
+    ])
+    assert [m["role"] for m in made.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert made.messages[2]["tool_calls"][0]["function"] == CALL["function"]
+    assert made.messages[2]["content"] is None
+    assert made.tools == (TOOL,)
+    assert "function call" in why_not("sharegpt", conversations=[{"from": "function_call", "value": "weather()"}])
+
+
+def test_tool_calls_without_content_and_what_else_a_message_carries() -> None:
+    made = example(tools=[TOOL], messages=[
+        USER, {"role": "assistant", "tool_calls": [CALL], "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "1", "content": "rain"}, {"role": "assistant", "content": "a", "tool_calls": None},
+    ])
+    assert made.messages[1] == {"role": "assistant", "tool_calls": [CALL], "reasoning_content": "hm", "content": None}
+    assert made.messages[2]["tool_call_id"] == "1"
+    assert "tool_calls" not in made.messages[3]
+
+
+@pytest.mark.parametrize("tools", [None, [], "", "[]"])
+def test_no_tools_is_none(tools: Any) -> None:
+    assert example(messages=[USER, ASSISTANT], tools=tools).tools is None
+
+
+def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert example(messages=[{"role": "user", "content": parts}, ASSISTANT]).messages[0]["content"] == "one two"
+
+
+@pytest.mark.parametrize(("messages", "why"), [
+    ([], "`messages` is empty"),
+    (None, "`messages` is not a list of objects"),
+    ("hello", "`messages` is not a list of objects"),
+    ("[NaN]", "`messages` is not a list of objects"),
+    (r'[{"role": "assistant", "content": "\ud800"}]', "`messages` is not a list of objects"),
+    (["hello"], "`messages` is not a list of objects"),
+    ([USER], "no assistant turn: nothing to learn from"),
+    ([USER, {"role": "asistant", "content": "a"}], "message 2 has the role `asistant`; did you mean `assistant`?"),
+    ([{"role": "human", "content": "q"}, ASSISTANT], "message 1 has the role `human`; did you mean `user`?"),
+    ([{"role": "xyz", "content": "q"}], "message 1 has the role `xyz`; known are system, developer, user, assistant, tool"),
+    ([{"role": ["user"], "content": "q"}], "message 1 has the role `['user']`"),
+    ([{"rol": "user", "content": "q"}], "message 1 has no `role`; its keys are rol, content"),
+    ([USER, {"role": "assistant", "content": None}], "message 2 (assistant) has no `content`"),
+    ([USER, {"role": "assistant", "content": None, "tool_calls": []}], "message 2 (assistant) has no `content`"),
+    ([USER, {"role": "assistant", "content": 3}], "message 2 (assistant) has a `content` that is not text"),
+    ([USER, {"role": "assistant", "tool_calls": "f()"}], "message 2: `tool_calls` is not a list of objects"),
+    ([{"role": "user", "content": [{"type": "image", "url": "x"}]}, ASSISTANT], "message 1 has a part of type `image`"),
+])
+def test_messages_that_do_not_fit(messages: Any, why: str) -> None:
+    assert why_not("messages", messages=messages).startswith(why)
+
+
+def test_other_rows_that_do_not_fit() -> None:
+    assert why_not("messages", text="t") == "no column `messages`"
+    assert why_not("messages", messages=[USER, ASSISTANT], tools="{}") == "`tools` is not a list of objects"
+    assert why_not("text", text=None) == "`text` is not text"
+    assert why_not("text", prompt="q") == "no column `text`"
+    assert why_not("alpaca", instruction="q", output=None) == "`output` is not text"
+    assert why_not("alpaca", instruction="q", output="a", input=3) == "`input` is not text"
+    assert why_not("completion", prompt="q") == "no column `prompt` or no column `completion`"
+    assert why_not("completion", prompt="q", completion=[ASSISTANT]) == "`completion` is not text"
+    no_answer = why_not("completion", prompt=[USER, ASSISTANT], completion=[USER])
+    assert no_answer == "no assistant turn in the completion: nothing to learn from"
+    assert why_not("sharegpt", text="t") == "no column `conversations`"
+    assert why_not("sharegpt", conversations=[{"from": "humn", "value": "q"}]).endswith("did you mean `human`?")
+    assert why_not("sharegpt", conversations=[{"from": ["human"], "value": "q"}]).startswith("turn 1 is from")
+    assert why_not("sharegpt", conversations=[{"from": "human", "value": None}]) == "turn 1 has no text in `value`"
+
+
+def refused(columns: dict[str, Any], asked: Any = "auto") -> DataError:
+    with pytest.raises(DataError) as caught:
+        detect_format([row(**columns)] * 5, "data/x.jsonl", asked)
+    assert caught.value.where == "data/x.jsonl"
+    assert all(f"`{column}`" in caught.value.what for column in columns)
+    return caught.value
+
+
+@pytest.mark.parametrize(("columns", "hint"), [
+    ({"mesages": [USER]}, "did you mean `messages` instead of `mesages`?"),
+    ({"Messages": [USER]}, "did you mean `messages` instead of `Messages`?"),
+    ({"promt": "q", "completion": "a"}, "did you mean `prompt` instead of `promt`?"),
+    ({"instruction": "q", "ouput": "a"}, "did you mean `output` instead of `ouput`?"),
+    ({"question": "q", "answer": "a"}, "did you mean `prompt` instead of `question`, `completion` instead of `answer`?"),
+    ({"a": 1, "b": 2}, "rename the columns"),
+])
+def test_unknown_columns_are_one_error_with_a_suggestion(columns: dict[str, Any], hint: str) -> None:
+    error = refused(columns)
+    assert error.fix == hint
+    assert all(name in error.why for name in ("messages", "sharegpt", "completion", "alpaca", "text"))
+
+
+def test_a_forced_format_must_fit() -> None:
+    assert detect_format([row(messages=[USER, ASSISTANT], text="t")], "x", "text") == "text"
+    error = refused({"text": "t"}, "messages")
+    assert "not the format `messages`" in error.what
+    assert "data.format: auto" in error.fix
+    assert "instead of `promt`" in refused({"promt": "q", "completion": "a"}, "completion").fix
+
+
+def test_most_rows_decide_and_the_others_are_bad() -> None:
+    rows = [row(mesages=[]), *[row(text="t")] * 2, *[row(messages=[USER, ASSISTANT])] * 3]
+    assert detect_format(rows, "x") == "messages"
+    assert [isinstance(to_example(each, "messages"), BadRow) for each in rows] == [True] * 3 + [False] * 3
+
+
+def test_no_rows_have_no_format() -> None:
+    with pytest.raises(DataError, match="no row could be read"):
+        detect_format([], "x.jsonl")

@@ -1,0 +1,167 @@
+"""The demo's data: the same on every machine, held-out requests really unseen, and a judge that cannot be fooled."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from pronghorn.demo import hotel
+from pronghorn.errors import CommandError
+
+
+def request(row: hotel.Row) -> str:
+    return row["messages"][1]["content"]
+
+
+def answer(row: hotel.Row) -> str:
+    return row["messages"][-1]["content"]
+
+
+def sentence(text: str) -> str:
+    """The wording that is left without numbers, names and politeness."""
+    for greeting in hotel.GREETINGS:
+        text = text.removeprefix(greeting) if greeting else text
+    for thanks in hotel.THANKS:
+        text = text.removesuffix(thanks) if thanks else text
+    return text
+
+
+def matches(text: str, sentences: tuple[str, ...]) -> bool:
+    patterns = (re.sub(r"\\\{\w+\\\}", ".+", re.escape(pattern)) for pattern in sentences)
+    return any(re.fullmatch(pattern, sentence(text)) for pattern in patterns)
+
+
+def test_rows_are_chats_whose_answer_is_compact_json_with_a_fixed_key_order() -> None:
+    keys = {kind.name: ["command", *kind.slots] for kind in hotel.KINDS}
+    rows = hotel.generate(210, seed=3)
+    for row in rows:
+        assert [message["role"] for message in row["messages"]] == ["system", "user", "assistant"]
+        command = json.loads(answer(row))
+        assert list(command) == keys[command["command"]]
+        assert answer(row) == json.dumps(command, ensure_ascii=False, separators=(",", ":"))
+    assert Counter(json.loads(answer(row))["command"] for row in rows) == dict.fromkeys(keys, 210 // len(keys))
+
+
+def test_what_the_command_holds_is_in_the_request() -> None:
+    for row in hotel.generate(210, seed=4) + hotel.generate(210, seed=4, split="held_out"):
+        said, command = request(row), json.loads(answer(row))
+        for key in ("destination", "restaurant", "problem"):
+            assert command.get(key, "") in said
+        for item in command.get("items", []):
+            assert item in said
+        if "room" in command:
+            assert str(command["room"]) in said
+        if "time" in command:
+            assert re.fullmatch(r"\d\d:\d\d", command["time"])
+            assert command["time"].removeprefix("0") in said
+        if "people" in command:
+            assert str(command["people"]) in said or hotel.NUMBERS[command["people"] - 1] in said
+
+
+def test_held_out_requests_are_unseen_in_wording_and_in_values() -> None:
+    train, held_out = hotel.generate(2000, seed=0), hotel.generate(200, seed=0, split="held_out")
+    assert not {request(row) for row in train} & {request(row) for row in held_out}
+
+    kinds = {kind.name: kind for kind in hotel.KINDS}
+    for row in held_out:  # no held-out wording is one that training has
+        kind = kinds[json.loads(answer(row))["command"]]
+        assert matches(request(row), kind.held_out)
+        assert not matches(request(row), kind.train)
+
+    def rooms(rows: list[hotel.Row]) -> set[int]:
+        return {json.loads(answer(row)).get("room", 0) for row in rows} - {0}
+
+    assert rooms(train).isdisjoint(rooms(held_out))
+    unseen = [f'"{name}"' for words in WORDS for name in in_commands(words, words.unseen)]
+    assert not [row for row in train if any(name in answer(row) for name in unseen)]
+    assert sum(any(name in answer(row) for name in unseen) for row in held_out) > 50  # 5 of 7 kinds, half of the time
+
+
+WORDS = (hotel.DESTINATIONS, hotel.RESTAURANTS, hotel.DISHES, hotel.SUPPLIES, hotel.PROBLEMS)
+
+
+def in_commands(words: hotel.Words, names: tuple[str, ...]) -> list[str]:
+    return list(names) if words is hotel.RESTAURANTS else [name.split(" ", 1)[1] for name in names]
+
+
+def test_no_unseen_name_hides_in_a_seen_one() -> None:
+    for words in WORDS:
+        for name in in_commands(words, words.unseen):
+            assert not [seen for seen in words.seen if name in seen], name
+
+
+def test_requests_do_not_repeat_and_seeds_differ() -> None:
+    one, other = hotel.generate(700, seed=1), hotel.generate(700, seed=2)
+    assert len({request(row) for row in one}) == 700
+    assert [request(row) for row in one] != [request(row) for row in other]
+
+
+def test_every_process_writes_the_same_files(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from pronghorn.demo import hotel;"
+        "hotel.write(Path(sys.argv[1]), train=70, held_out=21)"
+    )
+    written = []
+    for salt in ("1", "2"):  # another salt for hash(): an order that came from a set would differ
+        folder = tmp_path / salt
+        environment = {**os.environ, "PYTHONHASHSEED": salt}
+        subprocess.run([sys.executable, "-c", script, str(folder)], check=True, env=environment)
+        written.append([(folder / name).read_bytes() for name in ("train.jsonl", "held_out.jsonl")])
+    assert written[0] == written[1]
+    lines = [json.loads(line) for line in written[0][0].decode().splitlines()]
+    assert lines == hotel.generate(70, seed=0)
+    assert len(written[0][1].splitlines()) == 21
+
+
+@pytest.mark.parametrize("count", [0, -1, hotel.MOST_ROWS + 1])
+def test_a_count_that_cannot_be_is_refused(count: int) -> None:
+    with pytest.raises(CommandError, match=str(count)):
+        hotel.generate(count, seed=0)
+
+
+EXPECTED = '{"command":"room_service","room":412,"items":["green tea","apple pie"]}'
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        (EXPECTED, True),
+        (f"  {EXPECTED}\n", True),
+        ('{ "room": 412, "command": "room_service", "items": ["green tea", "apple pie"] }', True),
+        (f"Sure! {EXPECTED}", False),
+        (f"{EXPECTED} Enjoy!", False),
+        (f"```json\n{EXPECTED}\n```", False),
+        (EXPECTED + EXPECTED, False),
+        (EXPECTED.replace("412", '"412"'), False),
+        (EXPECTED.replace("412", "412.0"), False),
+        (EXPECTED.replace("412", "413"), False),
+        (EXPECTED.replace("412", "NaN"), False),
+        (EXPECTED.replace('"room":412', '"room":413,"room":412'), False),
+        (EXPECTED.replace("green tea", "Green tea"), False),
+        (EXPECTED.replace('"green tea",', ""), False),
+        (EXPECTED[:-1] + ',"note":"quick"}', False),
+        (EXPECTED.replace('"', "'"), False),
+        (EXPECTED[:-1], False),
+        ("[" * 100_000, False),
+        ("", False),
+    ],
+)
+def test_only_the_command_and_nothing_else_counts(given: str, right: bool) -> None:
+    rows: list[hotel.Row] = [{"messages": [{"role": "user", "content": "tea"}, {"role": "assistant", "content": EXPECTED}]}]
+    assert hotel.exact_match([given], rows) == (int(right), [right])
+
+
+def test_verdicts_come_in_order_and_a_missing_answer_is_an_error() -> None:
+    rows = hotel.generate(14, seed=5, split="held_out")
+    answers = [answer(row) for row in rows]
+    answers[3] = "I will see to it."
+    assert hotel.exact_match(answers, rows) == (13, [index != 3 for index in range(14)])
+    with pytest.raises(ValueError, match="zip"):
+        hotel.exact_match(answers[:-1], rows)

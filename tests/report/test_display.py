@@ -1,0 +1,220 @@
+"""The three displays: what they print, how little, and that they never stop a run."""
+
+import io
+import itertools
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from synthetic_run import synthetic_events
+
+from pronghorn.report.display import JsonDisplay, LiveDisplay, PlainDisplay, make_display
+from pronghorn.report.stages import Stages
+
+STEP = {"event": "step", "loss": 1.0, "lr": 1e-4, "tokens": 100, "seconds": 0.5}
+
+
+def test_json_is_the_events_themselves(capsys):
+    display = make_display(json=True)
+    assert isinstance(display, JsonDisplay)
+    events = [STEP | {"step": 1, "loss": "nan"}, {"event": "notice", "text": "ü\n\x1b[31m"}]
+    for event in events:
+        display.handle(event)
+    display.progress("read", 1, 2)
+    display.close()
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == events
+
+
+def test_without_a_terminal_the_lines_are_plain_and_few(capsys):
+    now = [0.0]
+    display = PlainDisplay(clock=lambda: now[0])
+    display.handle({"event": "start", "run": "r", "steps": 2000, "recipe": {"model": "m"}, "resumed_from": None})
+    for number in range(1, 2001):
+        now[0] += 0.1
+        display.handle(STEP | {"step": number})
+    display.close()
+    lines = capsys.readouterr().out.splitlines()
+    steps = [int(line.split("/")[0].split()[1].replace(",", "")) for line in lines if line.startswith("step")]
+    assert steps[0] == 1
+    assert steps[-1] == 2000
+    assert 60 <= len(steps) <= 60 + 14 + 3  # a minute at one a second, 140 s at one every ten
+    assert all(b - a >= 10 for a, b in itertools.pairwise(steps[:-1]))  # never two within a second
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_rare_events_always_get_their_line(capsys):
+    display = PlainDisplay(clock=lambda: 0.0)
+    for event in synthetic_events(200, resume_at=150):
+        display.handle(event)
+    text = capsys.readouterr().out
+    for word in ("resumed from step 100", "evaluation at step 0:", "evaluation at step 200: loss", "the best so far", "-> ",
+                 "checkpoint at step 200: runs/hotel/checkpoint-200 (58.7 MB", "rows are longer",
+                 "ended at step 200 (done)"):  # fmt: skip
+        assert word in text, word
+
+
+def test_plain_progress_is_silent_when_it_is_over_soon(capsys):
+    now = [0.0]
+    display = PlainDisplay(clock=lambda: now[0])
+    for done in range(0, 101, 10):
+        display.progress("read", done, 100)
+    assert capsys.readouterr().out == ""
+    for done in range(0, 1001):
+        now[0] += 0.02
+        display.progress("tokenize", done, 1000)
+    lines = capsys.readouterr().out.splitlines()
+    assert 3 <= len(lines) <= 6
+    assert lines[-1] == "tokenize: 1,000 of 1,000"
+    for _ in range(3):
+        now[0] += 6
+        display.progress("pack", 7, 0)
+    assert capsys.readouterr().out.splitlines() == ["pack: 7", "pack: 7"]
+
+
+@pytest.mark.parametrize("flag", ["True", "False"])
+def test_a_reader_that_goes_away_does_not_stop_the_run(flag):
+    code = (
+        "import sys; from pronghorn.report.display import make_display\n"
+        f"display = make_display({flag})\n"
+        "for i in range(20000): display.handle({'event': 'notice', 'text': 'x' * 100})\n"
+        "display.close(); print('unseen'); sys.stderr.write('finished')"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child.stdout.readline()
+    child.stdout.close()
+    assert child.stderr.read() == b"finished"
+    assert child.wait(20) == 0
+
+
+def test_letters_that_the_output_cannot_hold_are_replaced(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    PlainDisplay().handle({"event": "notice", "text": "naïve 日本"})
+    assert raw.getvalue() == b"na?ve ??\n"
+
+
+def live_display(stages=None):
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system="truecolor", _environ={})
+    return console, LiveDisplay(console, stages)
+
+
+def plain_text(console):
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+
+
+def test_live_view_shows_step_loss_rate_time_and_stages():
+    stages = Stages()
+    console, display = live_display(stages)
+    display.progress("tokenize", 30, 100)
+    time.sleep(0.3)
+    assert "30 of 100" in plain_text(console)
+    for event in synthetic_events(60):
+        with stages("step"):
+            display.handle(event)
+    time.sleep(0.3)
+    display.close()
+    display.close()
+    last = "\n".join(plain_text(console).splitlines()[-3:])
+    assert "60 of 60" in last
+    assert re.search(r"loss +[▁▂▃▄▅▆▇█]+", last)
+    assert "tokens/s" in last
+    assert re.search(r"time +█+ ", last)
+    assert "imports" in last
+    assert "tokenize" not in last
+    assert console.file.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_live_notices_are_shown_as_they_are():
+    console, display = live_display()
+    display.handle({"event": "start", "run": "r", "steps": 5, "recipe": {}})
+    display.handle({"event": "notice", "text": "kept [bold]brackets[/bold] and \x1b[2J escapes"})
+    display.close()
+    assert "kept [bold]brackets[/bold] and \ufffd[2J escapes" in plain_text(console)
+
+
+def test_live_view_does_not_slow_the_loop():
+    _, display = live_display()
+    events = [STEP | {"step": i} for i in range(5000)]
+    began = time.perf_counter()
+    for event in events:
+        display.handle(event)
+    each = (time.perf_counter() - began) / len(events)
+    display.close()
+    assert each < 0.0005  # 1.3 to 6.4 microseconds in twelve rounds on two busy CPU cores; room for slow machines
+
+
+def test_live_view_survives_events_while_it_draws(monkeypatch):
+    problems = []
+    monkeypatch.setattr(threading, "excepthook", problems.append)
+    _, display = live_display()
+    for event in synthetic_events(300):
+        display.handle(event)
+        display._draw()
+    display.close()
+    assert problems == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_terminal_that_goes_away_does_not_stop_the_run():
+    class Terminal(io.StringIO):
+        gone = False
+
+        def write(self, text):
+            if self.gone:
+                raise OSError(5, "Input/output error")
+            return super().write(text)
+
+    for gone_from_the_start in (True, False):
+        terminal = Terminal()
+        display = LiveDisplay(Console(file=terminal, force_terminal=True, width=100))
+        terminal.gone = gone_from_the_start
+        for event in synthetic_events(120):
+            display.handle(event)
+            display.progress("read", 1, 2)
+            terminal.gone = True
+        display.close()
+
+
+def in_a_terminal(code, **environment):
+    """What a child prints when its standard output is a terminal."""
+    leader, follower = pty.openpty()
+    env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=follower, env=env | {"TERM": "xterm-256color"} | environment)
+    os.close(follower)
+    printed = b""
+    while True:
+        try:
+            block = os.read(leader, 65536)
+        except OSError:  # how Linux says that the other end is closed
+            break
+        if not block:
+            break
+        printed += block
+    os.close(leader)
+    assert child.wait(20) == 0
+    return printed.decode()
+
+
+def test_the_factory_looks_at_standard_output(capsys):
+    assert isinstance(make_display(json=False), PlainDisplay)
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from synthetic_run import synthetic_events; from pronghorn.report.display import make_display\n"
+        "display = make_display(False)\n"
+        "for event in synthetic_events(60): display.handle(event)\n"
+        "display.close()"
+    )
+    coloured, colourless, dumb = in_a_terminal(code), in_a_terminal(code, NO_COLOR="1"), in_a_terminal(code, TERM="dumb")
+    assert re.search(r"\x1b\[3[0-9;]+m", coloured)
+    assert "60 of 60" in colourless
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", colourless)
+    assert "\x1b" not in dumb
+    assert "step 60/60" in dumb

@@ -1,0 +1,95 @@
+import copy
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from synthetic_run import synthetic_events, write_run
+
+from pronghorn.errors import CommandError
+from pronghorn.report.runs import compare, comparison_table, list_runs, runs_table
+
+
+def shown(renderable):
+    console = Console(file=io.StringIO(), width=160)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def changed(events, **train):
+    events = copy.deepcopy(events)
+    for event in events:
+        if event["event"] == "start":
+            event["recipe"]["train"] |= train
+    return events
+
+
+def test_runs_are_found_newest_first_and_their_inside_is_not_searched(tmp_path):
+    old = synthetic_events(20)
+    new = [e | {"time": e["time"] + 99_999} for e in synthetic_events(30, end=None)]
+    write_run(tmp_path / "old", old)
+    write_run(tmp_path / "group" / "new", new)
+    write_run(tmp_path / "old" / "checkpoint-10", old)
+    write_run(tmp_path / ".hidden", old)
+    runs = list_runs(tmp_path)
+    assert [Path(run.folder).name for run in runs] == ["new", "old"]
+    assert [(run.state, run.step, run.steps) for run in runs] == [("cut off", 30, 30), ("done", 20, 20)]
+    assert json.loads(json.dumps(runs[0].as_dict(), allow_nan=False))["model"].endswith("SmolLM2-135M-Instruct")
+    text = shown(runs_table(runs))
+    assert "30/30" in text
+    assert "SmolLM2-135M-Instruct" in text
+
+
+def test_one_broken_log_does_not_hide_the_others(tmp_path):
+    write_run(tmp_path / "good", synthetic_events(20))
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "run.jsonl").write_text("oops\n{}\n{}\n")
+    runs = list_runs(tmp_path)
+    assert {run.state for run in runs} == {"unreadable", "done"}
+    assert "remove the line" in shown(runs_table(runs))
+
+
+def test_no_runs_and_no_folder(tmp_path):
+    assert list_runs(tmp_path) == []
+    assert "no runs" in shown(runs_table([]))
+    with pytest.raises(CommandError, match="no such folder"):
+        list_runs(tmp_path / "nowhere")
+
+
+def test_compare_tells_what_differs_and_the_loss_at_equal_tokens(tmp_path):
+    a = write_run(tmp_path / "a", synthetic_events(300))
+    b = write_run(tmp_path / "b", changed(synthetic_events(100), lr=1e-4))
+    found = compare([a, b])
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["differences"] == {"train.lr": [2e-4, 1e-4]}
+    marks = found["loss_at_tokens"]
+    assert [mark["tokens"] for mark in marks][-1] == 100 * 64_900  # what both have seen
+    assert marks[-1]["losses"][0] > marks[-1]["losses"][1]  # the short run is at its end there, the long one at a third
+    steps = [e for e in synthetic_events(100) if e["event"] == "step"][-5:]
+    assert marks[-1]["losses"][1] == pytest.approx(sum(e["loss"] for e in steps) / 5)
+    text = shown(comparison_table(found))
+    assert "train.lr" in text
+    assert "6.49 M" in text
+    assert "best evaluation" in text
+
+
+def test_compare_of_equal_recipes_and_of_runs_without_steps(tmp_path):
+    a, b = (
+        write_run(tmp_path / "x" / "run", synthetic_events(20)),
+        write_run(tmp_path / "y" / "run", synthetic_events(20)[:1]),
+    )
+    found = compare([a, b])
+    assert found["loss_at_tokens"] == []
+    assert found["best_eval"][1] is None
+    text = shown(comparison_table(found))
+    assert "the recipes are the same" in text
+    assert str(tmp_path / "x" / "run") in text.replace("\n", "") or "x/run" in text
+
+
+def test_compare_refuses_one_run_and_folders_that_are_none(tmp_path):
+    run = write_run(tmp_path / "run", synthetic_events(20))
+    with pytest.raises(CommandError, match="two"):
+        compare([run])
+    with pytest.raises(CommandError, match=r"run\.jsonl"):
+        compare([run, tmp_path])

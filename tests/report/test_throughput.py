@@ -1,0 +1,42 @@
+import pytest
+
+from pronghorn.report.throughput import Throughput
+
+
+def test_nothing_yet():
+    rate = Throughput()
+    assert (rate.now(), rate.overall(), rate.eta(10)) == (0.0, 0.0, None)
+
+
+def test_the_window_forgets_and_the_overall_rate_does_not():
+    rate = Throughput(window_seconds=10)
+    for _ in range(10):
+        rate.add(tokens=100, seconds=1)
+    for _ in range(10):
+        rate.add(tokens=300, seconds=1)
+    assert rate.now() == pytest.approx(300)
+    assert rate.overall() == pytest.approx(200)
+
+
+def test_a_step_longer_than_the_window_still_counts():
+    rate = Throughput(window_seconds=10)
+    rate.add(100, 1)
+    rate.add(5000, 50)
+    assert rate.now() == pytest.approx(100)
+
+
+def test_eta_is_not_misled_by_a_slow_first_step_and_includes_evaluations():
+    rate = Throughput()
+    rate.add(100, 20)
+    for _ in range(4):
+        rate.add(100, 2)
+    assert rate.eta(10) == pytest.approx(20)
+    rate.pause(5)  # one evaluation in five steps: one second a step
+    assert rate.eta(10) == pytest.approx(30)
+    assert rate.eta(0) == 0
+
+
+def test_steps_that_took_no_time_do_not_divide_by_zero():
+    rate = Throughput()
+    rate.add(100, 0.0)
+    assert rate.now() == 0.0

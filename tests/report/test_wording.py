@@ -1,0 +1,37 @@
+import math
+
+import pytest
+
+from pronghorn.report import wording
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.42, "0.42 s"), (0.999, "1.0 s"), (9.96, "10 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"),
+     (3599.6, "1 h 00 min"), (7500, "2 h 05 min"), (273_600, "3 d 4 h"), (math.nan, "–"), (None, "–")],
+)  # fmt: skip
+def test_duration(seconds, text):
+    assert wording.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.012345, "0.01235"), (1.23456, "1.2346"), (12.3456, "12.35"), (1234.5, "1,234"), (math.nan, "nan"),
+     (math.inf, "inf"), (None, "–"), (0.0, "0.00000"), (3e-7, "3e-07"), (2e9, "2e+09")],
+)  # fmt: skip
+def test_figure(value, text):
+    assert wording.figure(value) == text
+
+
+def test_count_percent_size_and_moment():
+    assert [wording.count(v) for v in (950, 12345, 1_234_567, 4.56e9)] == ["950", "12,345", "1.23 M", "4.56 B"]
+    assert [wording.percent(v) for v in (0.712, 0.0421, 0.0031, 0)] == ["71 %", "4.2 %", "0.31 %", "0 %"]
+    assert [wording.size(v) for v in (812, 3_400_000)] == ["812 B", "3.4 MB"]
+    assert wording.moment(None) == "–"
+    assert wording.moment(1_760_000_000).startswith("2025-10-0")
+
+
+def test_text_of_a_model_cannot_steer_the_terminal():
+    assert wording.one_line("a\nb\t c\x1b[31m\x07", 50) == "a b c\ufffd[31m\ufffd"
+    assert wording.one_line("abcdef", 4) == "abc…"
+    assert wording.one_line("abcd", 4) == "abcd"

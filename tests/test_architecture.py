@@ -1,0 +1,82 @@
+"""The arrows of the house, held by reading imports."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "pronghorn"
+FILES = sorted(SOURCE.rglob("*.py"))
+EVERYBODY = {"recipe", "errors", "folders"}
+# room -> rooms it may import; `cli` and `demo` stand at the top.
+ARROWS = {
+    "cli": {"train", "model", "data", "report", "demo", "recipe_file"},
+    "demo": {"train", "model", "data", "report", "recipe_file"},
+    "train": {"memory", "model", "data", "report", "kernels"},
+    "memory": {"model", "kernels"},
+    "model": {"kernels"},
+    "data": set(),
+    "report": set(),
+    "kernels": set(),
+    "recipe_file": {"recipe"},
+    "recipe": set(),
+    "errors": set(),
+    "folders": set(),
+    "__init__": {"api"},
+}
+MAY_BE_USED_BY_ALL = {"report": {"errors"}, "recipe": set(), "errors": set(), "folders": set(), "kernels": set()}
+
+
+def imports(file: Path) -> list[str]:
+    names = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            names += [node.module or ""]
+            if node.module == "pronghorn":
+                names += [f"pronghorn.{alias.name}" for alias in node.names if not alias.name.startswith("__")]
+    return names
+
+
+def room(file: Path) -> str:
+    return file.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
+def test_a_file_imports_only_along_the_arrows(file: Path) -> None:
+    own = room(file)
+    allowed = ARROWS[own] | {own} | MAY_BE_USED_BY_ALL.get(own, EVERYBODY)
+    used = {name.split(".")[1] for name in imports(file) if name.startswith("pronghorn.")}
+    assert used <= allowed, f"{own} may not import {sorted(used - allowed)}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
+def test_transformers_and_triton_stay_in_their_rooms(file: Path) -> None:
+    used = {name.split(".")[0] for name in imports(file)}
+    if "transformers" in used or "peft" in used:
+        assert room(file) == "model" or file == SOURCE / "data" / "tokens.py"
+    if "triton" in used:
+        assert room(file) == "kernels"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
+def test_files_and_functions_stay_small(file: Path) -> None:
+    text = file.read_text()
+    assert len(text.splitlines()) < 500
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert (node.end_lineno or 0) - node.lineno < 80, f"{file.name}:{node.lineno} {node.name}"
+
+
+def test_nothing_is_ever_unpickled() -> None:
+    """No file can make us run code."""
+    for file in FILES:
+        text = file.read_text()
+        assert "pickle" not in {name.split(".")[0] for name in imports(file)}
+        for forbidden in ("torch.load(", "trust_remote_code=True", "eval(", "exec("):
+            assert f" {forbidden}" not in text, f"{file}: {forbidden}"
+            assert f"({forbidden}" not in text, f"{file}: {forbidden}"

@@ -1,0 +1,248 @@
+"""Whole runs on a tiny real model: they learn, resume bit for bit, stop for the right reasons and account for their time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import chat_rows, write_rows
+from safetensors.torch import load_file
+
+from pronghorn.errors import CheckpointError, HealthStop, Interrupted, RecipeError
+from pronghorn.recipe import Recipe
+from pronghorn.report.run_log import history, read_log
+from pronghorn.report.stages import Stages
+from pronghorn.train import loop, step
+from pronghorn.train.loop import train
+from pronghorn.train.setup import prepare_data
+
+
+class Silent:
+    """Records what it is shown."""
+
+    def __init__(self, at_step: Callable[[int], None] = lambda step: None) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.at_step = at_step
+
+    def handle(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+        if event["event"] == "step":
+            self.at_step(event["step"])
+
+    def progress(self, label: str, done: int, total: int) -> None:
+        pass
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    files = list(folder.glob("*model*.safetensors"))
+    assert len(files) == 1
+    return load_file(files[0])
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_a_run_learns_and_leaves_everything_behind(recipe_for: Callable[..., Recipe]) -> None:
+    recipe = recipe_for(train={"epochs": 6, "lr": 1e-2}, method="full")
+    result = train(recipe, display=Silent(), stages=Stages())
+    assert result.reason == "done"
+    events = history(read_log(result.folder))
+    steps = [e for e in events if e["event"] == "step"]
+    assert [e["step"] for e in steps] == list(range(1, result.step + 1))
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
+    assert all(e["grad_norm"] > 0 for e in steps)
+    assert steps[-1]["seen_tokens"] == sum(e["tokens"] for e in steps)
+    evals = [e for e in events if e["event"] == "eval"]
+    assert evals[-1]["step"] == result.step
+    assert evals[-1]["generations"][0]["expected"]
+    assert evals[-1]["loss"] < evals[0]["loss"]
+    assert (result.folder / "report.html").stat().st_size > 1000
+    assert result.checkpoint is not None
+    assert (result.checkpoint / "config.json").is_file()
+    end = events[-1]
+    assert (end["event"], end["reason"], end["exit_code"]) == ("end", "done", 0)
+
+
+def test_the_stages_sum_to_the_wall_clock(recipe_for: Callable[..., Recipe]) -> None:
+    import time
+
+    began = time.monotonic()
+    train(recipe := recipe_for(), display=Silent(), stages=Stages(started=began))
+    wall = time.monotonic() - began
+    stages = [e for e in read_log(Path(recipe.output)) if e["event"] == "stages"][-1]
+    assert sum(stages["seconds"].values()) == pytest.approx(stages["total"], rel=1e-6)
+    assert stages["total"] == pytest.approx(wall, rel=0.02, abs=0.1)  # the report is written after the last event
+    for name in ("load", "tokenize", "step", "optimizer", "evaluate", "checkpoint"):
+        assert stages["seconds"][name] > 0
+    assert stages["seconds"]["other"] < 0.1 * stages["total"] + 0.1
+
+
+@pytest.mark.parametrize("changes", [
+    {},
+    {"method": "full", "train": {"epochs": 2, "lr": 1e-3}},
+    {"lora": {"r": 4, "dropout": 0.3}},
+    {"lora": {"r": 4, "dora": True, "plus_ratio": 4.0}},
+    {"data": {"workers": 2}},
+    {"precision": "bf16"},
+], ids=["lora", "full", "dropout", "dora", "workers", "bf16"])
+def test_a_run_stopped_at_any_step_ends_with_the_same_weights(
+    recipe_for: Callable[..., Recipe], tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    whole = train(recipe_for(**changes, output=str(tmp_path / "whole")), display=Silent())
+    recipe = recipe_for(**changes, output=str(tmp_path / "parts"))
+
+    def interrupt(step: int) -> None:
+        if step in {1, 4, 6}:  # 4 is an evaluation step, 6 a checkpoint step
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    for expected in (1, 4, 6):
+        with pytest.raises(Interrupted) as caught:
+            train(recipe, display=Silent(interrupt))
+        assert caught.value.exit_code == 143
+        assert (tmp_path / "parts" / f"checkpoint-{expected}").is_dir()
+    parts = train(recipe, display=Silent())
+    assert parts.step == whole.step > 6
+    assert whole.checkpoint
+    assert parts.checkpoint
+    assert same(weights(whole.checkpoint), weights(parts.checkpoint))
+    losses = [[e["loss"] for e in history(read_log(r.folder)) if e["event"] == "step"] for r in (whole, parts)]
+    assert losses[0] == losses[1]
+
+
+def test_a_finished_run_is_not_run_again(recipe_for: Callable[..., Recipe]) -> None:
+    first = train(recipe_for(), display=Silent())
+    display = Silent()
+    again = train(recipe_for(), display=display)
+    assert again.step == first.step
+    assert not [e for e in display.events if e["event"] == "step"]
+    assert again.checkpoint == first.checkpoint
+
+
+def test_fresh_starts_over_and_keeps_the_old_folder(recipe_for: Callable[..., Recipe]) -> None:
+    first = train(recipe_for(), display=Silent())
+    display = Silent()
+    train(recipe_for(train={"lr": 5e-3}), display=display, fresh=True)
+    assert (first.folder.with_name("run.old-1") / "run.jsonl").is_file()
+    assert [e["step"] for e in display.events if e["event"] == "step"][0] == 1
+
+
+@pytest.mark.parametrize("change", [{"train": {"lr": 5e-3}}, {"lora": {"r": 8}}, {"data": {"max_length": 100}}])
+def test_a_changed_recipe_is_refused_on_resume(recipe_for: Callable[..., Recipe], change: dict[str, Any]) -> None:
+    train(recipe_for(), display=Silent())
+    with pytest.raises(CheckpointError, match="recipe changed") as caught:
+        train(recipe_for(**change), display=Silent())
+    assert "--fresh" in caught.value.fix
+
+
+def test_what_does_not_touch_the_numbers_may_change_on_resume(recipe_for: Callable[..., Recipe]) -> None:
+    train(recipe_for(), display=Silent())
+    train(recipe_for(checkpoint={"every": 50}, data={"workers": 3}), display=Silent())
+
+
+def test_changed_data_is_refused_on_resume(recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe = recipe_for()
+    train(recipe, display=Silent())
+    write_rows(tmp_path / "train.jsonl", chat_rows(40, seed=9))
+    with pytest.raises(CheckpointError, match="training data changed"):
+        train(recipe, display=Silent())
+
+
+def test_early_stopping_says_why(recipe_for: Callable[..., Recipe]) -> None:
+    recipe = recipe_for(train={"epochs": 20, "lr": 1e-6}, eval={"every": 2, "stop": {"patience": 2, "min_delta": 0.5}})
+    result = train(recipe, display=Silent())
+    assert result.reason == "early stop"
+    assert "gained less than 0.5 in 2 evaluations" in result.why
+    assert result.step == 6  # the first evaluation sets the mark, two more bring nothing
+    end = read_log(result.folder)[-1]
+    assert end["why"] == result.why
+    again = train(recipe, display=Silent())  # the decision is part of the checkpoint
+    assert (again.reason, again.step) == ("early stop", 6)
+
+
+def test_the_best_checkpoint_is_kept(recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([3.0, 1.0, 2.0, 2.5, 2.6, 2.7, 2.8, 2.9])
+    real = loop.evaluate
+    monkeypatch.setattr(loop, "evaluate", lambda *a, **k: type(real(*a, **k))(loss=next(losses), tokens=1))
+    recipe = recipe_for(train={"epochs": 3}, eval={"every": 2, "generations": 0}, checkpoint={"every": 2, "keep": 1})
+    result = train(recipe, display=Silent())
+    assert result.best_step == 4
+    assert sorted(p.name for p in result.folder.glob("checkpoint-*")) == sorted({"checkpoint-4", f"checkpoint-{result.step}"})
+
+
+def broken_at(number: int, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    real, calls = step.token_losses, [0]
+
+    def losses(model: Any, batch: Any) -> torch.Tensor:
+        calls[0] += 1
+        return real(model, batch) * (value if calls[0] > number else 1.0)
+
+    monkeypatch.setattr(step, "token_losses", losses)
+
+
+def test_a_non_finite_loss_never_reaches_the_weights(recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_for(checkpoint={"every": 100})
+    broken_at(6, monkeypatch, float("nan"))  # two micro-batches a step: the fourth step
+    with pytest.raises(HealthStop, match="step 4: the loss is not finite") as caught:
+        train(recipe, display=Silent())
+    assert caught.value.exit_code == 4
+    assert "train.jsonl:" in caught.value.why
+    kept = Path(recipe.output) / "checkpoint-3"
+    assert all(torch.isfinite(tensor).all() for tensor in weights(kept).values())
+    assert read_log(Path(recipe.output))[-1]["reason"] == "health"
+    monkeypatch.undo()
+    monkeypatch.setenv("PRONGHORN_CACHE", str(Path(recipe.output).parent / "cache"))
+    healed = train(recipe, display=Silent())
+    whole = train(recipe_for(output=recipe.output + "-whole", checkpoint={"every": 100}), display=Silent())
+    assert healed.checkpoint
+    assert whole.checkpoint
+    assert same(weights(healed.checkpoint), weights(whole.checkpoint))
+
+
+def test_zero_gradients_stop_the_run(recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    broken_at(0, monkeypatch, 0.0)
+    with pytest.raises(HealthStop, match="all gradients are zero"):
+        train(recipe_for(), display=Silent())
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"method": "qlora"}, "qlora is not in this version"),
+    ({"method": "fp8"}, "fp8 is not in this version"),
+    ({"memory": {"budget": "24GB"}}, "memory.budget"),
+    ({"data": {"eval": None}, "eval": {"stop": {"patience": 1}}}, "eval.stop needs held-out data"),
+])
+def test_what_would_be_ignored_is_refused(recipe_for: Callable[..., Recipe], change: dict[str, Any], said: str) -> None:
+    recipe = recipe_for(**change)
+    with pytest.raises(RecipeError, match=said):
+        train(recipe, display=Silent())
+    assert not Path(recipe.output).exists()
+
+
+def test_a_fresh_start_that_is_refused_leaves_the_old_run_where_it_was(recipe_for: Callable[..., Recipe]) -> None:
+    first = train(recipe_for(), display=Silent())
+    with pytest.raises(RecipeError, match="qlora"):
+        train(recipe_for(method="qlora"), display=Silent(), fresh=True)
+    assert first.checkpoint
+    assert first.checkpoint.is_dir()
+    assert not list(first.folder.parent.glob("*.old-*"))
+
+
+def test_the_number_of_steps_is_exact(recipe_for: Callable[..., Recipe]) -> None:
+    from contextlib import nullcontext
+
+    from pronghorn.data.tokens import load_tokenizer
+
+    recipe = recipe_for(train={"epochs": 3})
+    data = prepare_data(recipe, load_tokenizer(recipe.model, None), report=lambda *a: None, stage=lambda _: nullcontext())
+    result = train(recipe, display=Silent())
+    last = [e for e in read_log(result.folder) if e["event"] == "step"][-1]
+    assert (last["step"], last["epoch"]) == (data.total_steps, 3.0)
+    manifest = json.loads((result.folder / f"checkpoint-{result.step}" / "manifest.json").read_text())
+    assert manifest["values"]["cursor"] == {"epoch": 3, "pack": 0}

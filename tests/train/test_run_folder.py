@@ -1,0 +1,294 @@
+"""The run's folder: lock between real processes, unwritable places, disk space, --fresh, nothing left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from pronghorn.errors import CommandError, EnvironmentFault
+from pronghorn.train.run_folder import LOCK_NAME, RunFolder, readable_bytes, set_aside
+
+HOLD = """
+import sys, time
+from pronghorn.train.run_folder import RunFolder
+with RunFolder(sys.argv[1]) as run:
+    (run.path / "run.jsonl").write_text("{}\\n")
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def hold(path: Path, code: str = HOLD) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    assert process.stdout
+    process.stdout.close()
+
+
+def contents(path: Path) -> dict[str, tuple[int, bytes]]:
+    return {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in path.iterdir()}
+
+
+def test_second_run_is_refused_with_the_first_ones_process_id_and_touches_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = hold(run)
+    try:
+        before = contents(run)
+        assert json.loads(before[LOCK_NAME][1])["pid"] == first.pid
+        with pytest.raises(CommandError) as refused, RunFolder(run):
+            pass
+        assert f"process {first.pid} on {socket.gethostname()}" in refused.value.what
+        assert f"kill {first.pid}" in refused.value.fix
+        assert refused.value.exit_code == 2
+        assert contents(run) == before
+        with pytest.raises(CommandError, match=f"process {first.pid}"):
+            set_aside(run)
+        assert contents(run) == before
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    finally:
+        end(first)
+
+
+def test_kill_9_frees_the_folder_at_once(tmp_path: Path) -> None:
+    end(hold(tmp_path / "run"))
+    assert (tmp_path / "run" / LOCK_NAME).exists()  # a killed process removes nothing; the file alone locks nothing
+    with RunFolder(tmp_path / "run") as run:
+        assert json.loads((run.path / LOCK_NAME).read_text())["pid"] == os.getpid()
+
+
+def test_a_worker_that_outlives_its_killed_parent_does_not_hold_the_folder(tmp_path: Path) -> None:
+    forking = HOLD.replace('    print("held"', """    import os
+    if (child := os.fork()) == 0:
+        time.sleep(60)
+    (run.path / "worker").write_text(str(child))
+    print("held\"""")
+    end(hold(tmp_path / "run", forking))
+    worker = int((tmp_path / "run" / "worker").read_text())
+    try:
+        os.kill(worker, 0)  # it does live
+        with RunFolder(tmp_path / "run"):
+            pass
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_same_process_is_refused_too(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run"):
+        with pytest.raises(CommandError, match=f"process {os.getpid()}"), RunFolder(tmp_path / "run"):
+            pass
+        assert (tmp_path / "run" / LOCK_NAME).exists()
+
+
+def test_a_lock_on_a_file_that_the_last_holder_has_just_removed_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, calls = fcntl.flock, []
+
+    def late(descriptor: int, operation: int) -> None:
+        if not calls:
+            (tmp_path / LOCK_NAME).unlink()  # between our open and our lock
+        calls.append(descriptor)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with RunFolder(tmp_path):
+        assert len(calls) == 2
+        with pytest.raises(CommandError, match=f"process {os.getpid()}"), RunFolder(tmp_path):
+            pass
+
+
+RACE = """
+import sys, time
+from pathlib import Path
+from pronghorn.errors import CommandError
+from pronghorn.train.run_folder import RunFolder
+folder, mark, won = Path(sys.argv[1]), Path(sys.argv[2]), 0
+ended = time.monotonic() + 1.5
+while time.monotonic() < ended:
+    try:
+        with RunFolder(folder):
+            mark.touch(exist_ok=False)  # fails if another holds the folder as well
+            mark.unlink()
+            won += 1
+    except CommandError:
+        pass
+print(won)
+"""
+
+
+def test_never_two_holders_although_the_lock_file_comes_and_goes(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RACE, str(tmp_path / "a" / "run"), str(tmp_path / "mark")]
+    racers = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    results = [racer.communicate(timeout=30) for racer in racers]
+    assert [racer.returncode for racer in racers] == [0, 0, 0], results
+    assert all(int(out) > 0 for out, _ in results), results
+
+
+def test_nothing_is_left_of_a_start_that_failed(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), RunFolder(tmp_path / "a" / "b" / "run"):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_was_there_stays_without_the_lock_file(tmp_path: Path) -> None:
+    with RunFolder(tmp_path):
+        pass
+    assert tmp_path.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_written_stays(tmp_path: Path) -> None:
+    def fail_after_writing() -> None:
+        with RunFolder(tmp_path / "a" / "run") as run:
+            (run.path / "run.jsonl").write_text("{}\n")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_after_writing()
+    assert [path.name for path in (tmp_path / "a" / "run").iterdir()] == ["run.jsonl"]
+
+
+def unwritable(kind: str, tmp_path: Path) -> Path:
+    """Root passes permission bits, so these are places where nobody can write."""
+    if kind == "a file is there":
+        (tmp_path / "run").write_text("mine")
+        return tmp_path / "run"
+    if kind == "a file is its parent":
+        (tmp_path / "file").write_text("mine")
+        return tmp_path / "file" / "run"
+    if kind == "a system's file tree":
+        return Path("/proc/run")
+    return tmp_path / ("x" * 300)
+
+
+@pytest.mark.parametrize("kind", ["a file is there", "a file is its parent", "a system's file tree", "name too long"])
+def test_unwritable_output_is_a_bad_command(kind: str, tmp_path: Path) -> None:
+    path = unwritable(kind, tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CommandError) as refused, RunFolder(path):
+        pass
+    assert refused.value.exit_code == 2
+    assert refused.value.where == str(path)
+    assert refused.value.why
+    assert "output=" in refused.value.fix
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_read_only_mount_is_a_bad_command(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", str(tmp_path)]
+    if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting needs root")
+    try:
+        for path in (tmp_path, tmp_path / "run"):
+            with pytest.raises(CommandError, match="Read-only file system"), RunFolder(path):
+                pass
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_folder_without_write_permission_is_a_bad_command() -> None:
+    with tempfile.TemporaryDirectory() as name:  # not tmp_path, into which only root may look
+        folder = Path(name)
+        (folder / "killed").mkdir()  # has a lock file that may be written to, so that only the folder says no
+        (folder / "killed" / LOCK_NAME).touch()
+        (folder / "killed" / LOCK_NAME).chmod(0o666)
+        (folder / "killed").chmod(0o555)
+        folder.chmod(0o555)
+        me = os.geteuid()
+        try:
+            if me == 0:
+                os.seteuid(65534)  # nobody: root passes permission bits
+            for path in (folder, folder / "run", folder / "killed"):
+                with pytest.raises(CommandError, match="Permission denied"), RunFolder(path):
+                    pass
+        finally:
+            os.seteuid(me)
+            folder.chmod(0o755)
+            (folder / "killed").chmod(0o755)
+        assert [path.name for path in folder.iterdir()] == ["killed"]
+
+
+def test_free_disk_before_the_start(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    with RunFolder(tmp_path / "run") as run:
+        run.require_free(free // 2)
+    with pytest.raises(EnvironmentFault) as fault, RunFolder(tmp_path / "run") as run:
+        run.require_free(free + 5_000_000_000)
+    assert fault.value.exit_code == 3
+    assert "5.0 GB are missing" in fault.value.what
+    assert "same command" in fault.value.fix
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_set_aside_keeps_every_old_run(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    assert set_aside(path) is None
+    for number in (1, 2, 3):
+        with RunFolder(path) as run:
+            (run.path / "run.jsonl").write_text(str(number))
+        assert set_aside(path) == tmp_path / f"run.old-{number}"
+        assert not path.exists()
+    assert [(tmp_path / f"run.old-{n}" / "run.jsonl").read_text() for n in (1, 2, 3)] == ["1", "2", "3"]
+    assert sorted(file.name for file in tmp_path.rglob(LOCK_NAME)) == []
+
+
+def test_set_aside_of_an_empty_folder_has_nothing_to_do(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert set_aside(tmp_path / "run") is None
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_set_aside_leaves_what_is_not_a_run_alone(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years of work")
+    with pytest.raises(CommandError, match="not a run's folder"):
+        set_aside(tmp_path / "home")
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["thesis.tex"]
+
+
+def test_a_link_to_another_disk_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "big").mkdir()
+    link = tmp_path / "run"
+    link.symlink_to(tmp_path / "big" / "run")
+    with RunFolder(link) as run:
+        (run.path / "run.jsonl").write_text("{}")
+    assert set_aside(link) == tmp_path / "big" / "run.old-1"
+    with RunFolder(link) as run:
+        (run.path / "run.jsonl").write_text("{}")
+    assert (tmp_path / "big" / "run" / "run.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (1500, "1.5 kB"), (999_600, "1.0 MB"), (2_340_000_000, "2.3 GB"), (10**13, "10.0 TB")],
+)
+def test_readable_bytes(count: int, text: str) -> None:
+    assert readable_bytes(count) == text
+
+
+def test_message_while_the_holder_has_not_written_its_name_yet(tmp_path: Path) -> None:
+    with RunFolder(tmp_path):
+        (tmp_path / LOCK_NAME).write_text("")
+        started = time.monotonic()
+        with pytest.raises(CommandError, match="process unknown"), RunFolder(tmp_path):
+            pass
+        assert time.monotonic() - started < 5

@@ -1,0 +1,136 @@
+"""Ctrl-C and SIGTERM, sent to real processes (without torch: they start in 50 ms)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pronghorn.train.signals import StopRequest
+
+# Says `ready`, then works in steps of 10 ms; when asked to stop, finishes the step, "saves" for `saving` seconds, leaves.
+LOOP = """
+import sys, time
+from pronghorn.train.signals import StopRequest
+with StopRequest() as stop:
+    print("ready", flush=True)
+    while not stop.requested:
+        time.sleep(0.01)
+    print("saving", flush=True)
+    ended = time.monotonic() + float(sys.argv[1])
+    while time.monotonic() < ended:
+        time.sleep(0.01)
+    print("saved", flush=True)
+sys.exit(128 + stop.signal_number)
+"""
+
+
+def start(code: str, *arguments: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_first_signal_lets_the_loop_save_and_leave(number: signal.Signals, exit_code: int) -> None:
+    process = start(LOOP, "0")
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert out == "saving\nsaved\n"
+    assert err == "finishing this step, then saving; press Ctrl-C again to leave at once\n"
+    assert process.returncode == exit_code
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_second_ctrl_c_leaves_at_once(first: signal.Signals) -> None:
+    process = start(LOOP, "60")
+    process.send_signal(first)
+    assert process.stdout
+    assert process.stdout.readline() == "saving\n"
+    sent = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert time.monotonic() - sent < 10
+    assert (out, process.returncode) == ("", 130)
+    assert "intact" in err
+
+
+def test_repeated_sigterm_does_not_cut_the_save_short() -> None:
+    process = start(LOOP, "0.3")
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout
+    assert process.stdout.readline() == "saving\n"
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=20)
+    assert (out, process.returncode) == ("saved\n", 143)
+    assert err.count("\n") == 1
+
+
+def test_closed_stderr_does_not_lose_the_request() -> None:
+    process = start("import os; os.close(2)\n" + LOOP, "0")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
+    assert (out, process.returncode) == ("saving\nsaved\n", 143)
+
+
+FORKING = """
+import os, signal, sys, time
+from pronghorn.train.signals import StopRequest
+with StopRequest() as stop:
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    print("ready", flush=True)
+    os.kill(child, signal.SIGINT)
+    time.sleep(0.2)
+    print("alive after Ctrl-C:", os.waitpid(child, os.WNOHANG) == (0, 0))
+    os.kill(child, signal.SIGTERM)
+    print("ended by signal", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print("parent asked to stop:", stop.requested)
+"""
+
+
+def test_a_forked_worker_survives_ctrl_c_and_obeys_sigterm() -> None:
+    process = start(FORKING)
+    out, err = process.communicate(timeout=20)
+    assert out == "alive after Ctrl-C: True\nended by signal -15\nparent asked to stop: False\n"
+    assert err == ""
+
+
+def test_old_handlers_come_back() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with StopRequest() as stop:
+        assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal_number == signal.SIGTERM
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_outside_the_main_thread_it_does_nothing() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    seen: list[object] = []
+
+    def work() -> None:
+        with StopRequest() as stop:
+            seen.extend([signal.getsignal(signal.SIGINT), stop.requested])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before, False]
+
+
+def test_tests_run_the_package_from_this_tree() -> None:
+    code = "import pronghorn.train.signals as s; print(s.__file__)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert Path(out) == Path(sys.modules[StopRequest.__module__].__file__ or "")

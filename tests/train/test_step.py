@@ -1,0 +1,156 @@
+"""Loss and gradients of packed steps, on real families: what must not depend on packing or on micro-batches."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config, Qwen3Config
+
+from conftest import ListTable, random_table
+from pronghorn.data.batches import Cursor, StepBatch, build_batch
+from pronghorn.data.packing import pack_in_order
+from pronghorn.errors import HealthStop
+from pronghorn.model.lora import add_adapter
+from pronghorn.recipe import Lora
+from pronghorn.train.objectives import token_losses
+from pronghorn.train.step import EagerStep
+
+SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+FAMILIES = {
+    "llama": LlamaConfig(**SMALL),
+    "qwen3": Qwen3Config(**SMALL, head_dim=8),
+    "gemma2": Gemma2Config(**SMALL, head_dim=8, sliding_window=16, query_pre_attn_scalar=8),
+    "phi3": Phi3Config(**SMALL),
+}
+
+
+def model_of(family: str, lora: bool = True) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family])
+    if lora:
+        model = add_adapter(model, Lora(r=4), seed=1)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # zero at the start: A would get no gradient
+                torch.nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def step_of(table: ListTable, capacity: int) -> StepBatch:
+    batches = [build_batch(table, rows, capacity) for rows in pack_in_order(table.lengths, capacity)]
+    return StepBatch(tuple(batches), after=Cursor(), epoch=0.0)
+
+
+def gradients(model: Any, step_batch: StepBatch) -> tuple[float, dict[str, torch.Tensor]]:
+    step = EagerStep(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]), device=torch.device("cpu"),
+                     precision="fp32", clip=1e9)
+    model.zero_grad()
+    loss, _ = step._forward_backward(step_batch)
+    return float(loss), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def worst(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    assert a
+    return max(float((a[k] - b[k]).norm() / b[k].norm()) for k in a if float(b[k].norm()) > 0)
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_batch_equals_its_documents_alone(family: str, lora: bool) -> None:
+    model, table = model_of(family, lora), random_table(24)
+    packed_loss, packed = gradients(model, step_of(table, 2048))
+    alone = StepBatch(tuple(build_batch(table, np.array([i]), int(table.lengths[i])) for i in range(24)), Cursor(), 0.0)
+    alone_loss, single = gradients(model, alone)
+    assert packed_loss == pytest.approx(alone_loss, rel=1e-6)
+    assert worst(packed, single) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_gradients_do_not_depend_on_the_number_of_micro_batches(family: str) -> None:
+    model, table = model_of(family), random_table(40)
+    steps = {capacity: step_of(table, capacity) for capacity in (2048, 1024, 512)}
+    assert [len(step.batches) for step in steps.values()] == [1, 2, 3]
+    steps[320] = step_of(table, 320)
+    assert len(steps[320].batches) >= 4
+    loss, reference = gradients(model, steps[2048])
+    for step in steps.values():
+        other_loss, other = gradients(model, step)
+        assert other_loss == pytest.approx(loss, rel=1e-6)
+        assert worst(other, reference) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_changing_one_document_changes_no_other(family: str) -> None:
+    model, table = model_of(family), random_table(10, longest=30)
+    batch = build_batch(table, np.arange(10), 512)
+    begin, end = int(batch.cu_seqlens[4]), int(batch.cu_seqlens[5])
+    before = token_losses(model, batch)
+    batch.ids_T[begin:end] = (batch.ids_T[begin:end] + 11) % 259
+    changed = (token_losses(model, batch) != before).nonzero().flatten()
+    rows = batch.loss_rows[changed]
+    assert len(rows) > 0
+    assert ((rows >= begin) & (rows < end)).all()
+
+
+def test_weights_move_and_the_loss_falls() -> None:
+    model, step_batch = model_of("llama"), step_of(random_table(12), 512)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    step = EagerStep(model, optimizer, device=torch.device("cpu"), precision="fp32", clip=1.0)
+    losses = [step(step_batch, lambda loss, norm: None, lambda _: nullcontext()).loss for _ in range(8)]
+    assert losses[-1] < losses[0] - 0.05
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_nothing_is_updated_when_the_judge_refuses() -> None:
+    model, step_batch = model_of("llama"), step_of(random_table(12), 512)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    step = EagerStep(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2),
+                     device=torch.device("cpu"), precision="fp32", clip=1.0)
+
+    def refuse(loss: float, norm: float) -> None:
+        raise HealthStop("no")
+
+    with pytest.raises(HealthStop):
+        step(step_batch, refuse, lambda _: nullcontext())
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_clipping_bounds_the_update() -> None:
+    model, step_batch = model_of("llama"), step_of(random_table(12), 512)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in parameters]
+    step = EagerStep(model, torch.optim.SGD(parameters, lr=1.0), device=torch.device("cpu"), precision="fp32", clip=0.01)
+    result = step(step_batch, lambda loss, norm: None, lambda _: nullcontext())
+    moved = torch.cat([(p - b).flatten() for p, b in zip(parameters, before, strict=True)]).norm().detach()
+    assert result.grad_norm > 0.01
+    assert float(moved) == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_products_run_in_the_precision_asked_for(precision: Any, dtype: torch.dtype) -> None:
+    model, step_batch = model_of("llama"), step_of(random_table(4), 256)
+    step = EagerStep(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), device=torch.device("cpu"),
+                     precision=precision, clip=1.0)
+    seen = []
+    layer = model.base_model.model.model.layers[0].mlp.down_proj
+    layer.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    step(step_batch, lambda loss, norm: None, lambda _: nullcontext())
+    assert set(seen) == {dtype}
+
+
+def test_fp16_overflow_skips_the_update_and_lowers_the_scale() -> None:
+    model, step_batch = model_of("llama"), step_of(random_table(4), 256)
+    step = EagerStep(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), device=torch.device("cpu"),
+                     precision="fp16", clip=1.0)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    step.scaler.scale(torch.zeros(1))  # makes the scale exist
+    step.scaler._scale.fill_(2.0**40)
+    result = step(step_batch, lambda loss, norm: None, lambda _: nullcontext())
+    assert result.skipped
+    assert step.scaler.get_scale() == 2.0**39
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
