@@ -153,12 +153,12 @@ def data_show(arguments: argparse.Namespace) -> None:
 def data_stats(arguments: argparse.Namespace) -> None:
     recipe = _recipe(arguments)
     from pronghorn.data.stats import collect
-    from pronghorn.data.tokens import load_tokenizer
+    from pronghorn.data.tokens import TokenizerFiles
     from pronghorn.report.display import make_display
 
     display = make_display(json=arguments.json)
     try:
-        tokenizer = load_tokenizer(recipe.model, recipe.data.chat_template)
+        tokenizer = TokenizerFiles(recipe.model, recipe.data.chat_template)  # read only if the rows are not cached
         stats = collect(recipe.data, recipe.train.capacity, recipe.train.seed, tokenizer, progress=display.progress)
     finally:
         display.close()

@@ -19,7 +19,8 @@ conversation when it ends with the assistant; turns inside it end with the text 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -145,10 +146,12 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], tools: Any = None, where: str = "") -> Rendered:
         messages, tools = list(messages), (list(tools) if tools else None)
-        if self._tracked:
-            tracked = self._from_generation_tags(messages, tools, where)
-            if tracked is not None:
-                return tracked
+        rendered = self._from_generation_tags(messages, tools, where) if self._tracked else None
+        rendered = rendered or self._derived(messages, tools, where)
+        _require_calls(rendered, messages, where)
+        return rendered
+
+    def _derived(self, messages: list[Message], tools: Any, where: str) -> Rendered:
         text = self._render(messages, tools, where)
         speaking = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         if not speaking:
@@ -255,7 +258,7 @@ class ChatTemplate:
         marked = self._attempt([_marked(m, i) if i in some else m for i, m in enumerate(messages)], tools)
         if marked is None or MARKS.sub("", marked) != text:
             return None
-        starts, stops = _marks_in(marked)
+        starts, stops, times = _marks_in(marked)
         following = [len(text)] * len(messages)  # the first mark of any later message
         for i in range(len(messages) - 1, 0, -1):
             following[i - 1] = min(following[i], starts.get(i, len(text)), stops.get(i, len(text)))
@@ -263,8 +266,8 @@ class ChatTemplate:
         for i, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            if i not in stops or not _ends_what_is_said(text, stops[i], message):
-                return None  # the template dropped or rewrote what this turn says, or it says nothing
+            if i not in stops or (times[i] > 1 and not message.get("tool_calls")):
+                return None  # the template dropped or cut what this turn says, or repeats it; or the turn says nothing
             previous_stop = turns[-1].stop if turns else 0
             before = (str(messages[i - 1].get("role")), stops[i - 1]) if i - 1 in stops else ("", previous_stop)
             start = self._start(text, *before, first=starts.get(i))
@@ -379,6 +382,19 @@ def _cannot_derive(message: int, where: str, why: str) -> RowError:
     )  # fmt: skip
 
 
+def _require_calls(rendered: Rendered, messages: list[Message], where: str) -> None:
+    """A template without tools writes the content of a calling turn, often "None", and leaves out the call."""
+    for turn in rendered.turns:
+        for call in messages[turn.message].get("tool_calls") or []:
+            name = str((call.get("function") or call).get("name"))
+            if name not in rendered.text[turn.start : turn.stop]:
+                raise RowError(
+                    f"the chat template does not write the call of `{name}` in message {turn.message}", where=where,
+                    why="the model would learn to say what is left of the turn without it",
+                    fix="use a model whose template knows tools, or drop the row (data.bad_rows: skip)",
+                )  # fmt: skip
+
+
 # Marks ----------------------------------------------------------------------------------------------------------------
 
 
@@ -401,12 +417,6 @@ def _calling(arguments: dict[str, str]) -> Message:
 def _common_start(one: str, other: str) -> str:
     same = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return one[: next(same, min(len(one), len(other)))]
-
-
-def _ends_what_is_said(text: str, stop: int, message: Message) -> bool:
-    """Whether the last mark of a message is really at the end of its content, and not of its reasoning before it."""
-    said = _text_of(message).strip()
-    return bool(message.get("tool_calls")) or (said != "" and text.endswith(said[-16:], 0, stop))
 
 
 def _could_say(message: Message, said: str) -> bool:
@@ -432,22 +442,24 @@ def _marked(message: Message, i: int) -> Message:
     return {key: around(value) if key in MARKED_FIELDS else value for key, value in message.items()}
 
 
-MARKED_FIELDS = frozenset({"content", "reasoning_content", "reasoning", "thinking", "tool_calls"})
+# Not the reasoning: templates drop it from earlier turns, and then its mark would stand in for the content's.
+MARKED_FIELDS = frozenset({"content", "tool_calls"})
 
 
-def _marks_in(marked: str) -> tuple[dict[int, int], dict[int, int]]:
-    """For each message, the place of its first start mark and of its last end mark, in the text without marks."""
+def _marks_in(marked: str) -> tuple[dict[int, int], dict[int, int], Counter[int]]:
+    """For each message, the place of its first start mark and of its last end mark, in the text without marks.
+
+    And how many end marks it has.
+    """
     starts: dict[int, int] = {}
     stops: dict[int, int] = {}
-    for i, is_stop, at in _each_mark(marked):
-        if is_stop:
-            stops[i] = at
-        else:
-            starts.setdefault(i, at)
-    return starts, stops
-
-
-def _each_mark(marked: str) -> Iterator[tuple[int, bool, int]]:
+    times: Counter[int] = Counter()
     for before, found in enumerate(MARKS.finditer(marked)):
-        number, is_stop = divmod(ord(found[0]) - FIRST_MARK, 2)
-        yield number, bool(is_stop), found.start() - before
+        message, is_stop = divmod(ord(found[0]) - FIRST_MARK, 2)
+        at = found.start() - before
+        if is_stop:
+            stops[message] = at
+            times[message] += 1
+        else:
+            starts.setdefault(message, at)
+    return starts, stops, times

@@ -46,7 +46,9 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
-    """Whether an op on this tensor runs through its Triton kernels."""
+    """Whether an op on this tensor runs through its Triton kernels; they compute in fp32, so float64 never does."""
+    if tensor.dtype == torch.float64:
+        return False
     if tensor.is_cuda:
         return HAS_TRITON
     return KERNELS_ARE_INTERPRETED and _interpreting() and tensor.device.type == "cpu"
@@ -71,3 +73,16 @@ def cuda_capability(device: torch.device | str) -> tuple[int, int]:
     if device.type != "cuda":
         return 0, 0
     return _capability_of(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _processors_of(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def processor_count(device: torch.device | str) -> int:
+    """Multiprocessors of the GPU, for grids of a fixed size; 2 for the interpreter, so that tests see more than one."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return 2
+    return _processors_of(torch.cuda.current_device() if device.index is None else device.index)

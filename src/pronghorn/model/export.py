@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 
 from pronghorn.errors import CommandError
-from pronghorn.model.load import load_model
+from pronghorn.model.load import load_model, without_progress_bars
 from pronghorn.model.lora import load_adapter
 from pronghorn.recipe import Recipe
 
@@ -31,7 +31,7 @@ def export(checkpoint: Path, recipe: Recipe, target: Path, to: Literal["adapter"
     beside.mkdir(parents=True)
     try:
         if to == "merged" and recipe.method != "full":
-            merged_model(checkpoint, recipe).save_pretrained(str(beside))
+            save_model(merged_model(checkpoint, recipe), beside)
             _copy(checkpoint, beside, lambda name: not name.startswith("adapter_"))
         else:
             _copy(checkpoint, beside, lambda name: True)
@@ -39,6 +39,15 @@ def export(checkpoint: Path, recipe: Recipe, target: Path, to: Literal["adapter"
         beside.replace(target)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """An adapter in PEFT's layout, or the whole model in Hugging Face's. Never asks the hub for anything."""
+    with without_progress_bars():
+        if isinstance(model, PeftModel):
+            model.save_pretrained(str(folder), save_embedding_layers=False)
+        else:
+            model.save_pretrained(str(folder))
 
 
 def trained_model(checkpoint: Path, recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Any:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from pronghorn.errors import ModelError, RecipeError
 from pronghorn.model.lora import add_adapter
@@ -74,12 +77,25 @@ def inspect_model(name: str, lora: Lora | None = None) -> ModelFacts:
 def load_model(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The family's own layers, weights from safetensors only. No code from the model's folder is ever run."""
     _refuse_unreadable_folder(name)
-    model = _guarded(
-        name,
-        lambda: AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, trust_remote_code=False),
-    )
+    with without_progress_bars():
+        model = _guarded(
+            name,
+            lambda: AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, trust_remote_code=False),
+        )
     model.config.use_cache = False
     return model.to(device)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """transformers' bars would run through our own display; its setting is put back afterwards."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def require_tokenizer_fits(tokenizer: Any, vocabulary: int, name: str) -> None:

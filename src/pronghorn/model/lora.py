@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
@@ -33,14 +32,6 @@ def load_adapter(model: torch.nn.Module, folder: Path, *, trainable: bool = Fals
 def restore_adapter(model: PeftModel, folder: Path) -> None:
     """Puts a checkpoint's adapter weights into a model that already has the adapter."""
     set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
-
-
-def save_model(model: Any, folder: Path) -> None:
-    """An adapter in PEFT's layout, or the whole model in Hugging Face's. Never asks the hub for anything."""
-    if isinstance(model, PeftModel):
-        model.save_pretrained(str(folder), save_embedding_layers=False)
-    else:
-        model.save_pretrained(str(folder))
 
 
 def _refuse_unmatched_targets(model: torch.nn.Module, lora: Lora) -> None:

@@ -21,8 +21,8 @@ from pronghorn import __version__
 from pronghorn.data.batches import StepBatch
 from pronghorn.data.prepare import evaluation_prompts
 from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, PronghornError
+from pronghorn.model.export import save_model
 from pronghorn.model.generate import generate_answers
-from pronghorn.model.lora import save_model
 from pronghorn.recipe import Recipe
 from pronghorn.report.html import write_html
 from pronghorn.report.run_log import RunLog

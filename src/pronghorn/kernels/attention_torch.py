@@ -1,0 +1,218 @@
+"""Attention in plain torch, document by document (see attention.py for what is computed and for the letters).
+
+Serves the CPU, and GPUs where nothing faster applies. On the CPU a document without soft-cap and without a window that
+cuts it goes through torch's own blocked kernels, forward and backward (2048 tokens, 9 heads, one core: 0.34 s instead
+of 1.7 s dense). Everything else goes in blocks of query rows, so a block's scores are the most memory it ever takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+Backend = Literal["flash4", "flash2", "flex", "torch"]  # in order of preference
+BLOCK_ROWS = 256  # query rows at a time: the scores of 32 heads against 8,192 keys are 268 MB in fp32
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What an attention call is, apart from its q, k and v."""
+
+    cu_seqlens: Tensor
+    longest: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks_N: Tensor | None = None
+    lengths: tuple[int, ...] | None = None
+
+    def documents(self) -> Iterator[tuple[int, int]]:
+        """(first row, row after the last) of each document that has tokens, on the host."""
+        bounds = self.cu_seqlens.tolist() if self.lengths is None else accumulate(self.lengths, initial=0)
+        for start, end in pairwise(bounds):
+            if end > start:
+                yield start, end
+
+
+def apply_sinks(out_TNH: Tensor, lse_NT: Tensor, sinks_N: Tensor) -> Tensor:
+    """Add the sinks to an attention computed without: scales `out` in place, returns the new lse.
+
+    The sink's share of a row is exp(sink - lse'), what is left of the others exp(lse - lse'). Given out and lse', the
+    backward of an attention without sinks computes the right dq, dk and dv: they need p = exp(s - lse') and out alone.
+    """
+    with_sinks = torch.logaddexp(lse_NT, sinks_N.to(lse_NT.dtype)[:, None])
+    out_TNH.mul_(torch.exp(lse_NT - with_sinks).T[..., None])
+    return with_sinks
+
+
+def sink_gradients(dout_TNH: Tensor, out_TNH: Tensor, lse_NT: Tensor, sinks_N: Tensor | None) -> Tensor | None:
+    """dsink_n = - sum_t exp(sink_n - lse_nt) * (dout_tn . out_tn)"""
+    if sinks_N is None:
+        return None
+    delta_NT = (dout_TNH.to(lse_NT.dtype) * out_TNH).sum(-1).T
+    share_NT = torch.exp(sinks_N.to(lse_NT.dtype)[:, None] - lse_NT)
+    return -(share_NT * delta_NT).sum(1).to(sinks_N.dtype)
+
+
+class PlainTorch:
+    title: ClassVar[str] = "plain torch"
+
+    @staticmethod
+    def forward(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: Packed, out: Tensor | None) -> tuple[Tensor, Tensor]:
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device) if out is None else out
+        lse_NT = torch.empty(q_TNH.shape[1::-1], dtype=_compute_dtype(q_TNH), device=q_TNH.device)
+        plain = []  # documents whose kernel knows no sinks
+        for start, end in packed.documents():
+            rows = slice(start, end)
+            if _has_torch_kernel(q_TNH, packed, end - start):
+                out_KGLH, lse_KGL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    *_grouped(q_TNH[rows], k_TKH[rows], v_TKH[rows]), 0.0, True, scale=packed.scale
+                )
+                out_TNH[rows] = out_KGLH.permute(2, 0, 1, 3).flatten(1, 2)
+                lse_NT[:, rows] = lse_KGL.flatten(0, 1)
+                plain.append(rows)
+            else:
+                for block, keys in _blocks(start, end, packed.window):
+                    _forward_block(q_TNH, k_TKH, v_TKH, packed, block, keys, out_TNH, lse_NT)
+        if packed.sinks_N is not None:
+            for rows in plain:
+                lse_NT[:, rows] = apply_sinks(out_TNH[rows], lse_NT[:, rows], packed.sinks_N)
+        return out_TNH, lse_NT
+
+    @staticmethod
+    def backward(
+        dout_TNH: Tensor,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        out_TNH: Tensor,
+        lse_NT: Tensor,
+        packed: Packed,
+        grads: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        def empty(like: Tensor) -> Tensor:
+            return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+        dq_TNH, dk_TKH, dv_TKH = grads or (empty(q_TNH), empty(k_TKH), empty(v_TKH))
+        for start, end in packed.documents():
+            rows = slice(start, end)
+            if _has_torch_kernel(q_TNH, packed, end - start):
+                q, k, v = _grouped(q_TNH[rows], k_TKH[rows], v_TKH[rows])
+                dout, out = (_heads_first(x[rows], k_TKH.shape[1]) for x in (dout_TNH, out_TNH))
+                lse = lse_NT[:, rows].reshape(q.shape[:3])
+                dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    dout, q, k, v, out, lse, 0.0, True, scale=packed.scale
+                )
+                dq_TNH[rows] = dq.permute(2, 0, 1, 3).flatten(1, 2)
+                dk_TKH[rows] = dk.sum(1).transpose(0, 1)
+                dv_TKH[rows] = dv.sum(1).transpose(0, 1)
+            else:
+                _backward_document(
+                    (dout_TNH, q_TNH, k_TKH, v_TKH, lse_NT), packed, start, end, (dq_TNH, dk_TKH, dv_TKH)
+                )
+        return dq_TNH, dk_TKH, dv_TKH, sink_gradients(dout_TNH, out_TNH, lse_NT, packed.sinks_N)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _has_torch_kernel(q: Tensor, packed: Packed, length: int) -> bool:
+    """Whether torch's CPU kernel computes this document. Half types go in blocks, in fp32, rounded once at the end."""
+    whole = packed.window is None or packed.window >= length
+    return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and packed.softcap is None and whole
+
+
+def _heads_first(x_LNH: Tensor, kv_heads: int) -> Tensor:
+    """[L, N, H] -> [K, G, L, H], a view: query heads that share a key head side by side."""
+    length, _, width = x_LNH.shape
+    return x_LNH.view(length, kv_heads, -1, width).permute(1, 2, 0, 3)
+
+
+def _grouped(q_LNH: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as [K, G, L, H]; keys and values repeat over the group without being copied."""
+    q_KGLH = _heads_first(q_LNH, k_LKH.shape[1])
+    k_KGLH, v_KGLH = (x.transpose(0, 1)[:, None].expand(q_KGLH.shape) for x in (k_LKH, v_LKH))
+    return q_KGLH, k_KGLH, v_KGLH
+
+
+def _blocks(start: int, end: int, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """Query rows in blocks, each with the rows of the keys that any of them sees."""
+    for first in range(start, end, BLOCK_ROWS):
+        last = min(first + BLOCK_ROWS, end)
+        yield slice(first, last), slice(start if window is None else max(start, first - window + 1), last)
+
+
+def _scores(q_TNH: Tensor, k_TKH: Tensor, packed: Packed, block: slice, keys: slice) -> tuple[Tensor, Tensor]:
+    """Scores [K, G, rows, keys] of a block, soft-capped, not masked; and where they must not be seen [rows, keys]."""
+    dtype = _compute_dtype(q_TNH)
+    q_KGRH = _heads_first(q_TNH[block], k_TKH.shape[1]).to(dtype) * packed.scale
+    k_KHJ = k_TKH[keys].permute(1, 2, 0).to(dtype)
+    scores = (q_KGRH.flatten(1, 2) @ k_KHJ).view(*q_KGRH.shape[:3], -1)
+    if packed.softcap is not None:
+        scores.div_(packed.softcap).tanh_().mul_(packed.softcap)
+    i = torch.arange(block.start, block.stop, device=q_TNH.device)[:, None]
+    j = torch.arange(keys.start, keys.stop, device=q_TNH.device)[None, :]
+    unseen = j > i if packed.window is None else (j > i) | (i - j >= packed.window)
+    return scores, unseen
+
+
+def _forward_block(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    packed: Packed,
+    block: slice,
+    keys: slice,
+    out_TNH: Tensor,
+    lse_NT: Tensor,
+) -> None:
+    scores, unseen = _scores(q_TNH, k_TKH, packed, block, keys)
+    scores.masked_fill_(unseen, -math.inf)
+    lse_KGR = torch.logsumexp(scores, -1)
+    if packed.sinks_N is not None:
+        sinks_KG1 = packed.sinks_N.to(lse_KGR.dtype).view(*lse_KGR.shape[:2], 1)
+        lse_KGR = torch.logaddexp(lse_KGR, sinks_KG1)
+    probabilities = scores.sub_(lse_KGR[..., None]).exp_()
+    out_KGRH = (probabilities.flatten(1, 2) @ v_TKH[keys].transpose(0, 1).to(scores.dtype)).view(*scores.shape[:3], -1)
+    out_TNH[block] = out_KGRH.permute(2, 0, 1, 3).flatten(1, 2).to(out_TNH.dtype)
+    lse_NT[:, block] = lse_KGR.flatten(0, 1)
+
+
+def _backward_document(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    packed: Packed,
+    start: int,
+    end: int,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    dout_TNH, q_TNH, k_TKH, v_TKH, lse_NT = tensors  # X below: the rows of all query heads of a group
+    dq_TNH, dk_TKH, dv_TKH = grads
+    dtype, kv_heads = lse_NT.dtype, k_TKH.shape[1]
+    dk_KLH = torch.zeros((kv_heads, end - start, q_TNH.shape[-1]), dtype=dtype, device=q_TNH.device)
+    dv_KLH = torch.zeros_like(dk_KLH)
+    for block, keys in _blocks(start, end, packed.window):
+        scores, unseen = _scores(q_TNH, k_TKH, packed, block, keys)
+        lse_KGR = lse_NT[:, block].view(scores.shape[:3])
+        probabilities = (scores - lse_KGR[..., None]).exp_().masked_fill_(unseen, 0.0)
+        dout_KXH, q_KXH = (_heads_first(x[block], kv_heads).to(dtype).flatten(1, 2) for x in (dout_TNH, q_TNH))
+        local = slice(keys.start - start, keys.stop - start)
+        dv_KLH[:, local] += probabilities.flatten(1, 2).transpose(1, 2) @ dout_KXH
+        dscores = (dout_KXH @ v_TKH[keys].permute(1, 2, 0).to(dtype)).view(*scores.shape[:3], -1)
+        # The sum over the keys, which a block has all of, rather than dout . out: that one has been rounded already.
+        share = dscores * probabilities
+        dscores = share.addcmul_(probabilities, share.sum(-1, keepdim=True), value=-1).mul_(packed.scale)
+        if packed.softcap is not None:  # d tanh = 1 - tanh^2, and scores / softcap is that tanh
+            dscores.mul_(1 - (scores / packed.softcap).square_())
+        dscores_KXJ = dscores.flatten(1, 2)
+        dk_KLH[:, local] += dscores_KXJ.transpose(1, 2) @ q_KXH
+        dq_KGRH = (dscores_KXJ @ k_TKH[keys].transpose(0, 1).to(dtype)).view(*scores.shape[:3], -1)
+        dq_TNH[block] = dq_KGRH.permute(2, 0, 1, 3).flatten(1, 2).to(dq_TNH.dtype)
+    dk_TKH[start:end] = dk_KLH.transpose(0, 1).to(dk_TKH.dtype)
+    dv_TKH[start:end] = dv_KLH.transpose(0, 1).to(dv_TKH.dtype)

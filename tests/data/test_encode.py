@@ -1,0 +1,240 @@
+"""Tokens and loss, exact to the token: straddling tokens, spaces that decoders drop, texts that tokenizers rewrite."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from conftest import CHATML, make_tokenizer
+from pronghorn.data import encode
+from pronghorn.data.encode import Encoder, EncodingPool, example_from_json, example_to_json
+from pronghorn.data.formats import Example
+from pronghorn.data.templates import RowError
+from pronghorn.errors import DataError, EnvironmentFault
+
+# The prompt ends with a space, so that the first token of an answer, " yes", would begin inside the prompt.
+SPACED = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content }}{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TALK = (
+    {"role": "user", "content": "yes or no?"},
+    {"role": "assistant", "content": "yes yes"},
+    {"role": "user", "content": "so?"},
+    {"role": "assistant", "content": "no"},
+)
+
+
+def learned_tokenizer(template: str | None = SPACED, normalizer: Any = None) -> Any:
+    """Byte-level BPE with merges: ` yes` and `assistant:` become single tokens; `<s>` is put before plain texts."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.normalizer = normalizer
+    specials = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    core.train_from_iterator(["assistant: yes yes or no user: no yes assistant: caf\u00e9"] * 9, trainer)
+    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def parts(tokenizer: Any, example: Example, loss_on: Any = "auto") -> list[str]:
+    """The row cut at the borders of loss: parts 1, 3, 5... are what carries it."""
+    row = Encoder(tokenizer, loss_on).encode(example)
+    borders = [0, *(border for run in row.runs for border in run), len(row.ids)]
+    return [tokenizer.decode(row.ids[start:stop], skip_special_tokens=False) for start, stop in pairwise(borders)]
+
+
+def chat(*messages: dict[str, Any], **more: Any) -> Example:
+    return Example("chat", "a.jsonl:1", messages=messages, **more)
+
+
+def test_a_token_that_straddles_the_border_is_cut_there() -> None:
+    tokenizer = learned_tokenizer()
+    text = tokenizer.apply_chat_template(list(TALK), tokenize=False)
+    assert "Ġyes" in tokenizer.tokenize(text)  # or this test would test nothing
+    prompt, first, between, second, rest = parts(tokenizer, chat(*TALK))
+    assert (first, second, rest) == ("yes yes</s>", "no</s>", "")
+    assert (prompt, between) == ("user: yes or no?\nassistant: ", "user: so?\nassistant: ")
+    # The prompt is tokenized as it will be when the model is used.
+    row = Encoder(tokenizer).encode(chat(*TALK))
+    given = tokenizer.apply_chat_template(list(TALK[:1]), add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert row.ids[: row.runs[0][0]].tolist() == given
+
+
+def test_loss_on_one_turn_or_everything() -> None:
+    tokenizer = learned_tokenizer()
+    assert parts(tokenizer, chat(*TALK), "assistant") == parts(tokenizer, chat(*TALK))
+    assert parts(tokenizer, chat(*TALK), "completion")[1::2] == ["no</s>"]
+    whole = "user: yes or no?\nassistant: yes yes</s>user: so?\nassistant: no</s>"
+    assert parts(tokenizer, chat(*TALK), "all")[1::2] == [whole]
+
+
+@pytest.mark.parametrize("loss_on", ["auto", "assistant", "completion"])
+def test_a_given_prompt_never_carries_loss(loss_on: str) -> None:
+    """Prompt and completion as message lists: the assistant's turn in the prompt is context."""
+    assert parts(learned_tokenizer(), chat(*TALK, prompt_messages=2), loss_on)[1::2] == ["no</s>"]
+    both = chat(*TALK, prompt_messages=1)
+    assert parts(learned_tokenizer(), both, loss_on)[1::2] == ["yes yes</s>", "no</s>"]
+
+
+@pytest.mark.parametrize("loss_on", ["auto", "assistant", "completion"])
+def test_a_completion_carries_loss_with_its_end(loss_on: str) -> None:
+    example = Example("completion", "a.jsonl:1", prompt="yes or ", completion="no yes")
+    assert parts(learned_tokenizer(), example, loss_on) == ["<s>yes or ", "no yes</s>", ""]
+
+
+def test_plain_text_carries_loss_everywhere() -> None:
+    row = Encoder(learned_tokenizer()).encode(Example("text", "a.txt:1", text="yes yes"))
+    assert row.ids[0] == 0  # <s>, once
+    assert row.runs == ((1, len(row.ids)),)
+    assert parts(learned_tokenizer(), Example("text", "a.txt:1", text="yes yes")) == ["<s>", "yes yes</s>", ""]
+
+
+def test_begin_and_end_are_not_doubled() -> None:
+    for text in ("yes", "<s>yes", "yes</s>", "<s>yes</s>"):
+        ids = Encoder(learned_tokenizer()).encode(Example("text", "", text=text)).ids.tolist()
+        assert (ids.count(0), ids.count(1), ids[0], ids[-1]) == (1, 1, 0, 1)
+    begins = "<s>" + SPACED  # a template that writes its own
+    assert Encoder(learned_tokenizer(begins)).encode(chat(*TALK)).ids.tolist().count(0) == 1
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "completion"])
+def test_plain_text_has_no_turns(loss_on: Any) -> None:
+    with pytest.raises(DataError, match="plain text") as caught:
+        Encoder(learned_tokenizer(), loss_on).encode(Example("text", "a.txt:1", text="yes"))
+    assert "loss_on: all" in caught.value.fix
+
+
+def test_a_tokenizer_that_normalizes() -> None:
+    """Qwen's does NFC: the tokens spell the composed letter, the data has two characters."""
+    row = chat(TALK[0], {"role": "assistant", "content": "cafe\u0301"})
+    assert parts(learned_tokenizer(normalizer=normalizers.NFC()), row)[1] == "caf\u00e9</s>"
+
+
+def test_a_decoder_that_drops_the_first_space() -> None:
+    """SentencePiece style: decoding a run alone loses the space that stands before it in the text."""
+    words = ["<s>", "</s>", "[INST]", "[/INST]", "▁hi", "▁yo", "▁", "<unk>"]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    core.decoder = decoders.Metaspace(prepend_scheme="always")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.add_tokens(["[INST]", "[/INST]"], special_tokens=True)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }}[/INST]{% else %} {{ m.content }}</s>"
+        "{% endif %}{% endfor %}"
+    )
+    ask, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+    assert core.decode([5, 1], skip_special_tokens=False) == "yo</s>"  # the space is gone
+    row = Encoder(tokenizer).encode(chat(ask, answer))
+    assert row.ids[slice(*row.runs[0])].tolist() == [5, 1]
+    # A word without a token cannot be learned: its row is refused, with its place.
+    with pytest.raises(RowError, match="do not spell") as caught:
+        Encoder(tokenizer).encode(chat(ask, {"role": "assistant", "content": "zebra"}))
+    assert caught.value.where == "a.jsonl:1"
+
+
+def test_the_prompt_for_an_answer() -> None:
+    tokenizer = learned_tokenizer()
+    encoder = Encoder(tokenizer)
+    assert tokenizer.decode(encoder.prompt_ids(chat(*TALK[:3]))).endswith("user: so?\nassistant: ")
+    assert encoder.prompt_ids(Example("completion", "", prompt="yes"))[0] == 0
+
+
+def test_examples_survive_the_table() -> None:
+    for example in (chat(*TALK, tools=({"name": "f"},), prompt_messages=2), Example("text", "a.jsonl:1", text="é")):
+        assert example_from_json(example_to_json(example), "a.jsonl:1") == example
+
+
+# Many processes
+
+ROWS = [chat({"role": "user", "content": f"{n} or no?"}, {"role": "assistant", "content": f"yes {n}"}) for n in range(200)]
+CALL = {"type": "function", "function": {"name": "look", "arguments": {}}}
+ROWS[17] = chat({"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [CALL]})  # not in CHATML
+
+
+def encoded(pool: EncodingPool) -> tuple[list[list[int]], int]:
+    done = []
+    with pool:
+        for at in range(0, len(ROWS), 8):
+            done += list(pool.give(ROWS[at : at + 8]))
+        done += list(pool.rest())
+    ids = [row.values.to_numpy().tolist() for batch, _ in done for row in batch.column("ids")]
+    return ids, sum(len(bad) for _, bad in done)
+
+
+def test_all_cores_give_what_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = Encoder(make_tokenizer(CHATML))
+    alone, bad = encoded(EncodingPool(encoder, cores=1))
+    monkeypatch.setattr(encode, "ROWS_WORTH_A_POOL", 20)
+    pool = EncodingPool(encoder, cores=3)
+    assert encoded(pool) == (alone, bad)
+    assert pool._executor is not None
+    assert (len(alone), bad) == (199, 1)
+
+
+def test_a_killed_worker_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "ROWS_WORTH_A_POOL", 0)
+    parent = os.getpid()
+
+    def out_of_memory(self: Encoder, examples: Any) -> Any:
+        assert os.getpid() != parent
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(Encoder, "encode_many", out_of_memory)
+    with pytest.raises(EnvironmentFault, match="killed"):
+        encoded(EncodingPool(Encoder(make_tokenizer(CHATML)), cores=2))
+
+
+def test_workers_leave_with_a_killed_parent() -> None:
+    code = textwrap.dedent("""
+        import sys, time; sys.path.insert(0, sys.argv[1])
+        from conftest import make_tokenizer
+        from pronghorn.data import encode
+        from pronghorn.data.formats import Example
+        encode.ROWS_WORTH_A_POOL = 0
+        pool = encode.EncodingPool(encode.Encoder(make_tokenizer()), cores=2)
+        list(pool.give([Example("text", "", text="a")])); list(pool.rest())
+        print(*pool._executor._processes, flush=True)
+        time.sleep(60)
+    """)
+    folder = Path(__file__).parent.parent
+    parent = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    workers = [int(pid) for pid in parent.stdout.readline().split()]
+    assert workers
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in workers)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z"  # a zombie that nobody reaps is gone
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def test_ids_are_small_integers() -> None:
+    assert Encoder(make_tokenizer(CHATML)).encode(ROWS[0]).ids.dtype == np.int32

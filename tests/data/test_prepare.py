@@ -1,0 +1,284 @@
+"""From files to rows: what is cached, what is dropped, and that everything is counted."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import chat_rows, make_tokenizer, write_rows
+from pronghorn.data import prepare as module
+from pronghorn.data.prepare import Prepared, evaluation_prompts, findings, hold_out, prepare, tokenized_rows
+from pronghorn.data.tokens import TokenizerFiles
+from pronghorn.errors import DataError, EnvironmentFault
+from pronghorn.recipe import Data
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PRONGHORN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tokens"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def row(ask: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]}
+
+
+def prepared(model: Path, path: Path, **spec: Any) -> Prepared:
+    data = Data(train=(str(path),), **{"max_length": 256, **spec})
+    return prepare(data.train, data, TokenizerFiles(str(model)))
+
+
+def test_rows_become_tokens(model: Path, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [row("one", "two"), row("three", "four")])
+    found = prepared(model, path)
+    counts = found.counts
+    assert (counts.read, counts.kept, counts.bad, counts.format) == (2, 2, 0, "messages")
+    assert counts.tokens == int(found.tokens.lengths.sum())
+    assert counts.loss_tokens == len("two") + len("four") + 2  # bytes, and an end token each
+    assert [found.tokens.where(i) for i in range(2)] == [f"{path}:1", f"{path}:2"]
+    assert found.example(1).messages[1]["content"] == "four"
+
+
+def test_the_second_time_nothing_is_loaded(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_rows(tmp_path / "a.jsonl", chat_rows(20))
+    first = prepared(model, path)
+    monkeypatch.setattr(TokenizerFiles, "load", lambda self: pytest.fail("the tokenizer was loaded"))
+    again = prepared(model, path)
+    assert again.counts == first.counts
+    assert [again.tokens.ids(i).tolist() for i in range(20)] == [first.tokens.ids(i).tolist() for i in range(20)]
+    prepared(model, path, max_length=64, long="drop")  # a view, tokenized all the same
+    for change in ({"loss_on": "all"}, {"bad_rows": "skip"}, {"format": "messages"}):
+        with pytest.raises(pytest.fail.Exception):
+            prepared(model, path, **change)
+    write_rows(path, chat_rows(21))
+    with pytest.raises(pytest.fail.Exception):
+        prepared(model, path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "no sidecar", "bad sidecar", "same size, no Arrow"])
+def test_a_damaged_cache_is_made_again(model: Path, tmp_path: Path, cache: Path, damage: str) -> None:
+    path = write_rows(tmp_path / "a.jsonl", chat_rows(20))
+    first = prepared(model, path).counts
+    (table,), (sidecar,) = cache.glob("*.arrow"), cache.glob("*.json")
+    content = table.read_bytes()
+    if damage == "no sidecar":
+        sidecar.unlink()
+    elif damage == "bad sidecar":
+        sidecar.write_text("{")
+    else:
+        cut = {"cut": content[:-100], "empty": b""}.get(damage, bytes(len(content)))
+        table.unlink()
+        table.write_bytes(cut)
+    assert prepared(model, path).counts == first
+    assert table.read_bytes() == content
+
+
+def test_a_cache_that_cannot_be_written(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PRONGHORN_CACHE", str(tmp_path / "file"))
+    with pytest.raises(EnvironmentFault, match="could not be written"):
+        prepared(model, write_rows(tmp_path / "a.jsonl", chat_rows(3)))
+
+
+def test_bad_rows_stop(model: Path, tmp_path: Path, cache: Path) -> None:
+    rows = [json.dumps(row("a", "b")) for _ in range(300)]
+    rows[16] = '{"messages": [{"role": "user", "content": "half'
+    rows[20] = '{"messages": [{"role": "user", "content": "no answer"}]}'
+    rows[290] = "[]"
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(rows))
+    with pytest.raises(DataError, match="2 more bad rows") as caught:
+        prepared(model, path)
+    error = caught.value
+    assert (error.where, error.exit_code) == (f"{path}:17", 2)
+    assert "half" in error.why
+    assert "bad_rows: skip" in error.fix
+    assert f"{path}:21" in error.what
+    assert not cache.exists() or not list(cache.iterdir())  # nothing left behind
+
+
+def test_bad_rows_are_set_aside(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    refused = {"messages": [{"role": "user", "content": "?"}, calls]}  # found only when the template leaves out the call
+    path.write_text("\n".join([json.dumps(row("a", "b")), "{", json.dumps(refused), json.dumps(row("c", "d"))]))
+    for _ in range(2):  # made, and from the cache
+        found = prepared(model, path, bad_rows="skip")
+        assert (found.counts.read, found.counts.bad, found.counts.kept) == (4, 2, 2)
+        assert found.bad_rows_file is not None
+        aside = [json.loads(line) for line in found.bad_rows_file.read_text().splitlines()]
+        assert {bad["where"] for bad in aside} == {f"{path}:2", f"{path}:3"}
+        assert str(found.bad_rows_file) in " ".join(found.remarks)
+    with pytest.raises(DataError, match="does not write the call") as caught:
+        prepared(model, write_rows(tmp_path / "b.jsonl", [refused, row("a", "b")]))
+    assert caught.value.where == f"{tmp_path / 'b.jsonl'}:1"
+
+
+def test_nothing_but_bad_rows(model: Path, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "?"}]}])
+    with pytest.raises(DataError) as caught:
+        prepared(model, path, bad_rows="skip")
+    assert "not one row" in caught.value.fix
+
+
+def test_several_sources_and_formats(model: Path, tmp_path: Path) -> None:
+    first = write_rows(tmp_path / "a.jsonl", chat_rows(3))
+    second = write_rows(tmp_path / "b.jsonl", [{"prompt": "2 + 2 =", "completion": " 4"}])
+    data = Data(train=(str(first), str(second)))
+    found = prepare(data.train, data, make_tokenizer())
+    assert [(source.name, source.format, source.read) for source in found.counts.sources] == [
+        (str(first), "messages", 3), (str(second), "completion", 1),
+    ]  # fmt: skip
+    assert found.counts.format == "messages, completion"
+
+
+# Lengths: of row("q", answer), 45 bytes and special tokens stand around the answer
+
+
+def length_of(model: Path, tmp_path: Path, answer: str) -> int:
+    return int(prepared(model, write_rows(tmp_path / "one.jsonl", [row("q", answer)])).tokens.lengths[0])
+
+
+def test_long_rows(model: Path, tmp_path: Path) -> None:
+    frame = length_of(model, tmp_path, "")
+    path = write_rows(tmp_path / "a.jsonl", [row("q", "x" * 100), *(row("q", f"{n}") for n in range(50))])
+    limit = frame + 30
+    with pytest.raises(DataError, match=r"1 of 51 rows \(2.0%\)") as caught:
+        prepared(model, path, max_length=limit)
+    assert "drop, truncate or split" in caught.value.fix
+    assert f"{frame + 100:,} tokens ({path}:1)" in caught.value.why
+
+    dropped = prepared(model, path, max_length=limit, long="drop").counts
+    assert (dropped.too_long, dropped.dropped_long, dropped.kept) == (1, 1, 50)
+    truncated = prepared(model, path, max_length=limit, long="truncate")
+    assert (truncated.counts.truncated, truncated.counts.kept, truncated.tokens.lengths[0]) == (1, 51, limit)
+    split = prepared(model, path, max_length=limit, long="split")
+    pieces = [i for i in range(len(split.tokens)) if split.tokens.row(i) == 0]
+    assert split.counts.split_into == len(pieces) == -(-(frame + 100) // limit)
+    whole = prepared(model, path, max_length=256).tokens.ids(0).tolist()
+    assert [token for i in pieces for token in split.tokens.ids(i).tolist()] == whole
+    assert split.tokens.lengths.max() == limit
+
+
+def test_one_percent_goes_without_asking(model: Path, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [row("q", "x" * 200), *(row("q", f"{n}") for n in range(99))])
+    assert prepared(model, path, max_length=100).counts.dropped_long == 1
+
+
+def test_truncation_that_leaves_nothing_to_learn(model: Path, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [row("q" * 100, "x"), row("q", "x" * 200)])
+    counts = prepared(model, path, max_length=100, long="truncate").counts
+    assert (counts.too_long, counts.truncated, counts.dropped_long, counts.kept) == (2, 1, 1, 1)
+
+
+def test_all_rows_too_long(model: Path, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", chat_rows(5))
+    for long in ("drop", "truncate"):
+        with pytest.raises(DataError, match="all rows are too long") as caught:
+            prepared(model, path, max_length=8, long=long)
+        assert "max_length" in caught.value.fix
+
+
+def test_rows_without_loss_are_counted(model: Path, tmp_path: Path) -> None:
+    empty = {"prompt": [{"role": "user", "content": "?"}], "completion": [{"role": "assistant", "content": ""}]}
+    full = {"prompt": [{"role": "user", "content": "?"}], "completion": [{"role": "assistant", "content": "yes"}]}
+    counts = prepared(model, write_rows(tmp_path / "a.jsonl", [empty, full])).counts
+    assert (counts.kept, counts.no_loss) == (2, 0)  # an empty answer still has its end token to learn
+    pieces = prepared(model, write_rows(tmp_path / "b.jsonl", [row("q" * 300, "x")]), max_length=50, long="split").counts
+    assert pieces.no_loss > 0
+    assert pieces.kept + pieces.no_loss == pieces.split_into
+
+
+# Duplicates and junk
+
+
+def dirty(path: Path) -> Path:
+    words = [f"word{n}" for n in range(60)]
+    almost = [*words[:59], "other"]
+    return write_rows(path, [
+        row("q", " ".join(words)), row("a", "b"), row("a", "b"), row("q", " ".join(almost)), row("echo", "Echo"), row("e", ""),
+    ])  # fmt: skip
+
+
+def test_duplicates_and_junk_stay_until_the_recipe_says_so(model: Path, tmp_path: Path) -> None:
+    path = dirty(tmp_path / "a.jsonl")
+    spec = {"max_length": 1024}
+    assert prepared(model, path, **spec).counts.kept == 6
+    exact = prepared(model, path, duplicates="drop-exact", **spec).counts
+    assert (exact.exact_duplicates, exact.near_duplicates, exact.kept) == (1, 0, 5)
+    near = prepared(model, path, duplicates="drop-near", junk="drop", **spec)
+    assert (near.counts.exact_duplicates, near.counts.near_duplicates, near.counts.junk, near.counts.kept) == (1, 1, 2, 2)
+    assert [near.tokens.where(i) for i in range(2)] == [f"{path}:1", f"{path}:2"]
+
+
+def test_findings_are_looked_for_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Data(train=(str(dirty(tmp_path / "a.jsonl")),))
+    rows = tokenized_rows(data.train, data, TokenizerFiles(str(model)))
+    first = findings(rows, near=True)
+    assert (first.exact, first.near) == ({2: 1}, {2: 1, 3: 0})
+    assert set(first.junk) == {4, 5}
+    monkeypatch.setattr(module.clean, "near_duplicates", lambda *_, **__: pytest.fail("looked again"))
+    assert findings(rows, near=True) == first
+    next(rows.path.parent.glob("*.findings*")).write_text("{")
+    assert findings(rows, near=False).exact == first.exact  # damaged: made again
+
+
+def test_stages_and_progress(model: Path, tmp_path: Path) -> None:
+    stages: Counter[str] = Counter()
+    told: list[tuple[str, int, int]] = []
+
+    @contextmanager
+    def stage(name: str) -> Iterator[None]:
+        stages[name] += 1
+        yield
+
+    path = write_rows(tmp_path / "a.jsonl", chat_rows(600))
+    data = Data(train=(str(path),))
+    prepare(data.train, data, TokenizerFiles(str(model)), progress=lambda *now: told.append(now), stage=stage)
+    assert set(stages) == {"read", "load", "tokenize"}
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    assert told[-1][1] == 600
+
+
+# Evaluation
+
+
+def test_held_out_rows(model: Path, tmp_path: Path) -> None:
+    table = prepared(model, write_rows(tmp_path / "a.jsonl", chat_rows(100)), max_length=40, long="split").tokens
+    assert len(table) > 100  # some rows are two pieces
+    train, held = hold_out(table, 0.1, seed=1)
+    assert len(train) + len(held) == len(table)
+    assert {held.row(i) for i in range(len(held))}.isdisjoint({train.row(i) for i in range(len(train))})
+    assert len({held.row(i) for i in range(len(held))}) == 10
+    again, other = hold_out(table, 0.1, seed=1)[1], hold_out(table, 0.1, seed=2)[1]
+    places = [[one.where(i) for i in range(len(one))] for one in (held, again, other)]
+    assert places[0] == places[1] != places[2]
+    with pytest.raises(DataError, match="too few") as caught:
+        hold_out(table.select([0]), 0.5, seed=1)
+    assert caught.value.where == "data.eval"
+
+
+def test_questions_for_the_model(model: Path, tmp_path: Path) -> None:
+    two_turns = {"messages": [*row("one", "two")["messages"], *row("three", "four")["messages"]]}
+    path = write_rows(tmp_path / "a.jsonl", [two_turns, row("five", "six"), row("seven", "eight")])
+    tokenizer = make_tokenizer()
+    first, second = evaluation_prompts(prepared(model, path).tokens, tokenizer, 2)
+    given = tokenizer.apply_chat_template(two_turns["messages"][:3], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(first.ids) == given
+    assert (first.prompt, first.expected, first.where) == ("three", "four", f"{path}:1")
+    assert (second.prompt, second.expected) == ("five", "six")
+    texts = write_rows(tmp_path / "b.jsonl", [{"text": "plain"}])
+    assert evaluation_prompts(prepared(model, texts).tokens, tokenizer, 2) == []

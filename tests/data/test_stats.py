@@ -1,0 +1,111 @@
+"""What `data stats` counts, and that people can read it."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from conftest import chat_rows, make_tokenizer, write_rows
+from pronghorn.data import clean
+from pronghorn.data.stats import Stats, _bar, _bins, collect
+from pronghorn.data.tokens import load_tokenizer
+from pronghorn.errors import CommandError
+from pronghorn.recipe import Data
+
+
+def stats_of(path: Path, rows: list[dict[str, Any]], **spec: Any) -> Stats:
+    return collect(Data(train=(str(write_rows(path, rows)),), **spec), 512, 1, make_tokenizer())
+
+
+def shown(stats: Stats) -> str:
+    out = io.StringIO()
+    Console(file=out, width=120).print(stats.table())
+    return out.getvalue()
+
+
+@pytest.fixture
+def dirty() -> list[dict[str, Any]]:
+    def answer(text: str) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]}
+
+    return [*chat_rows(40), answer(""), answer("twin"), answer("twin"), answer("no " * 150)]
+
+
+def test_everything_is_counted(tmp_path: Path, dirty: list[dict[str, Any]]) -> None:
+    stats = stats_of(tmp_path / "a.jsonl", dirty, max_length=300, long="truncate")
+    assert (stats.counts.read, stats.counts.kept) == (44, 44)
+    assert stats.exact_duplicates.rows >= 1
+    assert stats.junk["empty answer"].rows == 1
+    assert stats.junk["empty answer"].example == f"{tmp_path / 'a.jsonl'}:41"
+    assert stats.junk["absurd repetition"].rows == 1
+    assert (stats.counts.too_long, stats.counts.truncated) == (1, 1)
+    assert stats.lengths.largest > 300  # before it is cut
+    assert stats.lengths.longest_row == f"{tmp_path / 'a.jsonl'}:44"
+    assert 0 < stats.loss_share < 1
+    assert stats.packing.packs == -(-stats.counts.tokens // 512) or stats.packing.efficiency < 1
+    assert stats.packing.efficiency == pytest.approx(stats.counts.tokens / (stats.packing.packs * 512))
+    assert sum(one.rows for one in stats.lengths.bins) == 44
+    assert json.loads(json.dumps(stats.as_dict()))["counts"]["read"] == 44
+
+
+def test_people_can_read_it(tmp_path: Path, dirty: list[dict[str, Any]]) -> None:
+    text = shown(stats_of(tmp_path / "a.jsonl", dirty, max_length=300, long="truncate"))
+    for part in ("44 documents of 44 rows", "carry loss", "█", "exact duplicates", "junk: empty answer", "a.jsonl:41",
+                 "longer than 300, 1 truncated", "of 512 tokens are real tokens"):  # fmt: skip
+        assert part in text
+
+
+def test_too_many_long_rows_are_a_remark_here(tmp_path: Path) -> None:
+    stats = stats_of(tmp_path / "a.jsonl", chat_rows(40), max_length=50)
+    assert any("data.long" in remark for remark in stats.remarks)
+    assert "data.long" in shown(stats)
+
+
+def test_without_the_library_for_near_duplicates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any, **__: Any) -> Any:
+        raise CommandError("near duplicates need a library", fix="pip install it")
+
+    monkeypatch.setattr(clean, "near_duplicates", missing)
+    stats = stats_of(tmp_path / "b.jsonl", [*chat_rows(3), *chat_rows(3)])
+    assert stats.near_duplicates is None
+    assert stats.exact_duplicates.rows == 3
+    assert "pip install it" in shown(stats)
+
+
+def test_bins_hold_every_row() -> None:
+    lengths = np.array([1, 5, 99, 100, 101, 5000] * 50, np.int32)
+    bins = _bins(lengths)
+    assert sum(one.rows for one in bins) == len(lengths)
+    for one in bins:
+        assert one.rows == int(((lengths >= one.low) & (lengths < (one.high or 10**9))).sum())
+    assert [one.low for one in _bins(np.array([3], np.int32))] == [0, 1, 2, 3]
+
+
+def test_bars() -> None:
+    assert len(_bar(1.0)) == 40
+    assert _bar(0.0) == ""
+    assert _bar(1e-9) == "▏"
+    assert _bar(0.5) == "█" * 20
+
+
+def test_the_second_time_needs_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRONGHORN_CACHE", str(tmp_path / "cache"))
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    path = write_rows(tmp_path / "a.jsonl", chat_rows(30))
+    first = collect(Data(train=str(path)), 512, 1, load_tokenizer(str(tmp_path / "model"), None))
+    code = (
+        "import sys; from pronghorn.data.stats import collect; from pronghorn.data.tokens import TokenizerFiles;"
+        f"from pronghorn.recipe import Data; stats = collect(Data(train={str(path)!r}), 512, 1,"
+        f" TokenizerFiles({str(tmp_path / 'model')!r})); stats.table();"
+        "print(stats.counts.tokens, sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    again = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert again.stdout == f"{first.counts.tokens} []\n"

@@ -1,0 +1,267 @@
+"""Which characters the assistant says, for templates of every shape; the expected spans are written out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import CHATML, make_tokenizer
+from pronghorn.data.templates import ChatTemplate, RowError, render_chat
+from pronghorn.errors import DataError
+
+SPECIALS = ["<s>", "</s>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>",
+            "<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|message|>"]  # fmt: skip
+
+LLAMA2 = (
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system = '<<SYS>>\n' +"
+    " messages[0]['content'] + '\n<</SYS>>\n\n' %}{% else %}{% set loop_messages = messages %}{% set system = '' %}{% endif %}"
+    "{% for message in loop_messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    "{% if message['role'] == 'user' %}<s>[INST] {{ (system if loop.first else '') + message['content'].strip() }} [/INST]"
+    "{% else %} {{ message['content'].strip() }} </s>{% endif %}{% endfor %}"
+)
+LLAMA3 = (
+    "{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' +"
+    " message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+GEMMA = (
+    "{% if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] + '\n\n' %}{% set rest = messages[1:] %}"
+    "{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}{% for message in rest %}"
+    "<start_of_turn>{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n"
+    "{{ (first if loop.first else '') + message['content'] | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+# Thinking: kept or opened after the last question, dropped before it; calls; a user's text may be a tool's response.
+QWEN3 = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' and not m.content.startswith("
+    "'<tool_response>') %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% set content = m.content or '' %}{% set why = '' %}"
+    "{% if m.reasoning_content %}{% set why = m.reasoning_content %}{% elif '</think>' in content %}"
+    "{% set why = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{{ '<|im_start|>assistant\n' }}{% if loop.index0 > ns.last and (loop.last or why) %}"
+    "{{ '<think>\n' + why + '\n</think>\n\n' }}{% endif %}{{ content }}{% for call in m.tool_calls or [] %}"
+    "{{ '\n<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% elif m.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# The generation prompt opens the thinking, and turns of the past do not have it.
+THINKER = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if loop.last and m.role == 'assistant' %}"
+    "{{ '<think>\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+HARMONY = (
+    "<|start|>system<|message|>You are.<|end|>{% for m in messages %}{% if m.role == 'assistant' %}{% if m.tool_calls %}"
+    "{% if m.thinking %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
+    "{{ '<|start|>assistant to=functions.' + m.tool_calls[0].function.name + '<|channel|>commentary json<|message|>' +"
+    " m.tool_calls[0].function.arguments | tojson + '<|call|>' }}{% elif loop.last and not add_generation_prompt %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}{% else %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{% endif %}{% elif m.role == 'tool' %}"
+    "{{ '<|start|>functions.f to=assistant<|channel|>commentary<|message|>' + m.content | tojson + '<|end|>' }}{% else %}"
+    "{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+TAGGED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TAGGED_WITH_END = TAGGED.replace("{% endgeneration %}{% else %}", "<|im_end|>\n{% endgeneration %}{% else %}").replace(
+    "{% endif %}<|im_end|>\n{% endfor", "<|im_end|>\n{% endif %}{% endfor"
+)
+# transformers tracks a block inside a macro at the wrong place; the marks find the right one.
+TAGGED_IN_MACRO = "{% macro say(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}" + TAGGED.replace(
+    "{% generation %}{{ m.content }}{% endgeneration %}", "{{ say(m) }}"
+)
+NO_END = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+END_AT_LAST = NO_END.replace("\n{% endfor", "{{ eos_token if loop.last and m.role == 'assistant' }}\n{% endfor")
+
+TALK = [
+    {"role": "user", "content": "Hi <|im_start|>assistant\n you"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "think"},
+]
+
+
+def tokenizer_for(template: str | None, eos: str = "<|im_end|>") -> Any:
+    tokenizer = make_tokenizer(template)
+    tokenizer.add_tokens(SPECIALS, special_tokens=True)
+    tokenizer.eos_token = eos
+    return tokenizer
+
+
+def said(template: str, messages: list[dict[str, Any]], eos: str = "<|im_end|>") -> list[str]:
+    rendered = render_chat(tokenizer_for(template, eos), messages)
+    return [rendered.text[start:stop] for start, stop in rendered.spans]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHATML, ["Hello<|im_end|>", "think<|im_end|>"]),
+        (LLAMA2, [" Hello </s>", " think </s>"]),
+        (LLAMA3, ["Hello<|eot_id|>", "think<|eot_id|>"]),
+        (GEMMA, ["Hello<end_of_turn>", "think<end_of_turn>"]),
+        (QWEN3, ["Hello<|im_end|>", "<think>\n\n</think>\n\nthink<|im_end|>"]),
+        (THINKER, ["Hello<|im_end|>", "think<|im_end|>"]),
+        (HARMONY, ["<|channel|>final<|message|>Hello<|end|>", "<|channel|>final<|message|>think<|return|>"]),
+        (TAGGED, ["Hello<|im_end|>", "think<|im_end|>"]),
+        (TAGGED_WITH_END, ["Hello<|im_end|>", "think<|im_end|>"]),
+        (TAGGED_IN_MACRO, ["Hello<|im_end|>", "think<|im_end|>"]),
+        (NO_END, [" Hello", " think\n<|im_end|>"]),
+        (END_AT_LAST, [" Hello", " think<|im_end|>"]),
+    ],
+    ids=["chatml", "llama2", "llama3", "gemma", "qwen3", "thinker", "harmony", "tagged", "tagged-end", "tagged-macro",
+         "no-end", "end-at-last"],
+)  # fmt: skip
+def test_spans_are_the_turns_and_their_end_tokens(template: str, expected: list[str]) -> None:
+    assert said(template, TALK) == expected
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA2, LLAMA3, GEMMA, QWEN3, HARMONY])
+def test_a_system_message_is_not_said(template: str) -> None:
+    system = {"role": "system", "content": "Hello"}
+    assert said(template, [system, *TALK]) == said(template, TALK)
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA2, LLAMA3, GEMMA, QWEN3, HARMONY, TAGGED])
+def test_the_prompt_and_the_span_make_the_text(template: str) -> None:
+    """What the last span starts after is exactly what the model is given at inference."""
+    tokenizer = tokenizer_for(template)
+    rendered = render_chat(tokenizer, TALK)
+    prompt = tokenizer.apply_chat_template(TALK[:-1], tokenize=False, add_generation_prompt=True)
+    assert rendered.text[: rendered.turns[-1].start] == prompt
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA2, QWEN3, HARMONY, TAGGED])
+def test_a_long_conversation_takes_two_renders(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tokenizer_for(template)
+    chat = ChatTemplate(tokenizer)
+    chat.render(TALK)  # probes what precedes a turn
+    renders = []
+    apply = type(tokenizer).apply_chat_template
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: renders.append(1) or apply(tokenizer, *a, **k))
+    messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": f"{i} is even"} for i in range(600)]
+    rendered = chat.render(messages)
+    assert [turn.message for turn in rendered.turns] == list(range(1, 600, 2))
+    assert all(f"{turn.message} is even" in rendered.text[turn.start : turn.stop] for turn in rendered.turns)
+    assert len(renders) <= 2
+
+
+WORDS = st.lists(
+    st.sampled_from(["a", " ", "\n", "é", "<|im_end|>", "<|im_start|>assistant\n", "<|end|>", "think", "{{ 7 }}", "\u2028"]),
+    max_size=6,
+).map("".join)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4))
+def test_no_content_confuses_the_borders(pairs: list[tuple[str, str]]) -> None:
+    roles = ("user", "assistant")
+    messages = [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
+    assert said(CHATML, messages) == [f"{answer}<|im_end|>" for _, answer in pairs]
+    assert said(LLAMA3, messages) == [f"{answer.strip()}<|eot_id|>" for _, answer in pairs]
+
+
+def test_private_use_characters_in_the_data_are_left_alone() -> None:
+    marks = "\U000f0000\U000f0001"
+    assert said(CHATML, [{"role": "user", "content": marks}, {"role": "assistant", "content": marks}]) == [f"{marks}<|im_end|>"]
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Oslo", "days": 3}}}
+CALLING = [
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": None, "reasoning_content": "Look it up.", "tool_calls": [CALL]},
+    {"role": "tool", "content": 'say "rain"'},
+    {"role": "assistant", "content": "Rain."},
+]
+
+
+def test_calls_are_said_up_to_their_end_token() -> None:
+    call = '\n<tool_call>\n{"name": "f", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call><|im_end|>'
+    first = "<think>\nLook it up.\n</think>\n\n" + call
+    assert said(QWEN3, CALLING) == [first, "<think>\n\n</think>\n\nRain.<|im_end|>"]
+    # Another question makes the template drop the thinking; no prefix of the conversation is rendered the same now.
+    later = [*CALLING, {"role": "user", "content": "Thanks"}, {"role": "assistant", "content": "Bye"}]
+    assert said(QWEN3, later) == [call, "Rain.<|im_end|>", "<think>\n\n</think>\n\nBye<|im_end|>"]
+
+    analysis = "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant"
+    command = ' to=functions.f<|channel|>commentary json<|message|>{"city": "Oslo", "days": 3}<|call|>'
+    assert said(HARMONY, CALLING) == [analysis + command, "<|channel|>final<|message|>Rain.<|return|>"]
+
+
+def test_a_call_that_the_template_leaves_out_is_an_error() -> None:
+    with pytest.raises(RowError, match="does not write the call of `f` in message 1"):
+        render_chat(tokenizer_for(CHATML), CALLING)
+
+
+def test_thinking_inside_the_content() -> None:
+    answer = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes"}
+    assert said(QWEN3, [TALK[0], answer, TALK[2], answer]) == ["Yes<|im_end|>", "<think>\nhm\n</think>\n\nYes<|im_end|>"]
+
+
+def test_a_template_that_looks_at_how_the_users_text_begins() -> None:
+    """Marks in the user's text would change what this template does; then only the assistant's are set."""
+    response = {"role": "user", "content": "<tool_response>1</tool_response>"}
+    asks = {"role": "assistant", "content": "Ask.", "reasoning_content": "hm"}
+    messages = [TALK[0], asks, response, TALK[1]]
+    assert said(QWEN3, messages) == ["<think>\nhm\n</think>\n\nAsk.<|im_end|>", "<think>\n\n</think>\n\nHello<|im_end|>"]
+
+
+def test_a_rewritten_content_is_found_by_prefixes() -> None:
+    shouting = CHATML.replace("message['content']", "message['content'] | replace('l', 'L') | upper")
+    assert said(shouting, TALK) == ["HELLO<|im_end|>", "THINK<|im_end|>"]
+
+
+def test_what_cannot_be_derived_is_an_error() -> None:
+    newest_first = CHATML.replace("in messages", "in messages | reverse")
+    with pytest.raises(RowError, match="cannot tell which tokens the assistant says") as caught:
+        render_chat(tokenizer_for(newest_first), TALK, where="a.jsonl:7")
+    assert caught.value.where == "a.jsonl:7"
+    assert "generation" in caught.value.fix
+
+
+def test_no_end_token_anywhere_is_an_error() -> None:
+    tokenizer = tokenizer_for(NO_END)
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match="neither the chat template nor the tokenizer has an end token"):
+        render_chat(tokenizer, TALK)
+
+
+def test_a_missing_template_says_what_to_do() -> None:
+    with pytest.raises(DataError, match="template missing") as caught:
+        render_chat(tokenizer_for(None), TALK)
+    assert "-Instruct" in caught.value.fix
+    assert "data.chat_template" in caught.value.fix
+
+
+def test_what_a_template_refuses_names_the_row_and_the_reason() -> None:
+    with pytest.raises(RowError) as caught:
+        render_chat(tokenizer_for(LLAMA2), [TALK[0], TALK[0], TALK[1]], where="b.jsonl:3")
+    assert caught.value.where == "b.jsonl:3"
+    assert "roles must alternate" in caught.value.why
+
+
+@pytest.mark.parametrize("way_out", ["cycler.__init__.__globals__.os.system('touch {}')", "''.__class__.__mro__[1]"])
+def test_a_template_cannot_leave_its_sandbox(way_out: str, tmp_path: Path) -> None:
+    evidence = tmp_path / "escaped"
+    hostile = CHATML + "{{ " + way_out.replace("{}", str(evidence)) + " }}"
+    with pytest.raises(DataError, match="sandbox"):
+        render_chat(tokenizer_for(hostile), TALK)
+    assert not evidence.exists()
+
+
+def test_broken_jinja_is_one_error_and_not_one_for_every_row() -> None:
+    with pytest.raises(DataError, match="not valid Jinja") as caught:
+        render_chat(tokenizer_for(CHATML + "{% if %}"), TALK)
+    assert not isinstance(caught.value, RowError)

@@ -1,0 +1,261 @@
+"""Attention over packed documents against float64 autograd of the definition, on every backend this machine has."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pronghorn.kernels import attention_torch, dispatch
+from pronghorn.kernels.attention import (
+    _Case,
+    _no_flash2,
+    _no_flash4,
+    attention,
+    attention_backward,
+    attention_forward,
+    attention_reference,
+    pick_backend,
+)
+from pronghorn.kernels.attention_flex import block_mask
+from pronghorn.kernels.attention_torch import Packed
+
+CUDA = torch.cuda.is_available()
+LENGTHS = (1, 3, 127, 60, 200)  # their sum is no multiple of any block
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "grouped": {"kv_heads": 2},
+    "one_kv_head": {"kv_heads": 1},
+    "window": {"window": 17, "kv_heads": 2},
+    "window_1": {"window": 1},
+    "window_longer_than_any": {"window": 4096},
+    "gemma2": {"softcap": 50.0, "window": 64, "kv_heads": 2},
+    "small_cap": {"softcap": 0.7},
+    "gpt_oss": {"sinks": True, "kv_heads": 2},
+    "gpt_oss_window": {"sinks": True, "window": 32, "kv_heads": 2},
+    "all": {"sinks": True, "window": 32, "softcap": 5.0, "kv_heads": 2},
+}
+
+
+def bounds(lengths: tuple[int, ...], padded_to: int = 12, device: str = "cpu") -> torch.Tensor:
+    """cu_seqlens as the loader makes it: padded by repeating T."""
+    sums = list(itertools.accumulate(lengths, initial=0))
+    return torch.tensor(sums + [sums[-1]] * (padded_to - len(sums)), dtype=torch.int32, device=device)
+
+
+def make(
+    device: str, dtype: torch.dtype, *, lengths: tuple[int, ...] = LENGTHS, heads: int = 4, kv_heads: int = 4, width: int = 32,
+    sinks: bool = False, **options: Any,
+) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, Any]]:  # fmt: skip
+    """([dout, q, k, v, sinks or nothing], cu_seqlens, options): q, k, v are views into one row-strided buffer."""
+    tokens = sum(lengths)
+    wide = torch.randn(tokens, (heads + 2 * kv_heads) * width + 16, device=device).to(dtype)
+    ends = [heads * width, (heads + kv_heads) * width, (heads + 2 * kv_heads) * width]
+    q = wide[:, : ends[0]].view(tokens, heads, width)
+    k = wide[:, ends[0] : ends[1]].view(tokens, kv_heads, width)
+    v = wide[:, ends[1] : ends[2]].view(tokens, kv_heads, width)
+    dout = torch.randn(tokens, heads, width, device=device).to(dtype)
+    tensors = [dout, q, k, v] + ([torch.randn(heads, device=device)] if sinks else [])
+    return tensors, bounds(lengths, device=device), {"scale": 1 / math.sqrt(width), **options}
+
+
+def differentiated(
+    function: Callable[..., torch.Tensor], tensors: list[torch.Tensor], dtype: torch.dtype, device: str = ""
+) -> list[torch.Tensor]:
+    """[out, dq, dk, dv, dsinks] by autograd, in that dtype."""
+    dout, *inputs = [x.detach().to(device or x.device, dtype) for x in tensors]
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    out = function(*inputs[:3], sinks_N=inputs[3] if len(inputs) > 3 else None)
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+
+def truth_and_yardstick(tensors: list[torch.Tensor], cu: torch.Tensor, options: dict[str, Any], dtype: torch.dtype) -> Any:
+    cpu = cu.cpu()
+
+    def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks_N: torch.Tensor | None) -> torch.Tensor:
+        return attention_reference(q, k, v, cpu, sinks_N=sinks_N, **options)
+
+    return tuple(differentiated(definition, tensors, kind, "cpu") for kind in (torch.float64, dtype))
+
+
+def raw(tensors: list[torch.Tensor], cu: torch.Tensor, longest: int, **options: Any) -> list[torch.Tensor]:
+    dout, q, k, v = tensors[:4]
+    options["sinks_N"] = tensors[4] if len(tensors) > 4 else None
+    out, lse = attention_forward(q, k, v, cu, longest, **options)
+    grads = attention_backward(dout, q, k, v, out, lse, cu, longest, **options)
+    return [out, *[grad for grad in grads if grad is not None]]
+
+
+def backends(device: str, dtype: torch.dtype, width: int, options: dict[str, Any]) -> list[str]:
+    """Those that compute this case here."""
+    if device == "cpu":
+        return ["torch"]
+    sinks = options.pop("has_sinks", False)
+    case = _Case(torch.device("cuda", 0), dtype, width, "softcap" in options, sinks)
+    flash = [name for name, refusal in (("flash4", _no_flash4), ("flash2", _no_flash2)) if refusal(case) is None]
+    return [*flash, "flex", "torch"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not CUDA, reason="no CUDA device"))])
+def test_forward_and_backward_are_as_near_to_the_truth_as_plain_torch(
+    where: str, name: str, dtype: torch.dtype, judge: Callable[..., None]
+) -> None:
+    tensors, cu, options = make(where, dtype, width=64 if where == "cuda" else 32, **CASES[name])
+    truth, yardstick = truth_and_yardstick(tensors, cu, options, dtype)
+    for backend in backends(where, dtype, tensors[1].shape[-1], options | {"has_sinks": len(tensors) > 4}):
+        got = raw(tensors, cu, max(LENGTHS), backend=backend, **options)
+        for what, ours, theirs, exact in zip(("out", "dq", "dk", "dv", "dsinks"), got, yardstick, truth, strict=False):
+            judge(ours.cpu(), theirs, exact, f"{backend} {name} {what}")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float32_is_true_to_one_in_a_million(name: str) -> None:
+    tensors, cu, options = make("cpu", torch.float32, **CASES[name])
+    truth, _ = truth_and_yardstick(tensors, cu, options, torch.float32)
+    for ours, exact in zip(raw(tensors, cu, max(LENGTHS), **options), truth, strict=True):
+        assert (ours.double() - exact).norm() <= 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["grouped", "gemma2", "gpt_oss_window"])
+def test_public_function_has_the_same_gradients(name: str) -> None:
+    tensors, cu, options = make("cpu", torch.float32, **CASES[name])
+    expected = raw(tensors, cu, max(LENGTHS), **options)
+    got = differentiated(
+        lambda q, k, v, sinks_N: attention(q, k, v, cu, max(LENGTHS), sinks_N=sinks_N, **options), tensors, torch.float32
+    )
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_documents_do_not_see_each_other_nor_the_future() -> None:
+    tensors, cu, options = make("cpu", torch.float32, **CASES["gpt_oss_window"])
+    _, q, k, v, sinks = tensors
+    before, _ = attention_forward(q, k, v, cu, max(LENGTHS), sinks_N=sinks, **options)
+    row = sum(LENGTHS[:3]) + 30  # in the fourth document
+    k[row] += 3
+    v[row] -= 3
+    after, _ = attention_forward(q, k, v, cu, max(LENGTHS), sinks_N=sinks, **options)
+    changed = (before != after).flatten(1).any(1).nonzero().flatten().tolist()
+    assert changed == list(range(row, min(row + 32, sum(LENGTHS[:4]))))
+
+
+def test_writes_into_the_buffers_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_torch, "BLOCK_ROWS", 48)
+    where = "cuda" if CUDA else "cpu"
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    for name in ("grouped", "window", "gemma2"):
+        tensors, cu, options = make(where, dtype, width=64, **CASES[name])
+        dout, q, k, v = tensors
+        for backend in backends(where, dtype, 64, dict(options)):
+            expected = raw(tensors, cu, max(LENGTHS), backend=backend, **options)
+            wide = torch.full((len(q), q[0].numel() + 16), math.nan, device=where, dtype=dtype)
+            out = wide[:, : q[0].numel()].view(q.shape)
+            dqkv = torch.full((len(q), q[0].numel() + 2 * k[0].numel() + 16), math.nan, device=where, dtype=dtype)
+            sizes = [q[0].numel(), k[0].numel(), v[0].numel(), 16]
+            grads = tuple(x.view(like.shape) for x, like in zip(dqkv.split(sizes, 1)[:3], (q, k, v), strict=True))
+            got, lse = attention_forward(q, k, v, cu, max(LENGTHS), out=out, backend=backend, **options)
+            found = attention_backward(dout, q, k, v, got, lse, cu, max(LENGTHS), grads=grads, backend=backend, **options)
+            assert got.data_ptr() == out.data_ptr()
+            assert [x.data_ptr() for x in found[:3]] == [x.data_ptr() for x in grads]
+            assert wide[:, -16:].isnan().all()
+            assert dqkv[:, -16:].isnan().all()
+            tolerance = 0.03 if CUDA else 1e-5  # dq is summed by atomics on the GPU: not the same twice
+            for ours, theirs in zip((got, *grads), expected, strict=False):
+                torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_lengths_on_the_host_say_the_same_as_cu_seqlens() -> None:
+    tensors, cu, options = make("cpu", torch.float32, **CASES["all"])
+    nowhere = torch.full_like(cu, 10**6)  # must not be read
+    for ours, theirs in zip(
+        raw(tensors, nowhere, max(LENGTHS), lengths=LENGTHS, **options), raw(tensors, cu, max(LENGTHS), **options), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["grouped", "window", "gemma2", "gpt_oss", "all"])
+def test_flex_computes_the_same(name: str) -> None:
+    """Uncompiled on the CPU: its masks, soft-cap and sinks are ours. (On a GPU the first test covers it, compiled.)"""
+    tensors, cu, options = make("cpu", torch.float32, **CASES[name])
+    for ours, theirs in zip(
+        raw(tensors, cu, max(LENGTHS), backend="flex", **options), raw(tensors, cu, max(LENGTHS), **options), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 129, 300])
+@pytest.mark.parametrize("lengths", [(1000,), (1, 3, 127, 60, 200, 500), (128, 256, 128)])
+def test_block_mask_has_exactly_the_blocks_with_something_to_see(lengths: tuple[int, ...], window: int | None) -> None:
+    tokens = sum(lengths)
+    cu = bounds(lengths)
+    i = torch.arange(tokens)
+    document = torch.searchsorted(cu, i, right=True)
+    behind = i[:, None] - i[None, :]
+    seen = (document[:, None] == document[None, :]) & (behind >= 0) & (behind < (window or tokens))
+    blocks = -(-tokens // 128)
+    padded = torch.zeros(blocks * 128, blocks * 128, dtype=torch.bool)
+    padded[:tokens, :tokens] = seen
+    expected = padded.view(blocks, 128, blocks, 128).any(3).any(1)
+    mask = block_mask(Packed(cu, max(lengths), 1.0, window), tokens, torch.device("cpu"))
+    assert torch.equal(mask.to_dense()[0, 0].bool(), expected)
+
+
+def test_the_choice_is_said_once_and_why(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_said", set())
+    for _ in range(2):
+        assert pick_backend(torch.device("cpu"), torch.float32, 48, softcap=True) == "torch"
+    assert capsys.readouterr().err == "attention on cpu: plain torch for float32, head width 48, soft-cap\n"
+
+
+def test_every_refusal_of_a_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    chip = (9, 0)
+    monkeypatch.setattr("pronghorn.kernels.attention.cuda_capability", lambda device: chip)
+    monkeypatch.setattr("pronghorn.kernels.attention_flash.why_no_flash4", lambda: None)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    assert _no_flash4(_Case(cuda, torch.bfloat16, 128, True, True)) is None
+    assert _no_flash2(_Case(cuda, torch.bfloat16, 256, False, True)) is None
+    assert "soft-cap" in (_no_flash2(_Case(cuda, torch.bfloat16, 128, True, False)) or "")
+    for refusal in (_no_flash4, _no_flash2):
+        assert "bf16" in (refusal(_Case(cuda, torch.float32, 128, False, False)) or "")
+        for width in (100, 264):
+            assert "wide" in (refusal(_Case(cuda, torch.float16, width, False, False)) or "")
+    chip = (10, 0)
+    assert _no_flash4(_Case(cuda, torch.bfloat16, 256, False, False)) is None
+    assert "Blackwell" in (_no_flash4(_Case(cuda, torch.bfloat16, 256, True, False)) or "")
+    chip = (8, 6)
+    assert "Hopper" in (_no_flash4(_Case(cuda, torch.bfloat16, 128, False, False)) or "")
+    chip = (7, 5)
+    assert "Ampere" in (_no_flash2(_Case(cuda, torch.bfloat16, 128, False, False)) or "")
+
+
+@pytest.mark.skipif(not CUDA, reason="no CUDA device")
+@pytest.mark.parametrize("backend", ["flash4", "flash2", "flex"])
+@pytest.mark.parametrize("name", ["grouped", "window"])
+def test_captures_in_a_cuda_graph(name: str, backend: str) -> None:
+    """New documents are copied into the static buffers between replays."""
+    tensors, cu, options = make("cuda", torch.bfloat16, width=64, **CASES[name])
+    if backend not in backends("cuda", torch.bfloat16, 64, dict(options)):
+        pytest.skip(f"no {backend} here")
+    tokens = sum(LENGTHS)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            raw(tensors, cu, tokens, backend=backend, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = raw(tensors, cu, tokens, backend=backend, **options)
+    for lengths in ((tokens,), (100, 1, 200, 90), LENGTHS):
+        cu.copy_(bounds(lengths))
+        for tensor in tensors:
+            tensor.copy_(torch.randn_like(tensor))
+        graph.replay()
+        for ours, theirs in zip(captured, raw(tensors, cu, tokens, backend=backend, **options), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0.03, atol=0.03)

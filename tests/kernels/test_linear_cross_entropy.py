@@ -1,0 +1,276 @@
+"""Linear + cross-entropy: error against float64 truth at most twice plain torch's, on both paths, for every option."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pronghorn.kernels import linear_cross_entropy as op
+from pronghorn.kernels.linear_cross_entropy import (
+    IGNORED,
+    Terms,
+    chunk_rows,
+    linear_cross_entropy,
+    linear_cross_entropy_forward,
+    linear_cross_entropy_reference,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CUDA = torch.cuda.is_available()
+OPTIONS = {"softcap": 5.0, "logit_scale": 0.25, "label_smoothing": 0.1, "z_loss": 1e-2}
+
+
+class Problem:
+    """Random inputs whose logits spread over about +-10, with every fifth row ignored."""
+
+    def __init__(self, rows: int, width: int, vocabulary: int, dtype: torch.dtype, device: str, *, bias: bool = False,
+                 weights: bool = False, terms: dict[str, float] | None = None) -> None:  # fmt: skip
+        self.hidden = torch.randn(rows, width, device=device).to(dtype)
+        self.weight = (torch.randn(vocabulary, width, device=device) * 3 / width**0.5).to(dtype)
+        self.labels = torch.randint(vocabulary, (rows,), device=device)
+        self.labels[4::5] = IGNORED
+        self.bias = torch.randn(vocabulary, device=device).to(dtype) if bias else None
+        self.weights = torch.rand(rows, device=device) * 2 if weights else None
+        self.terms = terms or {}
+
+    def reference(self, dtype: torch.dtype, grad_scale: float = 1.0) -> dict[str, torch.Tensor]:
+        leaves = {
+            name: tensor.detach().to(dtype).requires_grad_()
+            for name, tensor in (("d_hidden", self.hidden), ("d_weight", self.weight), ("d_bias", self.bias))
+            if tensor is not None
+        }
+        weights = None if self.weights is None else self.weights.to(torch.promote_types(dtype, torch.float32))
+        loss, rows = linear_cross_entropy_reference(
+            leaves["d_hidden"], leaves["d_weight"], self.labels, bias_V=leaves.get("d_bias"), weights_N=weights, **self.terms
+        )
+        grads = torch.autograd.grad(loss, list(leaves.values()), torch.full_like(loss, grad_scale))
+        return {"loss": loss.detach(), "row_losses": rows, **dict(zip(leaves, grads, strict=True))}
+
+    def ours(self, **options: Any) -> dict[str, torch.Tensor]:
+        result = linear_cross_entropy_forward(
+            self.hidden, self.weight, self.labels, bias_V=self.bias, weights_N=self.weights, terms=Terms(**self.terms),
+            **{"need_weight_grad": True, "need_bias_grad": self.bias is not None, **options},
+        )  # fmt: skip
+        return {name: tensor for name, tensor in result._asdict().items() if tensor is not None}
+
+    def check(self, judge: Callable[..., None], got: dict[str, torch.Tensor], grad_scale: float = 1.0) -> None:
+        truth, plain = self.reference(torch.float64, grad_scale), self.reference(self.hidden.dtype, grad_scale)
+        assert got.keys() == truth.keys()
+        for name, tensor in got.items():
+            judge(tensor, plain[name], truth[name], name)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 rows a chunk, the smallest there is."""
+    monkeypatch.setattr(op, "GPU_SCRATCH_BYTES", 1)
+    monkeypatch.setattr(op, "CPU_SCRATCH_BYTES", 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("chosen", list(itertools.product([False, True], repeat=len(OPTIONS))), ids=str)
+@pytest.mark.parametrize(("bias", "weights"), [(False, False), (True, True)])
+def test_every_combination_of_options(
+    device: str, judge: Callable[..., None], dtype: torch.dtype, chosen: tuple[bool, ...], bias: bool, weights: bool
+) -> None:
+    terms = {name: value for (name, value), wanted in zip(OPTIONS.items(), chosen, strict=True) if wanted}
+    problem = Problem(9, 64, 259, dtype, device, bias=bias, weights=weights, terms=terms)
+    problem.check(judge, problem.ours())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64, 2), (3, 96, 49), (50, 576, 1000), (33, 72, 300), (17, 64, 8192), (20, 64, 8257)], ids=str)
+@pytest.mark.usefixtures("small_chunks")
+def test_odd_shapes_over_several_chunks(
+    device: str, judge: Callable[..., None], dtype: torch.dtype, shape: tuple[int, int, int]
+) -> None:
+    problem = Problem(*shape, dtype, device)
+    problem.check(judge, problem.ours())
+
+
+@pytest.mark.parametrize("vocabulary", [49_152, 50_257, 128_256, 151_936, 262_144])
+def test_real_vocabularies(device: str, judge: Callable[..., None], vocabulary: int) -> None:
+    problem = Problem(3, 32, vocabulary, torch.bfloat16, device)
+    problem.labels[0] = vocabulary - 1
+    problem.check(judge, problem.ours())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_gradients_take_a_scale_known_up_front(
+    device: str, judge: Callable[..., None], dtype: torch.dtype, as_tensor: bool
+) -> None:
+    """0.003 is no power of two, and far from one: it must not be rounded to the inputs' dtype on its way."""
+    problem = Problem(9, 64, 259, dtype, device, bias=True)
+    got = problem.ours(grad_scale=torch.tensor(0.003, device=device) if as_tensor else 0.003)
+    problem.check(judge, got, grad_scale=0.003)
+
+
+def test_fp16_gradients_do_not_vanish_under_a_small_scale(device: str) -> None:
+    """Probabilities of 1e-3 times 2**-16 are below fp16's smallest number, their sums over the vocabulary are not."""
+    problem = Problem(6, 64, 1000, torch.float16, device)
+    problem.weight *= 0.02  # nearly uniform
+    truth = problem.reference(torch.float64, 2.0**-16)["d_weight"]
+    got = problem.ours(grad_scale=2.0**-16)["d_weight"].double()
+    assert (got - truth).norm() < 2e-3 * truth.norm()
+
+
+def test_rows_may_be_strided(device: str) -> None:
+    problem = Problem(9, 64, 259, torch.bfloat16, device)
+    dense = problem.ours()
+    wide = torch.full((9, 80), float("nan"), dtype=torch.bfloat16, device=device)
+    wide[:, :64] = problem.hidden
+    problem.hidden = wide[:, :64]
+    out = torch.full((9, 72), 7.0, dtype=torch.bfloat16, device=device)
+    strided = problem.ours(d_hidden_out=out[:, :64])
+    assert torch.equal(out[:, :64], dense["d_hidden"])
+    assert (out[:, 64:] == 7).all()
+    assert torch.equal(strided["d_weight"], dense["d_weight"])
+    assert torch.equal(strided["row_losses"], dense["row_losses"])
+
+
+def test_ignored_rows_give_nothing_whatever_they_hold(device: str) -> None:
+    problem = Problem(10, 64, 259, torch.float32, device, weights=True, terms=OPTIONS)
+    before = problem.ours(need_weight_grad=False)
+    problem.hidden[4::5] = float("nan")
+    after = problem.ours(need_weight_grad=False)
+    for name in before:
+        assert torch.equal(before[name], after[name]), name
+    assert (after["d_hidden"][4::5] == 0).all()
+    assert (after["row_losses"][4::5] == 0).all()
+
+
+def test_padding_changes_nothing(device: str) -> None:
+    problem = Problem(7, 64, 259, torch.float32, device)
+    alone = problem.ours()
+    problem.hidden = torch.cat([problem.hidden, torch.randn(6, 64, device=device)])
+    problem.labels = torch.cat([problem.labels, torch.full((6,), IGNORED, device=device)])
+    padded = problem.ours()
+    torch.testing.assert_close(padded["loss"], alone["loss"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(padded["d_weight"], alone["d_weight"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("label", [-1, -101, 259, 260, 2**31, 2**40])
+def test_a_label_out_of_range_gives_nan_in_its_row_alone(device: str, label: int) -> None:
+    problem = Problem(8, 64, 259, torch.float32, device)
+    sane = problem.ours()
+    problem.labels[2] = label
+    got = problem.ours()
+    others = [row for row in range(8) if row != 2]
+    assert got["loss"].isnan()
+    assert got["row_losses"][2].isnan()
+    assert got["d_hidden"][2].isnan().all()
+    assert torch.equal(got["row_losses"][others], sane["row_losses"][others])
+    assert torch.equal(got["d_hidden"][others], sane["d_hidden"][others])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_hidden_state_is_seen_in_the_loss(device: str, value: float) -> None:
+    problem = Problem(3, 64, 259, torch.bfloat16, device)
+    problem.hidden[1, 5] = value
+    assert not problem.ours()["loss"].isfinite()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_autograd_multiplies_by_the_incoming_gradient(device: str, judge: Callable[..., None], dtype: torch.dtype) -> None:
+    problem = Problem(9, 64, 259, dtype, device, bias=True, weights=True, terms=OPTIONS)
+    assert problem.bias is not None
+    leaves = [tensor.requires_grad_() for tensor in (problem.hidden, problem.weight, problem.bias)]
+    loss, rows = linear_cross_entropy(
+        problem.hidden, problem.weight, problem.labels, bias_V=problem.bias, weights_N=problem.weights, **OPTIONS
+    )
+    assert not rows.requires_grad
+    (loss * 0.003).backward(retain_graph=True)
+    got = {"loss": loss.detach(), "row_losses": rows}
+    for name, leaf in zip(("d_hidden", "d_weight", "d_bias"), leaves, strict=True):
+        assert leaf.grad is not None
+        assert leaf.grad.dtype == dtype
+        got[name] = leaf.grad
+    problem.check(judge, got, grad_scale=0.003)
+    with pytest.raises(RuntimeError, match="compute the loss again"):
+        loss.backward()
+
+
+def test_only_what_needs_a_gradient_gets_one(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(9, 64, 259, torch.float32, device)
+    asked: list[tuple[bool, bool]] = []
+    raw = op.linear_cross_entropy_forward
+
+    def spy(*args: Any, **options: Any) -> Any:
+        asked.append((options["need_hidden_grad"], options["need_weight_grad"]))
+        return raw(*args, **options)
+
+    monkeypatch.setattr(op, "linear_cross_entropy_forward", spy)
+    problem.hidden.requires_grad_()
+    frozen, _ = linear_cross_entropy(problem.hidden, problem.weight, problem.labels)
+    with torch.no_grad():
+        evaluated, _ = linear_cross_entropy(problem.hidden, problem.weight, problem.labels)
+    assert asked == [(True, False), (False, False)]
+    assert frozen.requires_grad
+    assert not evaluated.requires_grad
+    assert torch.equal(frozen.detach(), evaluated)
+
+
+def test_float64_stays_float64() -> None:
+    problem = Problem(6, 16, 37, torch.float64, "cpu", terms=OPTIONS)
+    leaves = [tensor.requires_grad_() for tensor in (problem.hidden, problem.weight)]
+    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, problem.labels, **OPTIONS)[0], leaves)
+
+
+def test_no_rows_at_all(device: str) -> None:
+    problem = Problem(0, 64, 259, torch.bfloat16, device)
+    got = problem.ours()
+    assert got["loss"] == 0
+    assert got["d_hidden"].shape == (0, 64)
+    assert (got["d_weight"] == 0).all()
+
+
+def test_wrong_shapes_and_dtypes_are_told() -> None:
+    problem = Problem(4, 64, 59, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="cast one"):
+        linear_cross_entropy(problem.hidden.bfloat16(), problem.weight, problem.labels)
+    with pytest.raises(ValueError, match="labels"):
+        linear_cross_entropy(problem.hidden, problem.weight, problem.labels[:3])
+    with pytest.raises(ValueError, match=r"\[N, D\]"):
+        linear_cross_entropy(problem.hidden[:, :32], problem.weight, problem.labels)
+
+
+@pytest.mark.parametrize(("vocabulary", "rows"), [(49_152, 4096), (128_256, 2048), (151_936, 2048), (262_144, 1024)])
+def test_the_chunk_is_under_a_gigabyte(vocabulary: int, rows: int) -> None:
+    assert chunk_rows(16_384, vocabulary, torch.bfloat16, torch.device("cuda")) == rows
+    assert rows * vocabulary * 2 < 700e6
+    assert chunk_rows(5, vocabulary, torch.bfloat16, torch.device("cuda")) == 5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="measures GPU memory")
+@pytest.mark.parametrize("trained", [False, True])
+def test_scratch_at_16k_rows(trained: bool) -> None:
+    problem = Problem(16_384, 4096, 128_256, torch.bfloat16, "cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    got = problem.ours(need_weight_grad=trained)
+    outputs = sum(tensor.nbytes for tensor in got.values())
+    assert torch.cuda.max_memory_allocated() - before - outputs < 1e9
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="captures a CUDA graph")
+def test_a_captured_graph_follows_its_inputs() -> None:
+    problem = Problem(100, 64, 1000, torch.bfloat16, "cuda", weights=True, terms=OPTIONS)
+    scale = torch.tensor(0.5, device="cuda")
+    problem.ours(grad_scale=scale)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = problem.ours(grad_scale=scale)
+    problem.hidden.normal_()
+    problem.labels.random_(1000)
+    scale.fill_(0.125)
+    graph.replay()
+    fresh = problem.ours(grad_scale=scale)
+    for name, tensor in fresh.items():
+        torch.testing.assert_close(captured[name], tensor, msg=name)

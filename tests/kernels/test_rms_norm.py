@@ -1,0 +1,141 @@
+"""RMSNorm: error against float64 truth at most twice plain torch's, on both paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pronghorn.kernels.rms_norm import (
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_forward,
+    rms_norm_reference,
+    rms_norm_then_add_forward,
+)
+
+EPS = 1e-5
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# One row, fewer rows than a program takes, more rows than the grid of the weight gradient has programs; odd widths.
+SHAPES = [(1, 64), (3, 576), (127, 96), (13, 2048), (5, 3000), (1000, 64)]
+
+
+def strided(rows: int, width: int, extra: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A row-strided tensor whose neighbours would be seen if they were read: they are NaN."""
+    buffer = torch.full((rows, width + extra), float("nan"), dtype=dtype, device=device)
+    buffer[:, :width] = torch.randn(rows, width, device=device)
+    return buffer[:, :width]
+
+
+def truth_and_plain(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, dy: torch.Tensor, dh: torch.Tensor, one_plus: bool
+) -> list[list[torch.Tensor]]:
+    """[y, h, dx, dw] of the reference by autograd, in float64 and in the inputs' dtype."""
+    results = []
+    for dtype in (torch.float64, x.dtype):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (x, weight)]
+        y, h = rms_norm_reference(
+            leaves[0], leaves[1], EPS, one_plus=one_plus, residual_TD=None if residual is None else residual.to(dtype)
+        )
+        grads = torch.autograd.grad([y, h], leaves, [dy.to(dtype), dh.to(dtype)])
+        results.append([y.detach(), h.detach(), *grads])
+    return results
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("one_plus", "with_residual"), [(False, True), (True, False)])
+def test_forward_and_backward_are_as_good_as_plain_torch(
+    device: str, judge: Callable[..., None], dtype: torch.dtype, shape: tuple[int, int], one_plus: bool, with_residual: bool
+) -> None:
+    T, D = shape
+    x = strided(T, D, 16, dtype, device)
+    residual = strided(T, D, 3, dtype, device) if with_residual else None
+    dy, dh = strided(T, D, 8, dtype, device), torch.randn(T, D, dtype=dtype, device=device)
+    weight = torch.randn(D, dtype=dtype, device=device) * 0.3 + (0 if one_plus else 1)
+    truth, plain = truth_and_plain(x, weight, residual, dy, dh, one_plus)
+
+    out = torch.full((T, D + 24), float("nan"), dtype=dtype, device=device)
+    y, h, rstd = rms_norm_forward(x, weight, EPS, one_plus=one_plus, residual_TD=residual, out=out[:, :D])
+    dx, dw = rms_norm_backward(dy, h, weight, rstd, one_plus=one_plus, add_TD=dh, need_weight_grad=True)
+    assert dw is not None
+    assert dw.dtype == torch.float32
+    for name, ours, theirs, true in zip(("y", "h", "dx", "dw"), (y, h, dx, dw.to(dtype)), plain, truth, strict=True):
+        judge(ours, theirs, true, name)
+    assert y.data_ptr() == out.data_ptr()
+    assert torch.isnan(out[:, D:]).all(), "wrote beyond the row"
+    assert h is x or with_residual
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 576), (127, 64)], ids=str)
+def test_norm_then_add(device: str, judge: Callable[..., None], dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x, residual = (strided(*shape, 16, dtype, device) for _ in range(2))
+    dh = torch.randn(shape, dtype=dtype, device=device)
+    weight = torch.randn(shape[1], dtype=dtype, device=device)
+    h, rstd = rms_norm_then_add_forward(x, weight, EPS, residual, one_plus=True)
+    dx, nothing = rms_norm_backward(dh, x, weight, rstd, one_plus=True)
+    assert nothing is None
+    results = []
+    for kind in (torch.float64, dtype):
+        leaf = x.detach().to(kind).requires_grad_()
+        y, _ = rms_norm_reference(leaf, weight.to(kind), EPS, one_plus=True)
+        results.append([(y + residual.to(kind)).detach(), *torch.autograd.grad(y, leaf, dh.to(kind))])
+    for name, ours, true, theirs in zip(("h", "dx"), (h, dx), *results, strict=True):
+        judge(ours, theirs, true, name)
+
+
+@pytest.mark.parametrize("with_residual", [True, False])
+def test_autograd_gives_the_gradients_of_the_reference(device: str, with_residual: bool) -> None:
+    inputs = [torch.randn(7, 96, device=device), torch.randn(96, device=device), torch.randn(7, 96, device=device)]
+    grads = []
+    for function in (rms_norm, rms_norm_reference):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        y, h = function(leaves[0], leaves[1], EPS, residual_TD=leaves[2] if with_residual else None)
+        (y.sin().sum() + (h * h).sum()).backward()
+        grads.append([leaf.grad for leaf in leaves if leaf.grad is not None])
+    assert len(grads[0]) == len(grads[1]) == (3 if with_residual else 2)
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_only_one_of_the_outputs_may_be_used(device: str) -> None:
+    x, residual = (torch.randn(4, 64, device=device, requires_grad=True) for _ in range(2))
+    weight = torch.ones(64, device=device)
+    rms_norm(x, weight, EPS, residual_TD=residual)[1].sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones_like(x))
+    torch.testing.assert_close(residual.grad, torch.ones_like(x))
+    x.grad = None
+    rms_norm(x, weight, EPS, residual_TD=residual)[0].sum().backward()  # the gradient is an expanded scalar: no strides
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0
+
+
+def test_backward_may_write_over_its_input(device: str) -> None:
+    dy, x, weight = torch.randn(9, 96, device=device), torch.randn(9, 96, device=device), torch.randn(96, device=device)
+    _, h, rstd = rms_norm_forward(x, weight, EPS)
+    expected, _ = rms_norm_backward(dy, h, weight, rstd, add_TD=x)
+    got, _ = rms_norm_backward(dy, h, weight, rstd, add_TD=x, out=dy)
+    assert got is dy
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_extreme_rows_stay_finite(device: str) -> None:
+    """A row of zeros, and fp16 rows whose squares overflow fp16."""
+    x = torch.cat([torch.zeros(1, 64), torch.full((1, 64), 6e4), torch.full((1, 64), 6e-8)]).to(device, torch.float16)
+    weight = torch.ones(64, dtype=torch.float16, device=device)
+    y, h, rstd = rms_norm_forward(x, weight, 1e-6)
+    dx, _ = rms_norm_backward(torch.ones_like(x), h, weight, rstd)
+    assert torch.isfinite(y).all()
+    assert torch.isfinite(dx).all()
+    torch.testing.assert_close(y[1], torch.ones_like(y[1]))
+
+
+def test_the_weight_gradient_is_the_same_every_time(device: str) -> None:
+    dy, x, weight = torch.randn(301, 64, device=device), torch.randn(301, 64, device=device), torch.randn(64, device=device)
+    _, h, rstd = rms_norm_forward(x, weight, EPS)
+    first, second = (rms_norm_backward(dy, h, weight, rstd, need_weight_grad=True)[1] for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first, second)

@@ -1,0 +1,103 @@
+"""Kills a 60-step run with kill -9 at random instants, resumes each, and compares the final weights bit for bit.
+
+    python tests/train/kill_and_resume.py --kills 20 --workers 2 MODEL SCRATCH
+
+Each run is a fork of this process, which has done the slow imports already, so that 20 kills take a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from conftest import chat_rows, write_rows
+
+from pronghorn.recipe import Recipe
+from pronghorn.report.display import JsonDisplay
+from pronghorn.report.stages import Stages
+from pronghorn.train.checkpoint import latest_checkpoint, verify_checkpoint
+from pronghorn.train.loop import train
+
+
+def start(recipe: Recipe) -> int:
+    """The process id of a fork that trains."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, 1)
+        train(recipe, display=JsonDisplay(), stages=Stages())
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def finish(child: int) -> None:
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, f"the run failed: {status}"
+
+
+def weights(run: Path) -> bytes:
+    newest = latest_checkpoint(run)
+    assert newest is not None
+    verify_checkpoint(newest)
+    assert newest.name == "checkpoint-60"
+    return (newest / "adapter_model.safetensors").read_bytes() + (newest / "training_state.safetensors").read_bytes()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("scratch", type=Path)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # a fork may not inherit a pool of threads
+    os.environ["PRONGHORN_CACHE"] = str(arguments.scratch / "cache")
+    arguments.scratch.mkdir(parents=True, exist_ok=True)
+    data = write_rows(arguments.scratch / "train.jsonl", chat_rows(60))
+
+    def recipe(name: str) -> Recipe:
+        return Recipe.model_validate({
+            "model": arguments.model, "precision": "fp32", "lora": {"r": 4, "dropout": 0.1},
+            "data": {"train": [str(data)], "eval": 0.1, "max_length": 128, "workers": arguments.workers},
+            "train": {"steps": 60, "batch_tokens": 512, "capacity": 256, "lr": 1e-2},
+            "checkpoint": {"every": 4, "keep": 2}, "eval": {"every": 20, "generations": 1},
+            "output": str(arguments.scratch / name),
+        })
+
+    began = time.monotonic()
+    finish(start(recipe("whole")))
+    duration = time.monotonic() - began
+    expected = weights(arguments.scratch / "whole")
+    chance = random.Random(arguments.seed)
+    landed = []
+    for _ in range(arguments.kills):
+        run = arguments.scratch / "killed"
+        shutil.rmtree(run, ignore_errors=True)
+        child = start(recipe("killed"))
+        time.sleep(chance.uniform(0.0, duration))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        newest = latest_checkpoint(run)
+        landed.append(int(newest.name.split("-")[1]) if newest else 0)
+        finish(start(recipe("killed")))
+        assert weights(run) == expected, f"other weights after a kill near step {landed[-1]}"
+    print(json.dumps({"kills": len(landed), "resumed_from": landed, "seconds_of_a_run": round(duration, 2)}))
+
+
+if __name__ == "__main__":
+    main()
