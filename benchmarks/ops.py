@@ -68,8 +68,6 @@ def copy_rate() -> float:
     source = torch.empty(2**31, dtype=torch.int8, device=DEVICE).random_()
     target = torch.empty_like(source)
     rate = 2 * source.numel() / (milliseconds(lambda: target.copy_(source)) / 1e3)
-    del source, target
-    torch.cuda.empty_cache()
     return rate
 
 
@@ -189,7 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"copy {copy_rate() * 1e-12:.2f} TB/s" if DEVICE == "cuda" else "no GPU: correctness only", flush=True)
     print(f"{'op':28} {'case':46} {'impl':24} {'time':>12} {'rate':>16} {'of copy':>7} {'error':>9}")
     lines: list[Line] = []
-    for module in benchmark_modules([options.sweep] if options.sweep else [name for name in options.only.split(",") if name]).values():
+    chosen = [options.sweep] if options.sweep else [name for name in options.only.split(",") if name]
+    for module in benchmark_modules(chosen).values():
         for given in module.cases():
             case = given | ({"T": 16, "dry": True} if options.dry else {})
             found = (module.sweep if options.sweep else module.run)(case)

@@ -23,7 +23,7 @@ OVERRIDES = "any key of the recipe: train.lr=1e-4 output=runs/second"
 
 def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit code; only our own bugs leave a traceback."""
-    arguments = build_parser().parse_args(words)
+    arguments = _parse(words)
     try:
         arguments.verb(arguments)
     except PronghornError as error:
@@ -47,6 +47,18 @@ def _show_error(error: PronghornError, *, as_json: bool) -> None:
 
     style = "yellow" if isinstance(error, Interrupted) else "bold red"
     Console(stderr=True, soft_wrap=True).print(Text(str(error), style=style))
+
+
+def _parse(words: Sequence[str] | None) -> argparse.Namespace:
+    """argparse (3.11) takes key=value words only right after the recipe; people also write them after an option."""
+    parser = build_parser()
+    arguments, left = parser.parse_known_args(words)
+    if hasattr(arguments, "overrides"):
+        arguments.overrides += [word for word in left if "=" in word and not word.startswith("-")]
+        left = [word for word in left if word.startswith("-") or "=" not in word]
+    if left:
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    return arguments
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -264,7 +276,9 @@ def _prepared(recipe: Recipe, arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 def _say(arguments: argparse.Namespace, as_dict: dict[str, Any], for_people: Any) -> None:
     if arguments.json:
-        print(json.dumps(as_dict, ensure_ascii=False))
+        from pronghorn.report.run_log import plain
+
+        print(json.dumps(plain(as_dict), allow_nan=False))  # ASCII, whatever the pipe's encoding
     else:
         _print(for_people)
 

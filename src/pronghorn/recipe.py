@@ -117,16 +117,19 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> Recipe:
+        problems = []
         if self.train.batch_tokens % self.train.capacity:
-            raise ValueError(
+            problems.append(
                 f"train.batch_tokens: {self.train.batch_tokens} is not a multiple of train.capacity {self.train.capacity};"
                 f" set train.batch_tokens: {max(1, self.train.batch_tokens // self.train.capacity) * self.train.capacity}"
             )
         if self.data.max_length > self.train.capacity:
-            raise ValueError(
+            problems.append(
                 f"data.max_length: {self.data.max_length} is more than train.capacity {self.train.capacity};"
                 f" set train.capacity: {self.data.max_length} or more"
             )
+        if problems:
+            raise ValueError("\n".join(problems))  # a line each: `key: what; fix`
         return self
 
     def differences(self, other: Recipe) -> list[str]:

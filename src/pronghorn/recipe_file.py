@@ -6,6 +6,7 @@ both of two equal keys. YAML 1.2 makes `1e-4` a number and `no` a string.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import io
 import re
@@ -70,6 +71,7 @@ KINDS = {
     "lora.targets": "write all-linear, or a list of layer names such as [q_proj, v_proj]",
     "train.betas": "write two numbers, such as [0.9, 0.999]",
 }
+SECTIONS = {key for key, field in Recipe.model_fields.items() if isinstance(field.annotation, type(BaseModel))}
 PYDANTIC_NAMES = {"str", "float", "int", "bool", "none"}
 
 
@@ -89,16 +91,49 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def parse_recipe(text: str, overrides: Sequence[str] = (), name: str = "recipe") -> Recipe:
     problems: list[PronghornError] = []
     values, places = _read_yaml(text, name, problems)
+    for key in [key for key, value in values.items() if value is None and key in SECTIONS]:
+        values[key] = {}  # a section whose lines are all commented out
     for word in overrides:
         _apply_override(values, places, word, problems)
     recipe = None
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        problems += [_explain(detail, places, name) for detail in error.errors()]
+        details = [*error.errors(), *_misfits_of_the_rest(values, error)]
+        problems += [_explain(one, places, name) for detail in details for one in _each(detail)]
     raise_all(_once(problems))
     assert recipe is not None  # raise_all left no problem, so validation went through
     return recipe
+
+
+def _each(detail: Any) -> list[Any]:
+    """How parts do not fit together comes from `Recipe` as one error with a line for each problem."""
+    if detail["type"] != "value_error" or detail["loc"]:
+        return [detail]
+    return [{**detail, "ctx": {"error": line}} for line in str(detail["ctx"]["error"]).splitlines()]
+
+
+def _misfits_of_the_rest(values: dict[str, Any], error: ValidationError) -> list[Any]:
+    """pydantic looks at how the parts fit together only once each is sound; so ask again without what is not sound."""
+    spoilt = [_path(detail) for detail in error.errors()]
+    rest = copy.deepcopy(values)
+    for path in spoilt:
+        section: Any = rest
+        for depth, part in enumerate(path):
+            if not isinstance(section, dict) or part not in section:
+                break
+            if depth == len(path) - 1 or not isinstance(section[part], dict):
+                del section[part]
+                break
+            section = section[part]
+    rest.setdefault("model", "-")
+    rest.setdefault("data", {}).setdefault("train", "-")
+    try:
+        Recipe.model_validate(rest)
+    except ValidationError as again:
+        found = [one for detail in again.errors() if not detail["loc"] for one in _each(detail)]
+        return [one for one in found if not any(_dotted(path) in one["ctx"]["error"] for path in spoilt)]
+    return []
 
 
 def _once(problems: Iterable[PronghornError]) -> list[PronghornError]:
@@ -147,7 +182,13 @@ def _plain(node: Node, yaml: YAML, path: KeyPath, name: str, places: dict[KeyPat
         return result
     if isinstance(node, SequenceNode):
         return [_plain(item, yaml, (*path, i), name, places, problems) for i, item in enumerate(node.value)]
-    return yaml.constructor.construct_object(node, deep=True)
+    try:
+        return yaml.constructor.construct_object(node, deep=True)
+    except (YAMLError, ValueError):  # a tag that YAML does not know, or one that the value does not fit
+        where = f"{name}:{node.start_mark.line + 1}"
+        problems.append(RecipeError(what=f"{_dotted(path)}: {node.tag} {node.value!r} is not a value", where=where,
+                                    fix="leave the `!` word out, or put the value in quotes"))
+        return None
 
 
 def _apply_override(values: dict[str, Any], places: dict[KeyPath, str], word: str, problems: list[PronghornError]) -> None:
@@ -181,7 +222,7 @@ def _dotted(path: Iterable[str | int]) -> str:
 
 
 def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
-    path = tuple(part for part in detail["loc"] if _is_key(part))
+    path = _path(detail)
     where = next((places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in places), name)
     kind, dotted = detail["type"], _dotted(path)
     for key, fix in KINDS.items():
@@ -189,7 +230,9 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
             return RecipeError(what=f"{key}: {detail['input']!r} does not fit", where=where, fix=fix)
     if kind == "extra_forbidden":
         known = sorted(_fields(path[:-1]))
-        close = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.6)
+        key = str(path[-1]).lower()
+        close = [f"{section}.{key}" for section in sorted(SECTIONS) if len(path) == 1 and key in _fields((section,))]
+        close += difflib.get_close_matches(key, known, n=1, cutoff=0.6)
         hint = f"did you mean `{close[0]}`?" if close else f"known keys here: {', '.join(known)}"
         return RecipeError(what=f"{dotted}: unknown key", where=where, fix=hint)
     if kind == "missing":
@@ -212,6 +255,13 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
         shown = "a section" if isinstance(given, dict) else "a list"
     return RecipeError(what=f"{dotted}: {shown} does not fit", where=where, why=_lower_first(detail["msg"]),
                        fix=f"correct the value of {dotted}")
+
+
+def _path(detail: Any) -> KeyPath:
+    """Where in the recipe; an unknown key may be spelt in any way, also like one of pydantic's names."""
+    *above, last = detail["loc"] or (None,)
+    path = tuple(part for part in above if _is_key(part))
+    return (*path, last) if last is not None and (detail["type"] == "extra_forbidden" or _is_key(last)) else path
 
 
 def _is_key(part: str | int) -> bool:

@@ -40,7 +40,7 @@ GEMMA = (
 QWEN3 = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' and not m.content.startswith("
     "'<tool_response>') %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% set content = m.content or '' %}{% set why = '' %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% set content = m.content %}{% set why = '' %}"
     "{% if m.reasoning_content %}{% set why = m.reasoning_content %}{% elif '</think>' in content %}"
     "{% set why = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
     "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
@@ -58,13 +58,16 @@ THINKER = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
 HARMONY = (
-    "<|start|>system<|message|>You are.<|end|>{% for m in messages %}{% if m.role == 'assistant' %}{% if m.tool_calls %}"
-    "{% if m.thinking %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
+    "<|start|>system<|message|>You are.<|end|>{% set ns = namespace(name='') %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{% if m.tool_calls %}{% set ns.name = m.tool_calls[0].function.name %}"
+    "{% if m.thinking and loop.last %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}"
+    "{% endif %}"
     "{{ '<|start|>assistant to=functions.' + m.tool_calls[0].function.name + '<|channel|>commentary json<|message|>' +"
     " m.tool_calls[0].function.arguments | tojson + '<|call|>' }}{% elif loop.last and not add_generation_prompt %}"
     "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}{% else %}"
     "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{% endif %}{% elif m.role == 'tool' %}"
-    "{{ '<|start|>functions.f to=assistant<|channel|>commentary<|message|>' + m.content | tojson + '<|end|>' }}{% else %}"
+    "{{ '<|start|>functions.' + ns.name + ' to=assistant<|channel|>commentary<|message|>' + m.content | tojson + '<|end|>' }}"
+    "{% else %}"
     "{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
@@ -197,7 +200,8 @@ def test_calls_are_said_up_to_their_end_token() -> None:
 
     analysis = "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant"
     command = ' to=functions.f<|channel|>commentary json<|message|>{"city": "Oslo", "days": 3}<|call|>'
-    assert said(HARMONY, CALLING) == [analysis + command, "<|channel|>final<|message|>Rain.<|return|>"]
+    assert said(HARMONY, CALLING[:2]) == [analysis + command]
+    assert said(HARMONY, CALLING) == [command, "<|channel|>final<|message|>Rain.<|return|>"]
 
 
 def test_a_call_that_the_template_leaves_out_is_an_error() -> None:
@@ -216,6 +220,7 @@ def test_a_template_that_looks_at_how_the_users_text_begins() -> None:
     asks = {"role": "assistant", "content": "Ask.", "reasoning_content": "hm"}
     messages = [TALK[0], asks, response, TALK[1]]
     assert said(QWEN3, messages) == ["<think>\nhm\n</think>\n\nAsk.<|im_end|>", "<think>\n\n</think>\n\nHello<|im_end|>"]
+    assert said(QWEN3, messages * 2) == ["Ask.<|im_end|>", "Hello<|im_end|>", *said(QWEN3, messages)]
 
 
 def test_a_rewritten_content_is_found_by_prefixes() -> None:
@@ -223,10 +228,15 @@ def test_a_rewritten_content_is_found_by_prefixes() -> None:
     assert said(shouting, TALK) == ["HELLO<|im_end|>", "THINK<|im_end|>"]
 
 
-def test_what_cannot_be_derived_is_an_error() -> None:
-    newest_first = CHATML.replace("in messages", "in messages | reverse")
+@pytest.mark.parametrize(
+    "messages",
+    ["messages | reverse", "messages + messages", "(messages + messages if messages | length > 3 else messages)"],
+    ids=["newest first", "all twice", "sometimes twice"],
+)
+def test_what_cannot_be_derived_is_an_error(messages: str) -> None:
+    template = CHATML.replace("in messages", f"in {messages}")
     with pytest.raises(RowError, match="cannot tell which tokens the assistant says") as caught:
-        render_chat(tokenizer_for(newest_first), TALK, where="a.jsonl:7")
+        render_chat(tokenizer_for(template), TALK, where="a.jsonl:7")
     assert caught.value.where == "a.jsonl:7"
     assert "generation" in caught.value.fix
 

@@ -11,7 +11,7 @@ import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
@@ -62,9 +62,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
+def _seed() -> None:
     torch.manual_seed(0)
-    yield
 
 
 def _errors(got: torch.Tensor, truth: torch.Tensor) -> tuple[float, float]:
@@ -88,6 +87,8 @@ def judge() -> Callable[..., None]:
         assert got.shape == truth.shape, f"{what}: shape {tuple(got.shape)} instead of {tuple(truth.shape)}"
         assert torch.isfinite(got).all(), f"{what}: not finite"
         tiny = torch.finfo(got.dtype).eps / 2
+        if got.dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1":
+            tiny *= 4  # the interpreter cuts fp32 to bf16 where a GPU rounds to nearest
         for kind, ours, theirs in zip(("rms", "max"), _errors(got, truth), _errors(reference, truth), strict=True):
             assert ours <= 2 * theirs + tiny, f"{what}: {kind} error {ours:.3g}, plain torch in {got.dtype} {theirs:.3g}"
 

@@ -104,8 +104,10 @@ def backends(device: str, dtype: torch.dtype, width: int, options: dict[str, Any
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not CUDA, reason="no CUDA device"))])
 def test_forward_and_backward_are_as_near_to_the_truth_as_plain_torch(
-    where: str, name: str, dtype: torch.dtype, judge: Callable[..., None]
+    where: str, name: str, dtype: torch.dtype, judge: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # torch's own fp32 kernel for the CPU is up to three times as far off as plain torch: the next test has the bar for it.
+    monkeypatch.setattr(attention_torch, "_has_torch_kernel", lambda *_: False)
     tensors, cu, options = make(where, dtype, width=64 if where == "cuda" else 32, **CASES[name])
     truth, yardstick = truth_and_yardstick(tensors, cu, options, dtype)
     for backend in backends(where, dtype, tensors[1].shape[-1], options | {"has_sinks": len(tensors) > 4}):
@@ -120,6 +122,7 @@ def test_float32_is_true_to_one_in_a_million(name: str) -> None:
     truth, _ = truth_and_yardstick(tensors, cu, options, torch.float32)
     for ours, exact in zip(raw(tensors, cu, max(LENGTHS), **options), truth, strict=True):
         assert (ours.double() - exact).norm() <= 1e-6 * exact.norm()
+        assert (ours.double() - exact).abs().max() <= 1e-6 * exact.abs().max()
 
 
 @pytest.mark.parametrize("name", ["grouped", "gemma2", "gpt_oss_window"])
@@ -179,14 +182,15 @@ def test_lengths_on_the_host_say_the_same_as_cu_seqlens() -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", ["grouped", "window", "gemma2", "gpt_oss", "all"])
-def test_flex_computes_the_same(name: str) -> None:
-    """Uncompiled on the CPU: its masks, soft-cap and sinks are ours. (On a GPU the first test covers it, compiled.)"""
-    tensors, cu, options = make("cpu", torch.float32, **CASES[name])
-    for ours, theirs in zip(
-        raw(tensors, cu, max(LENGTHS), backend="flex", **options), raw(tensors, cu, max(LENGTHS), **options), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+def test_flex_sees_and_caps_the_same(name: str) -> None:
+    """Forward, uncompiled: on the CPU flex has no backward. (On a GPU the first test covers both, compiled.)"""
+    (_, q, k, v, *sinks), cu, options = make("cpu", torch.float32, **CASES[name])
+    options["sinks_N"] = sinks[0] if sinks else None
+    ours = attention_forward(q, k, v, cu, max(LENGTHS), backend="flex", **options)
+    theirs = attention_forward(q, k, v, cu, max(LENGTHS), backend="torch", **options)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 129, 300])
@@ -259,3 +263,12 @@ def test_captures_in_a_cuda_graph(name: str, backend: str) -> None:
         graph.replay()
         for ours, theirs in zip(captured, raw(tensors, cu, tokens, backend=backend, **options), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("name", ["grouped", "window"])
+def test_flash_attention_2_is_called_as_this_torch_declares_it(name: str) -> None:
+    """On the meta device: torch checks the arguments and works out the shapes, without a GPU."""
+    tensors, cu, options = make("cpu", torch.bfloat16, **CASES[name])
+    there = [x.to("meta") for x in tensors]
+    out, dq, dk, dv = raw(there, cu.to("meta"), max(LENGTHS), backend="flash2", **options)
+    assert [x.shape for x in (out, dq, dk, dv)] == [there[i].shape for i in (1, 1, 2, 3)]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from pronghorn.kernels.dispatch import use_triton
 from pronghorn.kernels.gated_mlp import (
     gated_activation,
     gated_activation_backward,
@@ -41,7 +42,7 @@ def written_only_inside(view: torch.Tensor) -> bool:
 def test_forward_and_backward_are_as_good_as_plain_torch(
     device: str, judge: Callable[..., None], kind: Kind, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    T, F = shape
+    T, F = shape[0] if device == "cuda" or not use_triton(torch.empty(1)) else min(shape[0], 12), shape[1]  # 7 ms a row
     gu, da = strided(T, 2 * F, 16, dtype, device), strided(T, F, 5, dtype, device)
     results = []
     for kind_of_number in (torch.float64, dtype):
@@ -76,14 +77,16 @@ def test_backward_in_place(device: str, kind: Kind) -> None:
 def test_extreme_gates(device: str, kind: Kind, dtype: torch.dtype) -> None:
     """The largest numbers of the dtype, and where fp32's exp overflows: finite, with torch's limits 0, g and 0, 1."""
     largest = torch.finfo(dtype).max
-    gates = torch.tensor([-largest, -3e4, -100.0, -88.8, -30.0, -0.0, 0.0, 30.0, 88.8, 3e4, largest], dtype=dtype, device=device)
+    values = [-largest, -3e4, -100.0, -88.8, -30.0, -0.0, 0.0, 30.0, 88.8, 3e4, largest]
+    gates = torch.tensor(values, dtype=dtype, device=device)
     gu = torch.stack([gates, torch.ones_like(gates)]).reshape(1, -1)
     a = gated_activation_forward(gu, kind)[0]
     dgu, _ = gated_activation_backward(torch.ones(1, len(gates), dtype=dtype, device=device), gu, kind)
     dgate, dup = dgu[0].chunk(2)
     torch.testing.assert_close(a, torch.where(gates > 0, gates, 0.0), rtol=0, atol=1e-6)
     torch.testing.assert_close(dup, a, rtol=0, atol=0)
-    torch.testing.assert_close(dgate, torch.where(gates > 0, 1.0, torch.where(gates == 0, 0.5, 0.0)).to(dtype), rtol=0, atol=1e-6)
+    limits = torch.where(gates > 0, 1.0, torch.where(gates == 0, 0.5, 0.0)).to(dtype)
+    torch.testing.assert_close(dgate, limits, rtol=0, atol=1e-6)
 
 
 def test_gelu_is_torch_gelu(device: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import sys
 from typing import Any
 
 import pytest
@@ -45,8 +45,9 @@ class Problem:
         }
         weights = None if self.weights is None else self.weights.to(torch.promote_types(dtype, torch.float32))
         loss, rows = linear_cross_entropy_reference(
-            leaves["d_hidden"], leaves["d_weight"], self.labels, bias_V=leaves.get("d_bias"), weights_N=weights, **self.terms
-        )
+            leaves["d_hidden"], leaves["d_weight"], self.labels,
+            bias_V=leaves.get("d_bias"), weights_N=weights, **self.terms,
+        )  # fmt: skip
         grads = torch.autograd.grad(loss, list(leaves.values()), torch.full_like(loss, grad_scale))
         return {"loss": loss.detach(), "row_losses": rows, **dict(zip(leaves, grads, strict=True))}
 
@@ -57,11 +58,38 @@ class Problem:
         )  # fmt: skip
         return {name: tensor for name, tensor in result._asdict().items() if tensor is not None}
 
-    def check(self, judge: Callable[..., None], got: dict[str, torch.Tensor], grad_scale: float = 1.0) -> None:
+    def check(self, got: dict[str, torch.Tensor], grad_scale: float = 1.0) -> None:
+        """Root-mean-square and largest error of every result: at most twice plain torch's.
+
+        Plus half a rounding step of the result's dtype, and at least two of fp32: plain torch may be right by luck where
+        one number (the label's own gradient, the loss) is the largest by far.
+        """
         truth, plain = self.reference(torch.float64, grad_scale), self.reference(self.hidden.dtype, grad_scale)
         assert got.keys() == truth.keys()
         for name, tensor in got.items():
-            judge(tensor, plain[name], truth[name], name)
+            assert tensor.isfinite().all(), name
+            tiny = max(torch.finfo(tensor.dtype).eps / 2, 2 * torch.finfo(torch.float32).eps)
+            for norm in (2, float("inf")):
+                ours, theirs = (torch.linalg.vector_norm(t.double() - truth[name], norm) for t in (tensor, plain[name]))
+                size = torch.linalg.vector_norm(truth[name], norm)
+                assert ours <= 2 * theirs + tiny * size, f"{name}: {ours / size:.2e}, plain torch {theirs / size:.2e}"
+
+
+@pytest.fixture(autouse=True)
+def _interpreter_rounds_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter cuts fp32 off to bf16 where a GPU rounds to the nearest: twice the error, and all one way."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None:
+        return
+    before = interpreter._convert_float
+
+    def convert(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source.name, target.name) != ("fp32", "bf16"):
+            return before(values, source, target, mode)
+        rounded = torch.tensor(values, dtype=torch.float32).to(torch.bfloat16)
+        return rounded.view(torch.int16).numpy().view("uint16")
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
 
 
 @pytest.fixture
@@ -71,43 +99,55 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "CPU_SCRATCH_BYTES", 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("chosen", list(itertools.product([False, True], repeat=len(OPTIONS))), ids=str)
-@pytest.mark.parametrize(("bias", "weights"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("bias", "weights"), [(False, False), (False, True), (True, False), (True, True)])
 def test_every_combination_of_options(
-    device: str, judge: Callable[..., None], dtype: torch.dtype, chosen: tuple[bool, ...], bias: bool, weights: bool
+    device: str, chosen: tuple[bool, ...], bias: bool, weights: bool
 ) -> None:
     terms = {name: value for (name, value), wanted in zip(OPTIONS.items(), chosen, strict=True) if wanted}
-    problem = Problem(9, 64, 259, dtype, device, bias=bias, weights=weights, terms=terms)
-    problem.check(judge, problem.ours())
+    problem = Problem(5, 64, 259, torch.float32, device, bias=bias, weights=weights, terms=terms)
+    problem.check(problem.ours())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 64, 2), (3, 96, 49), (50, 576, 1000), (33, 72, 300), (17, 64, 8192), (20, 64, 8257)], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_dtype_with_every_option(device: str, dtype: torch.dtype, name: str) -> None:
+    problem = Problem(9, 64, 259, dtype, device, terms={name: OPTIONS[name]})
+    problem.check(problem.ours())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_options_together(device: str, dtype: torch.dtype) -> None:
+    problem = Problem(9, 64, 259, dtype, device, bias=True, weights=True, terms=OPTIONS)
+    problem.check(problem.ours())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64, 2), (3, 96, 49), (33, 576, 1000), (17, 64, 8192), (3, 72, 8257)], ids=str)
 @pytest.mark.usefixtures("small_chunks")
 def test_odd_shapes_over_several_chunks(
-    device: str, judge: Callable[..., None], dtype: torch.dtype, shape: tuple[int, int, int]
+    device: str, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> None:
     problem = Problem(*shape, dtype, device)
-    problem.check(judge, problem.ours())
+    problem.check(problem.ours())
 
 
-@pytest.mark.parametrize("vocabulary", [49_152, 50_257, 128_256, 151_936, 262_144])
-def test_real_vocabularies(device: str, judge: Callable[..., None], vocabulary: int) -> None:
-    problem = Problem(3, 32, vocabulary, torch.bfloat16, device)
+@pytest.mark.parametrize("vocabulary", [50_257, 128_256, 262_144] + [49_152, 151_936] * CUDA)
+def test_real_vocabularies(device: str, vocabulary: int) -> None:
+    problem = Problem(2, 32, vocabulary, torch.bfloat16, device)
     problem.labels[0] = vocabulary - 1
-    problem.check(judge, problem.ours())
+    problem.check(problem.ours())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_gradients_take_a_scale_known_up_front(
-    device: str, judge: Callable[..., None], dtype: torch.dtype, as_tensor: bool
+    device: str, dtype: torch.dtype, as_tensor: bool
 ) -> None:
     """0.003 is no power of two, and far from one: it must not be rounded to the inputs' dtype on its way."""
     problem = Problem(9, 64, 259, dtype, device, bias=True)
     got = problem.ours(grad_scale=torch.tensor(0.003, device=device) if as_tensor else 0.003)
-    problem.check(judge, got, grad_scale=0.003)
+    problem.check(got, grad_scale=0.003)
 
 
 def test_fp16_gradients_do_not_vanish_under_a_small_scale(device: str) -> None:
@@ -176,7 +216,7 @@ def test_a_broken_hidden_state_is_seen_in_the_loss(device: str, value: float) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_autograd_multiplies_by_the_incoming_gradient(device: str, judge: Callable[..., None], dtype: torch.dtype) -> None:
+def test_autograd_multiplies_by_the_incoming_gradient(device: str, dtype: torch.dtype) -> None:
     problem = Problem(9, 64, 259, dtype, device, bias=True, weights=True, terms=OPTIONS)
     assert problem.bias is not None
     leaves = [tensor.requires_grad_() for tensor in (problem.hidden, problem.weight, problem.bias)]
@@ -190,7 +230,7 @@ def test_autograd_multiplies_by_the_incoming_gradient(device: str, judge: Callab
         assert leaf.grad is not None
         assert leaf.grad.dtype == dtype
         got[name] = leaf.grad
-    problem.check(judge, got, grad_scale=0.003)
+    problem.check(got, grad_scale=0.003)
     with pytest.raises(RuntimeError, match="compute the loss again"):
         loss.backward()
 
@@ -216,9 +256,10 @@ def test_only_what_needs_a_gradient_gets_one(device: str, monkeypatch: pytest.Mo
 
 
 def test_float64_stays_float64() -> None:
-    problem = Problem(6, 16, 37, torch.float64, "cpu", terms=OPTIONS)
-    leaves = [tensor.requires_grad_() for tensor in (problem.hidden, problem.weight)]
-    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, problem.labels, **OPTIONS)[0], leaves)
+    problem = Problem(6, 16, 37, torch.float64, "cpu", bias=True, terms=OPTIONS)
+    truth = problem.reference(torch.float64)
+    for name, tensor in problem.ours().items():
+        torch.testing.assert_close(tensor, truth[name], rtol=1e-12, atol=1e-12)
 
 
 def test_no_rows_at_all(device: str) -> None:

@@ -153,7 +153,7 @@ def tokenized_rows(
     if work.bad:
         lines = (json.dumps(asdict(row), ensure_ascii=False) for row in work.bad)
         _write_text(path.with_suffix(".bad.jsonl"), "".join(f"{line}\n" for line in lines))
-    meta = {"bytes": path.stat().st_size, "read": work.read, "bad": len(work.bad), "sources": list(map(asdict, work.counts))}
+    meta = {"read": work.read, "bad": len(work.bad), "sources": list(map(asdict, work.counts))}
     _write_text(path.with_suffix(".json"), json.dumps(meta))
     rows = _open(path)
     if rows is None:
@@ -172,8 +172,6 @@ def _open(path: Path) -> Rows | None:
     """The cached rows; None when they are not there, or damaged: they can be made again."""
     try:
         meta = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        if path.stat().st_size != meta["bytes"]:
-            return None
         counts = tuple(SourceCount(**source) for source in meta["sources"])
         return Rows(TokenTable.open(path), path, int(meta["read"]), int(meta["bad"]), counts)
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):

@@ -19,7 +19,6 @@ conversation when it ends with the assistant; turns inside it end with the text 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,7 +31,7 @@ from pronghorn.errors import DataError
 
 Message = dict[str, Any]
 
-# Marks: a start and an end character for each message, from the private-use plane 15, which chat data does not use.
+# Marks: a start and an end character for each text, from the private-use plane 15, which chat data does not use.
 FIRST_MARK, LAST_MARK = 0xF0000, 0xFFFFD
 MARKS = re.compile(f"[{chr(FIRST_MARK)}-{chr(LAST_MARK)}]")
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -120,9 +119,7 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], tools: Any, where: str, prompt: bool = False) -> str:
         try:
             return str(
-                self._tokenizer.apply_chat_template(
-                    list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
-                )
+                self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
             )
         except TEMPLATE_ERRORS as error:
             raise _template_fault(error, where) from error
@@ -136,16 +133,16 @@ class ChatTemplate:
 
     def prompt_text(self, messages: Sequence[Message], tools: Any = None, where: str = "") -> str:
         """The conversation so far, and the generation prompt."""
-        return self._render(messages, list(tools) if tools else None, where, prompt=True)
+        return self._render(_with_text(messages), list(tools) if tools else None, where, prompt=True)
 
     def plain(self, messages: Sequence[Message], tools: Any = None, where: str = "") -> str:
         """The whole conversation, when nobody asks who says what."""
-        text = self._render(messages, list(tools) if tools else None, where)
+        text = self._render(_with_text(messages), list(tools) if tools else None, where)
         ends_open = self._ends is not None and not self._ends.last and messages[-1].get("role") == "assistant"
         return text + str(self._tokenizer.eos_token or "") if ends_open else text
 
     def render(self, messages: Sequence[Message], tools: Any = None, where: str = "") -> Rendered:
-        messages, tools = list(messages), (list(tools) if tools else None)
+        messages, tools = _with_text(messages), (list(tools) if tools else None)
         rendered = self._from_generation_tags(messages, tools, where) if self._tracked else None
         rendered = rendered or self._derived(messages, tools, where)
         _require_calls(rendered, messages, where)
@@ -188,7 +185,10 @@ class ChatTemplate:
             return None
         end_last, end_inside = self._special.search(last), self._special.search(inside or "")
         closing = _common_start(last, inside or "").rstrip()
-        call_last, call_inside = self._after(_calling({"a": PROBE}), {"role": "tool", "content": "."} | CALL_ID)
+        response = {"role": "tool", "content": "."} | CALL_ID
+        call_last, call_inside = self._after(_calling({"a": PROBE}), response)
+        if call_last is None:  # DeepSeek's templates want the arguments as text
+            call_last, call_inside = self._after(_calling(f'{{"a": "{PROBE}"}}'), response)
         call_ends = self._special.findall(_common_start(call_last or "", call_inside or ""))
         return Ends(
             last=end_last[0] if end_last else "",
@@ -212,7 +212,7 @@ class ChatTemplate:
             if role == "assistant":
                 ahead = [[ASK]]
             elif role == "tool":
-                ahead, probe = [[ASK, _calling({})]], probe | CALL_ID
+                ahead, probe = [[ASK, _calling({})], [ASK, _calling("{}")]], probe | CALL_ID
             texts = [self._probe(*before, probe, prompt=True) for before in ahead]
             tails = {text.split(PROBE)[1] for text in texts if text is not None}
             self._before[role] = tuple(sorted(tails, key=len, reverse=True))
@@ -252,13 +252,11 @@ class ChatTemplate:
     # Way 2: marks around every text
 
     def _from_marks(self, text: str, messages: list[Message], tools: Any, mark: Sequence[int]) -> tuple[Turn, ...] | None:
-        if 2 * len(messages) >= LAST_MARK - FIRST_MARK:
-            return None
-        some = set(mark)
-        marked = self._attempt([_marked(m, i) if i in some else m for i, m in enumerate(messages)], tools)
+        marks = _Marks(messages, mark)
+        marked = None if marks.too_many else self._attempt(marks.messages, tools)
         if marked is None or MARKS.sub("", marked) != text:
             return None
-        starts, stops, times = _marks_in(marked)
+        starts, stops, repeated = marks.places(marked)
         following = [len(text)] * len(messages)  # the first mark of any later message
         for i in range(len(messages) - 1, 0, -1):
             following[i - 1] = min(following[i], starts.get(i, len(text)), stops.get(i, len(text)))
@@ -266,7 +264,7 @@ class ChatTemplate:
         for i, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            if i not in stops or (times[i] > 1 and not message.get("tool_calls")):
+            if i not in stops or (i in repeated and not message.get("tool_calls")):
                 return None  # the template dropped or cut what this turn says, or repeats it; or the turn says nothing
             previous_stop = turns[-1].stop if turns else 0
             before = (str(messages[i - 1].get("role")), stops[i - 1]) if i - 1 in stops else ("", previous_stop)
@@ -382,8 +380,13 @@ def _cannot_derive(message: int, where: str, why: str) -> RowError:
     )  # fmt: skip
 
 
+def _with_text(messages: Sequence[Message]) -> list[Message]:
+    """Content None beside a call becomes "": of the templates that matter some fail on None, some write the word None."""
+    return [message if message.get("content") is not None else message | {"content": ""} for message in messages]
+
+
 def _require_calls(rendered: Rendered, messages: list[Message], where: str) -> None:
-    """A template without tools writes the content of a calling turn, often "None", and leaves out the call."""
+    """A template that knows no tools writes the empty content of a calling turn and leaves out the call."""
     for turn in rendered.turns:
         for call in messages[turn.message].get("tool_calls") or []:
             name = str((call.get("function") or call).get("name"))
@@ -409,7 +412,7 @@ def _text_of(message: Message) -> str:
     return str((calls[-1].get("function") or calls[-1]).get("name") or "") if calls else ""
 
 
-def _calling(arguments: dict[str, str]) -> Message:
+def _calling(arguments: dict[str, str] | str) -> Message:
     call = {"type": "function", "id": CALL_ID["tool_call_id"], "function": {"name": "f", "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
@@ -424,42 +427,55 @@ def _could_say(message: Message, said: str) -> bool:
     return text in said or text.rsplit("</think>", 1)[-1].strip() in said
 
 
-def _marked(message: Message, i: int) -> Message:
-    """The message with its start and end mark inside the outer whitespace of every text in it."""
-    start, stop = chr(FIRST_MARK + 2 * i), chr(FIRST_MARK + 2 * i + 1)
+# Not the reasoning: templates drop it from earlier turns, and then its mark would stand in for the content's.
+MARKED_FIELDS = ("content", "tool_calls")
 
-    def around(value: Any) -> Any:
-        if isinstance(value, str):
-            core = value.strip()
+
+class _Marks:
+    """Messages with a start and an end mark inside the outer whitespace of every text in them, each text its own pair."""
+
+    def __init__(self, messages: Sequence[Message], which: Sequence[int]) -> None:
+        self._owner: list[int] = []  # of each pair of marks, its message
+        some = set(which)
+        self.messages = [self._marked(message, i) if i in some else message for i, message in enumerate(messages)]
+
+    @property
+    def too_many(self) -> bool:
+        return 2 * len(self._owner) >= LAST_MARK - FIRST_MARK
+
+    def _marked(self, message: Message, i: int) -> Message:
+        return message | {key: self._around(message[key], i) for key in MARKED_FIELDS if key in message}
+
+    def _around(self, value: Any, i: int) -> Any:
+        if isinstance(value, str) and value.strip() and not self.too_many:
+            core, mark = value.strip(), FIRST_MARK + 2 * len(self._owner)
+            self._owner.append(i)
             at = value.find(core)
-            return f"{value[:at]}{start}{core}{stop}{value[at + len(core) :]}" if core else value
+            return f"{value[:at]}{chr(mark)}{core}{chr(mark + 1)}{value[at + len(core) :]}"
         if isinstance(value, list):
-            return [around(item) for item in value]
+            return [self._around(item, i) for item in value]
         if isinstance(value, dict):
-            return {key: item if key in {"type", "id"} else around(item) for key, item in value.items()}
+            return {key: item if key in {"type", "id"} else self._around(item, i) for key, item in value.items()}
         return value
 
-    return {key: around(value) if key in MARKED_FIELDS else value for key, value in message.items()}
+    def places(self, marked: str) -> tuple[dict[int, int], dict[int, int], set[int]]:
+        """For each message, where its first text starts and its last one ends, in the text without marks.
 
-
-# Not the reasoning: templates drop it from earlier turns, and then its mark would stand in for the content's.
-MARKED_FIELDS = frozenset({"content", "tool_calls"})
-
-
-def _marks_in(marked: str) -> tuple[dict[int, int], dict[int, int], Counter[int]]:
-    """For each message, the place of its first start mark and of its last end mark, in the text without marks.
-
-    And how many end marks it has.
-    """
-    starts: dict[int, int] = {}
-    stops: dict[int, int] = {}
-    times: Counter[int] = Counter()
-    for before, found in enumerate(MARKS.finditer(marked)):
-        message, is_stop = divmod(ord(found[0]) - FIRST_MARK, 2)
-        at = found.start() - before
-        if is_stop:
-            stops[message] = at
-            times[message] += 1
-        else:
-            starts.setdefault(message, at)
-    return starts, stops, times
+        Where a text is repeated the first place counts (Harmony names a call again in its response); the third value
+        is the messages it happens to.
+        """
+        starts: dict[int, int] = {}
+        stops: dict[int, int] = {}
+        seen: set[str] = set()
+        repeated: set[int] = set()
+        for before, found in enumerate(MARKS.finditer(marked)):
+            number, is_stop = divmod(ord(found[0]) - FIRST_MARK, 2)
+            message, at = self._owner[number], found.start() - before
+            if found[0] in seen:
+                repeated.add(message)
+            elif is_stop:
+                stops[message] = at
+            else:
+                starts.setdefault(message, at)
+            seen.add(found[0])
+        return starts, stops, repeated

@@ -183,6 +183,8 @@ KINDS = (
             "I need to be up at {time}. Please phone me in {room}.",
             "Would you call room {room} tomorrow morning at {time}, so that we wake up?",
             "My plane leaves early. Wake room {room} at {time}, please.",
+            "I sleep deeply. Please wake room {room} at {time} sharp.",
+            "Do not let me oversleep: call {room} at {time}.",
         ),
         held_out=(
             "My alarm is broken, could you wake me up at {time}? It is room {room}.",
@@ -205,6 +207,8 @@ KINDS = (
             "At {time} I would like a taxi to {destination}.",
             "How do we get to {destination}? A taxi at {time} would be great.",
             "We are leaving for {destination} at {time} and need a cab.",
+            "Is a taxi to {destination} available at {time}?",
+            "We would like to visit {destination}. Could a driver be here at {time}?",
         ),
         held_out=(
             "Could you call a taxi for {time}? I want to visit {destination}.",
@@ -227,6 +231,11 @@ KINDS = (
             "We would like to eat in room {room}: {items}, please.",
             "Would you serve {items} for breakfast in room {room}?",
             "Is the kitchen open? I want {items}, room {room}.",
+            "Can the chef prepare {items} for room {room}?",
+            "It is past midnight, may I order {items}? I am in {room}.",
+            "This is room {room}. We are thirsty and hungry: {items}, please.",
+            "My children want {items} for lunch, room {room}.",
+            "Hello from {room}, is it possible to get {items} for supper?",
         ),
         held_out=(
             "Can the kitchen make {items} for room {room}?",
@@ -249,6 +258,10 @@ KINDS = (
             "Can I get {items} for room {room}, please?",
             "We have no more, so please send {items} up to {room}.",
             "Could you put {items} in room {room}?",
+            "This is {room}. Could you leave {items} on the bed?",
+            "Is there a chance to get {items}? I am in room {room}.",
+            "The bathroom in room {room} needs {items}.",
+            "I left mine at home. Could housekeeping lend me {items}? Room {room}.",
         ),
         held_out=(
             "The maid forgot us today, please send {items} to room {room}.",
@@ -271,6 +284,9 @@ KINDS = (
             "For {time} I need a table for {people} at {restaurant}.",
             "Please reserve {restaurant} for {people} guests, {time}.",
             "There will be {people} of us at {restaurant}, can we have dinner at {time}?",
+            "We want to have lunch at {restaurant}, {people} people, at {time}.",
+            "Could you get a table for us? {restaurant}, {time}, {people} people.",
+            "I would like a reservation for {people} at {restaurant} at {time}.",
         ),
         held_out=(
             "Could you get us a table at {restaurant}? {time}, for {people}.",
@@ -293,6 +309,9 @@ KINDS = (
             "Please give me until {time} to check out of {room}.",
             "We want to check out of room {room} at {time}, is that fine?",
             "I need my room a little longer, until {time}. It is {room}.",
+            "Would you let us check out of room {room} at {time}?",
+            "We are slow packers. Can we check out of {room} at {time}?",
+            "On our last day we will check out at {time}. Room {room}.",
         ),
         held_out=(
             "Would it be fine to check out of room {room} at {time}?",
@@ -315,6 +334,8 @@ KINDS = (
             "Can you take care of {problem}? It is in room {room}.",
             "Please fix {problem} in our bathroom, room {room}.",
             "Would somebody look at {problem} in room {room}?",
+            "Could your technician come to room {room}? We have {problem}.",
+            "I noticed {problem} in {room} this morning.",
         ),
         held_out=(
             "Could an engineer look at {problem} in room {room}?",

@@ -52,7 +52,7 @@ class Flash4:
             "softcap": packed.softcap or 0.0,
             "window_size_left": None if packed.window is None else packed.window - 1,
             "window_size_right": None if packed.window is None else 0,
-            "learnable_sink": packed.sinks_N,
+            "learnable_sink": None if packed.sinks_N is None else packed.sinks_N.detach(),
         }
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 Serves the CPU, and GPUs where nothing faster applies. On the CPU a document without soft-cap and without a window that
 cuts it goes through torch's own blocked kernels, forward and backward (2048 tokens, 9 heads, one core: 0.34 s instead
-of 1.7 s dense). Everything else goes in blocks of query rows, so a block's scores are the most memory it ever takes.
+of 1.7 s dense; 2 times as fast forward and 1.3 times backward as the blocks below). Everything else goes in blocks of query rows, so a block's scores are the most memory it ever takes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 Backend = Literal["flash4", "flash2", "flex", "torch"]  # in order of preference
-BLOCK_ROWS = 256  # query rows at a time: the scores of 32 heads against 8,192 keys are 268 MB in fp32
+# Query rows at a time: 1.3 to 1.5 times as fast as 256 on one core (documents of 207 to 2048 tokens), as fewer scores above
+# the diagonal are computed; 32 heads against 8,192 keys are 134 MB of scores in fp32.
+BLOCK_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,10 +38,10 @@ CPU_SCRATCH_BYTES = 64_000_000  # plain torch makes about four fp32 copies of th
 # Row stride of the chunk in elements: keeps every row at a 128-byte boundary or better, whatever V is (259, 50,257).
 PADDING = 64
 
-# One program a row. (block of columns, warps): 8,192 columns on 16 warps is 16 values a thread, about 60 registers, so two
+# One program a row. (block of columns, warps): 8,192 columns on 16 warps is 16 values a thread and 59 registers, so two
 # programs fit a multiprocessor: 264 rows of 256 KB in flight, and the second read, which goes backwards, finds a good part
-# of them in the L2 cache. To be swept with `python -m benchmarks.ops --sweep linear_cross_entropy`.
-CONFIGS = [(8192, 16), (4096, 8), (16384, 16), (16384, 32), (32768, 32)]
+# of them in the L2 cache. 32,768 columns on 32 warps spill. `python -m benchmarks.ops --sweep linear_cross_entropy`.
+CONFIGS = [(8192, 16), (4096, 8), (2048, 4), (8192, 8), (16384, 16), (16384, 32)]
 CONFIG = CONFIGS[0]
 
 
@@ -91,35 +91,40 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+# Parameters of kernels carry no types: Triton's compiler looks an annotation up and takes only its own names.
+
 # ---- Triton -------------------------------------------------------------------------------------------------
 
 
 @jit
-def _tanh(x: Any) -> Any:
-    """Accurate near 0, where 1 - 2 / (exp(2x) + 1) would lose all digits; Triton has no tanh that its interpreter runs."""
-    square = x * x
-    series = -5.70498872745e-3 * square + 2.06390887954e-2
-    series = series * square - 5.37397155531e-2
-    series = series * square + 1.33314422036e-1
-    series = series * square - 3.33332819422e-1
-    decay = tl.exp(-2.0 * tl.abs(x))
-    far = (1.0 - decay) / (1.0 + decay)
-    return tl.where(tl.abs(x) < 0.625, x + x * square * series, tl.where(x < 0, -far, far))
+def _logits(raw, logit_scale, softcap, inverse_softcap, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(the logits, their slope by the scaled product): the slope is 1 - tanh² under a softcap, else 1.
 
-
-@jit
-def _logits(raw: Any, logit_scale: Any, softcap: Any, inverse_softcap: Any, HAS_SOFTCAP: tl.constexpr) -> Any:
+    Both without cancellation: a series for tanh near 0 (Triton has no tanh that its interpreter runs, and
+    1 - 2 / (exp(2x) + 1) loses its digits there), and 4d / (1 + d)² for the slope, which 1 - tanh² loses far out.
+    """
     logits = raw.to(tl.float32) * logit_scale
+    slope = 1.0
     if HAS_SOFTCAP:
-        logits = softcap * _tanh(logits * inverse_softcap)
-    return logits
+        x = logits * inverse_softcap
+        square = x * x
+        series = -5.70498872745e-3 * square + 2.06390887954e-2
+        series = series * square - 5.37397155531e-2
+        series = series * square + 1.33314422036e-1
+        series = series * square - 3.33332819422e-1
+        decay = tl.exp(-2.0 * tl.abs(x))
+        far = (1.0 - decay) / (1.0 + decay)
+        tanh = tl.where(tl.abs(x) < 0.625, x + x * square * series, tl.where(x < 0, -far, far))
+        logits = softcap * tanh
+        slope = 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
+    return logits, slope
 
 
 @jit
-def _row_sums(
-    row_ptr: Any, row_stride: Any, vocabulary: Any, softcap: Any, inverse_softcap: Any, logit_scale: Any,
+def _row_sums(  # type: ignore[no-untyped-def]
+    row_ptr, row_stride, vocabulary, softcap, inverse_softcap, logit_scale,
     HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr,
-) -> Any:  # fmt: skip
+):  # fmt: skip
     """(the largest logit, the sum of exp(logit - largest), the sum of logits where smoothing needs it) of one row."""
     block = tl.arange(0, BLOCK_V)
     largest = tl.full([], float("-inf"), tl.float32)
@@ -128,7 +133,7 @@ def _row_sums(
     for index in range(0, tl.cdiv(row_stride, BLOCK_V)):
         columns = index * BLOCK_V + block
         raw = tl.load(row_ptr + columns, mask=columns < row_stride, other=0.0, eviction_policy="evict_last")
-        logits = _logits(raw, logit_scale, softcap, inverse_softcap, HAS_SOFTCAP)
+        logits, _ = _logits(raw, logit_scale, softcap, inverse_softcap, HAS_SOFTCAP)
         if HAS_SMOOTHING:
             totals += tl.where(columns < vocabulary, logits, 0.0)
         logits = tl.where(columns < vocabulary, logits, float("-inf"))
@@ -139,12 +144,12 @@ def _row_sums(
 
 
 @jit
-def _loss_and_gradient_kernel(
-    logits_ptr: Any, labels_ptr: Any, weights_ptr: Any, losses_ptr: Any, grad_scale_ptr: Any, row_stride: Any,
-    vocabulary: Any, softcap: Any, inverse_softcap: Any, logit_scale: Any, smoothing: Any, z_loss: Any,
+def _loss_and_gradient_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, labels_ptr, weights_ptr, losses_ptr, grad_scale_ptr, row_stride,
+    vocabulary, softcap, inverse_softcap, logit_scale, smoothing, z_loss,
     HAS_WEIGHTS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, NEED_GRAD: tl.constexpr,
     BLOCK_V: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """One row: its loss, and d(loss * grad_scale) / d(product) over the logits, in place.
 
     Loads and stores go up to the row's stride, which is a multiple of 64, so that they stay vectors for an odd vocabulary;
@@ -166,7 +171,7 @@ def _loss_and_gradient_kernel(
         valid = (label >= 0) & (label < vocabulary)
         target = tl.where(valid, label, 0).to(tl.int32)
         # Read before the reductions of _row_sums: their barriers keep any other warp from overwriting it first.
-        target_logit = _logits(tl.load(row_ptr + target), logit_scale, softcap, inverse_softcap, HAS_SOFTCAP)
+        target_logit, _ = _logits(tl.load(row_ptr + target), logit_scale, softcap, inverse_softcap, HAS_SOFTCAP)
         largest, total, logits_sum = _row_sums(
             row_ptr, row_stride, vocabulary, softcap, inverse_softcap, logit_scale, HAS_SOFTCAP, HAS_SMOOTHING, BLOCK_V
         )
@@ -184,19 +189,16 @@ def _loss_and_gradient_kernel(
             for index in range(0, blocks):  # backwards: what was read last is still in the cache
                 columns = (blocks - 1 - index) * BLOCK_V + block
                 raw = tl.load(row_ptr + columns, mask=columns < row_stride, other=0.0, eviction_policy="evict_first")
-                logits = _logits(raw, logit_scale, softcap, inverse_softcap, HAS_SOFTCAP)
+                logits, slope = _logits(raw, logit_scale, softcap, inverse_softcap, HAS_SOFTCAP)
                 gradient = tl.exp(logits - largest) * share
                 if HAS_SMOOTHING:
                     gradient -= smoothing / vocabulary
                 gradient = tl.where(columns == target, gradient - (1.0 - smoothing), gradient)
-                if HAS_SOFTCAP:
-                    ratio = logits * inverse_softcap
-                    gradient *= 1.0 - ratio * ratio
-                tl.store(row_ptr + columns, (gradient * factor).to(dtype), mask=columns < row_stride)
+                tl.store(row_ptr + columns, (gradient * slope * factor).to(dtype), mask=columns < row_stride)
 
 
 @jit
-def _scale_kernel(x_ptr: Any, row_stride: Any, width: Any, scale_ptr: Any, BLOCK: tl.constexpr) -> None:
+def _scale_kernel(x_ptr, row_stride, width, scale_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """x *= scale. A scale of one, the usual case, is found out here: no bytes move, and the host is not asked."""
     scale = tl.load(scale_ptr)
     if scale != 1.0:
@@ -247,8 +249,10 @@ def _loss_and_gradient_torch(
 ) -> None:
     vocabulary = logits_CV.shape[1]
     logits = logits_CV.to(losses_C.dtype) * terms.logit_scale
+    slope = None
     if terms.softcap:
-        logits = torch.tanh(logits / terms.softcap) * terms.softcap
+        tanh = torch.tanh(logits / terms.softcap)
+        logits, slope = tanh * terms.softcap, 1 - tanh.square()
     ignored = labels_C == IGNORED
     valid = (labels_C >= 0) & (labels_C < vocabulary)
     label_C1 = labels_C.clamp(0, vocabulary - 1)[:, None]
@@ -263,8 +267,8 @@ def _loss_and_gradient_torch(
     if need_grad:
         gradient = torch.exp(logits - lse[:, None]).mul_(1 + 2 * terms.z_loss * lse[:, None]).sub_(smoothing / vocabulary)
         gradient.scatter_add_(1, label_C1, torch.full_like(label_C1, smoothing - 1, dtype=gradient.dtype))
-        if terms.softcap:
-            gradient.mul_(1 - (logits / terms.softcap).square())
+        if slope is not None:
+            gradient.mul_(slope)
         gradient.mul_((factor * (grad_scale * terms.logit_scale))[:, None])
         logits_CV.copy_(gradient.masked_fill_(ignored[:, None], 0.0))
 
@@ -343,6 +347,7 @@ def _run_chunks(
     need_grad = any(gradient is not None for gradient in gradients)
     chunk = chunk_rows(rows, vocabulary, hidden_ND.dtype, hidden_ND.device)
     scratch = hidden_ND.new_empty((chunk, _padded(vocabulary)))
+    scratch[:, vocabulary:] = 0.0  # never used, but read: nothing uninitialised is
     for start in range(0, rows, max(chunk, 1)):
         part = slice(start, min(start + chunk, rows))
         hidden_CD = hidden_ND[part]

@@ -1,6 +1,8 @@
-"""What must hold of a model before it trains on packed documents.
+"""A causal language model on fast layers: hidden states and loss of packed documents, beside the model's own forward.
 
-transformers separates documents by their positions (each starts at 0) as long as there is no cache and no mask.
+`FastCausalLM` is an object beside the Hugging Face model. `install` makes the model *instance* use it where it applies
+(training without a cache), by setting `forward` on the instance and on its backbone; classes and modules stay untouched, and
+everything else (generation, output of attentions, unusual masks) runs the family's own forward.
 """
 
 from __future__ import annotations
@@ -8,13 +10,100 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pronghorn.errors import ModelError
+from pronghorn.kernels.linear_cross_entropy import linear_cross_entropy
+from pronghorn.kernels.rms_norm import rms_norm
+from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm
+from pronghorn.model.families import FAMILIES, layer_type, why_not_fast
+
+ENGINE = "_pronghorn_engine"  # attribute of the model instance
+
+
+class FastCausalLM:
+    def __init__(self, model: Any) -> None:
+        config = model.config.get_text_config()
+        family = FAMILIES[config.model_type]
+        self.model, self.config, self.backbone = model, config, model.model
+        self.layers = [FastDecoderLayer(layer, family, config, i) for i, layer in enumerate(self.backbone.layers)]
+        self.norm = Norm(self.backbone.norm, family.one_plus)
+        self.kinds = sorted({layer_type(config, i) for i in range(len(self.layers))})
+        self.head_terms = {
+            "softcap": float(getattr(config, "final_logit_softcapping", None) or 0.0),
+            "logit_scale": 1.0 / float(getattr(config, "logits_scaling", None) or 1.0),
+        }
+
+    def rotary(self, positions_T: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """cos and sin once per batch, in float32 whatever the weights are, by the model's own (scaled) RoPE module."""
+        like = torch.empty(0, dtype=torch.float32, device=positions_T.device)
+        module, tables = self.backbone.rotary_emb, {}
+        for kind in self.kinds:
+            by_kind = hasattr(module, f"{kind}_inv_freq")
+            cos, sin = module(like, positions_T[None], kind) if by_kind else module(like, positions_T[None])
+            half = cos.shape[-1] // 2  # both halves are the same
+            tables[kind] = (cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
+        return tables
+
+    def embed(self, ids_T: Tensor) -> Tensor:
+        h_TD: Tensor = self.backbone.embed_tokens(ids_T)
+        if torch.is_autocast_enabled(h_TD.device.type):
+            h_TD = h_TD.to(torch.get_autocast_dtype(h_TD.device.type))
+        return h_TD * getattr(self.config, "embedding_multiplier", 1.0)
+
+    def hidden(self, h_TD: Tensor, documents: Documents) -> Tensor:
+        """The residual stream after the last layer, before the final norm."""
+        with torch.autocast(h_TD.device.type, enabled=False):  # the layers choose their precision themselves
+            for layer in self.layers:
+                h_TD = layer(h_TD, documents)
+        return h_TD
+
+    def loss(self, h_TD: Tensor, loss_rows: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum of the losses of `loss_rows`, loss of each of them, detached); norm and head only for those rows."""
+        with torch.autocast(h_TD.device.type, enabled=False):
+            x_ND, _ = rms_norm(h_TD.index_select(0, loss_rows), self.norm.weight, self.norm.eps, one_plus=self.norm.one_plus)
+            head = self.model.get_output_embeddings()
+            if type(head) is not torch.nn.Linear:
+                raise ModelError(what=f"the head is {type(head).__name__}, not a linear layer", why="its loss has no kernel",
+                                 fix="leave lm_head out of lora.targets and modules_to_save")
+            weight = head.weight if head.weight.dtype == x_ND.dtype else head.weight.to(x_ND.dtype)
+            return linear_cross_entropy(x_ND, weight, labels_N, bias_V=head.bias, **self.head_terms)
+
+    def packed_loss(self, ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, longest: int, *, loss_rows: Tensor,
+                    labels_T: Tensor, lengths: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
+        """What training calls: one packed batch, metadata built by the loader."""
+        documents = Documents(cu_seqlens, longest, self.rotary(positions_T), lengths)
+        return self.loss(self.hidden(self.embed(ids_T), documents), loss_rows, labels_T[loss_rows])
+
+
+def install(model: Any) -> str:
+    """Give a Hugging Face causal LM instance fast layers. Returns why not, or nothing; the model trains either way."""
+    base = base_of(model)
+    if why := why_not_fast(base.config.get_text_config()):
+        return why
+    if not hasattr(base, ENGINE):
+        from pronghorn.model.hf_forward import set_forwards
+
+        object.__setattr__(base, ENGINE, FastCausalLM(base))
+        set_forwards(base, getattr(base, ENGINE))
+    return ""
+
+
+def base_of(model: Any) -> Any:
+    """The Hugging Face model inside PEFT's wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def engine_of(model: Any) -> FastCausalLM | None:
+    return getattr(base_of(model), ENGINE, None)
 
 
 @torch.no_grad()
 def require_isolated_documents(model: Any, device: torch.device, vocabulary: int) -> None:
-    """Two documents in one pack: changing the first must not change the second. Milliseconds, before anything trains."""
+    """Two documents in one pack: changing the first must not change the second. Milliseconds, before anything trains.
+
+    transformers separates documents by their positions (each starts at 0) as long as there is no cache and no mask.
+    """
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]], device=device)
     ids = torch.arange(11, device=device)[None] % vocabulary
     changed = ids.clone()

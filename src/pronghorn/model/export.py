@@ -21,6 +21,7 @@ NOT_EXPORTED = ("manifest.json", "training_state.safetensors", "README.md")
 def export(checkpoint: Path, recipe: Recipe, target: Path, to: Literal["adapter", "merged"],
            figures: dict[str, Any]) -> None:
     """`figures` go into the model card. The target is complete or not there: it is written beside itself first."""
+    target = target.resolve()  # `.` has no name that a temporary sibling could be called after
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CommandError(what="the target exists already", where=str(target), why="an export never overwrites",
                            fix="choose another folder, or remove this one")
@@ -28,7 +29,11 @@ def export(checkpoint: Path, recipe: Recipe, target: Path, to: Literal["adapter"
         raise CommandError(what="this run has no adapter", why="method: full trains the whole model", fix="use --to merged")
     beside = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    try:
+        beside.mkdir(parents=True)
+    except OSError as error:
+        raise CommandError(what=f"cannot write there: {error.strerror}", where=str(target),
+                           fix="choose another folder with --target") from error
     try:
         if to == "merged" and recipe.method != "full":
             save_model(merged_model(checkpoint, recipe), beside)
@@ -58,7 +63,7 @@ def trained_model(checkpoint: Path, recipe: Recipe, dtype: torch.dtype, device: 
 
 
 def merged_model(checkpoint: Path, recipe: Recipe) -> Any:
-    """Base weights plus adapter, added in float32 and rounded once to the base's own dtype."""
+    """Base weights plus adapter, added in float32; rounded once where the recipe asks for bf16 or fp16."""
     model = trained_model(checkpoint, recipe, torch.float32, torch.device("cpu"))
     assert isinstance(model, PeftModel)
     merged = model.merge_and_unload(safe_merge=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
@@ -53,7 +54,7 @@ def resolve_precision(asked: Literal["auto"] | Precision, device: torch.device) 
 def inspect_model(name: str, lora: Lora | None = None) -> ModelFacts:
     """Reads the config, allocates nothing. With `lora`, also counts the adapter and refuses targets that match nothing."""
     _refuse_unreadable_folder(name)
-    config = _guarded(name, lambda: AutoConfig.from_pretrained(name, trust_remote_code=False))
+    config = _guarded(name, lambda: AutoConfig.from_pretrained(_place(name), trust_remote_code=False))
     with torch.device("meta"):
         model = _guarded(name, lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     text = config.get_text_config()
@@ -78,9 +79,17 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> PreTraine
     """The family's own layers, weights from safetensors only. No code from the model's folder is ever run."""
     _refuse_unreadable_folder(name)
     with without_progress_bars():
-        model = _guarded(
+        model, found = _guarded(
             name,
-            lambda: AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, trust_remote_code=False),
+            lambda: AutoModelForCausalLM.from_pretrained(
+                _place(name), dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            ),
+        )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise ModelError(
+            what=f"{len(missing)} weights of this model are not in its files, such as {missing[0]}", where=name,
+            why="transformers would fill them with random numbers", fix="get the model's complete safetensors files",
         )
     model.config.use_cache = False
     return model.to(device)  # type: ignore[no-any-return]
@@ -107,6 +116,12 @@ def require_tokenizer_fits(tokenizer: Any, vocabulary: int, name: str) -> None:
             where=name, why="tokens without an embedding cannot be trained",
             fix="use the tokenizer the model was published with, or a model whose embeddings were resized to it",
         )
+
+
+def _place(name: str) -> str:
+    """`~` opened, which transformers would take for part of a hub name."""
+    folder = Path(name).expanduser()
+    return str(folder) if folder.is_dir() else name
 
 
 def _refuse_unreadable_folder(name: str) -> None:
@@ -138,7 +153,7 @@ def _guarded(name: str, load: Any) -> Any:
     """transformers' own words for what a user can cause, in our form."""
     try:
         return load()
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         text = str(error)
         if "trust_remote_code" in text:
             raise ModelError(what="this model wants to run code from its own repository", where=name,

@@ -29,8 +29,8 @@ class TrainedRun:
         if not found:
             raise CommandError(what="no checkpoint here", where=str(run), why="the folder is not a run's, or it never saved",
                                fix="give a run's output folder; `pronghorn runs` lists them")
-        manifest = verify_checkpoint(self._choose(found, which, run))
         self.path = self._choose(found, which, run)
+        manifest = verify_checkpoint(self.path)
         self.recipe = Recipe.model_validate(manifest["recipe"])
         self.step: int = manifest["step"]
 

@@ -1,0 +1,496 @@
+"""AdamW over any number of tensors in three launches, with gradient clipping and refreshed low-precision copies inside.
+
+    norm   = sqrt(sum of g² over all tensors)        clip = min(1, clip_norm / (norm + 1e-6))     as clip_grad_norm_ has it
+    m      = m + (1 - beta1) * (clip * g - m)        v = beta2 * v + (1 - beta2) * (clip * g)²    t = t + 1
+    p      = p * (1 - lr * weight_decay) - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+    shadow = factor * p                              a copy in another dtype, perhaps row-strided or transposed
+
+The launches: sums of squares of blocks of gradient; one program that adds them up, advances the step counters and works
+out each tensor's factors; the update. They are three because each needs all of the one before, and a barrier over a whole
+grid would need all programs on the chip at once. Tensors of other dtypes take launches of their own (adapters have one).
+Where a tensor lies is read from a table on the device, built once: a step copies nothing from the host and asks nothing.
+
+A norm that is not finite changes no tensor and no step counter, on the device, and adds one to `skipped`. Sums have a fixed
+order, so results repeat bit for bit. Everything is computed in fp32 (the bias corrections in fp64) and rounded once.
+Bound by memory: 4 bytes a parameter for the norm, 28 for the update and 2 for a bf16 shadow, with fp32 tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from pronghorn.kernels.dispatch import jit, tl, triton, use_triton
+
+# Elements a program, warps: 16 elements a thread, so four streams of four 16-byte loads each are in flight before the first
+# use, in about 100 registers. `python -m benchmarks.ops --sweep adamw`.
+CONFIGS = [(4096, 8), (2048, 4), (2048, 8), (1024, 4), (8192, 16)]
+CONFIG = CONFIGS[0]
+
+# Columns of the table: five addresses, then what the shadow needs, then which learning rate.
+FIELDS = 11
+_FIELDS = tl.constexpr(FIELDS)
+_PARAM, _GRAD, _EXP_AVG, _EXP_AVG_SQ, _STEP, _SHADOW, _NUMEL, _COLUMNS, _SHADOW_STRIDE, _TRANSPOSED, _LR = (
+    tl.constexpr(column) for column in range(FIELDS)
+)
+_NORM, _CLIP, _FINITE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # in the result
+CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
+_CLIP_EPS = tl.constexpr(CLIP_EPS)
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """A copy of a parameter, times factor, that the update keeps fresh: the parameter's shape, or its transpose.
+
+    Rows may be strided: it may be some columns of a wider buffer.
+    """
+
+    tensor: torch.Tensor
+    factor: float = 1.0
+    transposed: bool = False
+
+
+class _Part(NamedTuple):
+    """The tensors that share their dtypes: one launch."""
+
+    blocks: torch.Tensor  # [programs, 2] int32: tensor, block of that tensor
+    first: int  # of its partial sums
+    param: torch.dtype
+    grad: torch.dtype
+    moment: torch.dtype
+    shadow: torch.dtype | None
+    aligned: bool  # every address at 16 bytes
+    shadow_aligned: bool  # and rows of every shadow that is not transposed in whole vectors of 8
+
+
+class AdamWTensors:
+    """The tensors of a step, and where they lie. Build it once; it holds on to them, and their addresses must not change."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        exp_avgs: Sequence[torch.Tensor],
+        exp_avg_sqs: Sequence[torch.Tensor],
+        steps: Sequence[torch.Tensor],
+        *,
+        weight_decays: Sequence[float],
+        lr_groups: Sequence[int] | None = None,
+        shadows: Sequence[Shadow | None] | None = None,
+    ) -> None:
+        """steps: 0-dim fp32, one a tensor, counted up by the update. lr_groups: which entry of `lr` a tensor takes."""
+        self.params, self.grads, self.steps = list(params), list(grads), list(steps)
+        self.exp_avgs, self.exp_avg_sqs = list(exp_avgs), list(exp_avg_sqs)
+        self.weight_decays = list(weight_decays)
+        self.lr_groups = [0] * len(self.params) if lr_groups is None else list(lr_groups)
+        self.shadows: list[Shadow | None] = [None] * len(self.params) if shadows is None else list(shadows)
+        self._check()
+        self.device = self.params[0].device
+        doubles = any(p.dtype == torch.float64 for p in self.params)
+        self.on_device = use_triton(self.params[0]) and not doubles
+        self.skipped = torch.zeros((), dtype=torch.int32, device=self.device)
+        if self.on_device:
+            self._build_tables()
+
+    def _check(self) -> None:
+        columns = (self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, self.steps, self.weight_decays, self.lr_groups,
+                   self.shadows)  # fmt: skip
+        if not self.params or any(len(column) != len(self.params) for column in columns):
+            raise ValueError("AdamW needs at least one tensor, and as many of each kind as there are parameters")
+        for param, grad, m, v, shadow in zip(*columns[:4], self.shadows, strict=True):
+            for tensor in (param, grad, m, v):
+                if tensor.shape != param.shape or tensor.device != self.params[0].device or not tensor.is_contiguous():
+                    raise ValueError(f"a tensor of shape {tuple(tensor.shape)} for a parameter of {tuple(param.shape)}: "
+                                     "shapes and devices must agree, and all be contiguous")  # fmt: skip
+            if shadow is not None:
+                rows_columns = _as_matrix(param).shape
+                wanted = rows_columns[::-1] if shadow.transposed else rows_columns
+                if shadow.tensor.shape != wanted or shadow.tensor.stride(1) != 1 or param.numel() >= 2**31:
+                    raise ValueError(f"a shadow of shape {tuple(shadow.tensor.shape)} for a parameter seen as {tuple(wanted)}: "
+                                     "they must agree, and columns be contiguous")  # fmt: skip
+
+    def refresh_shadows(self) -> None:
+        """Writes every shadow from its parameter: at the start, and after weights were loaded."""
+        with torch.no_grad():
+            for param, shadow in zip(self.params, self.shadows, strict=True):
+                if shadow is not None:
+                    value = _as_matrix(param).to(torch.promote_types(param.dtype, torch.float32)) * shadow.factor
+                    shadow.tensor.copy_(value.t() if shadow.transposed else value)
+
+    def _build_tables(self) -> None:
+        rows = []
+        for i, (param, shadow) in enumerate(zip(self.params, self.shadows, strict=True)):
+            tensors = (param, self.grads[i], self.exp_avgs[i], self.exp_avg_sqs[i], self.steps[i])
+            shadow_row = (0, 0, 0, 0)
+            if shadow is not None:
+                columns = _as_matrix(param).shape[1]
+                shadow_row = (shadow.tensor.data_ptr(), columns, shadow.tensor.stride(0), int(shadow.transposed))
+            rows.append([*(t.data_ptr() for t in tensors), shadow_row[0], param.numel(), *shadow_row[1:], self.lr_groups[i]])
+        self.table = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        factors = [(decay, shadow.factor if shadow else 0.0)
+                   for decay, shadow in zip(self.weight_decays, self.shadows, strict=True)]  # fmt: skip
+        self.settings = torch.tensor(factors, dtype=torch.float32, device=self.device)
+        self.factors = torch.empty((len(rows), 3), dtype=torch.float32, device=self.device)
+        self.result = torch.zeros(3, dtype=torch.float32, device=self.device)
+        self.block, self.warps = CONFIG
+        kinds: dict[tuple[Any, ...], list[int]] = {}
+        for i, (param, shadow) in enumerate(zip(self.params, self.shadows, strict=True)):
+            kind = (param.dtype, self.grads[i].dtype, self.exp_avgs[i].dtype, shadow.tensor.dtype if shadow else None)
+            kinds.setdefault(kind, []).append(i)
+        self.parts: list[_Part] = []
+        programs = 0
+        for kind, members in kinds.items():
+            blocks = self._blocks(members)
+            aligned = all(self.table_address_aligned(rows[i][:4]) for i in members)
+            shadow_aligned = all(self._shadow_aligned(self.shadows[i]) for i in members)
+            self.parts.append(_Part(blocks.to(self.device), programs, *kind, aligned, shadow_aligned))
+            programs += len(blocks)
+        self.partials = torch.empty(max(programs, 1), dtype=torch.float32, device=self.device)
+        if not programs:
+            self.partials.zero_()
+
+    def _blocks(self, members: list[int]) -> torch.Tensor:
+        counts = torch.tensor([-(-self.params[i].numel() // self.block) for i in members])
+        tensor = torch.repeat_interleave(torch.tensor(members), counts)
+        first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        return torch.stack([tensor, torch.arange(len(tensor)) - first], 1).to(torch.int32)
+
+    @staticmethod
+    def table_address_aligned(addresses: Sequence[int]) -> bool:
+        return all(address % 16 == 0 for address in addresses)
+
+    @staticmethod
+    def _shadow_aligned(shadow: Shadow | None) -> bool:
+        if shadow is None or shadow.transposed:
+            return True
+        return all(number % 8 == 0 for number in (shadow.tensor.shape[1], shadow.tensor.stride(0), shadow.tensor.data_ptr() // 2))
+
+
+def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.reshape(1, 1)
+
+
+def adamw_reference(
+    tensors: AdamWTensors, lr: Sequence[float], betas: tuple[float, float], eps: float, clip_norm: float | None
+) -> torch.Tensor:
+    """Plain torch, and what runs without Triton. Returns the norm before clipping; computes in fp32, or fp64 for fp64."""
+    norms = [torch.linalg.vector_norm(_wide(grad)) for grad in tensors.grads]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    if not bool(torch.isfinite(norm)):
+        tensors.skipped += 1
+        return norm
+    clip = 1.0 if clip_norm is None else (clip_norm / (norm + CLIP_EPS)).clamp(max=1.0)
+    for i, param in enumerate(tensors.params):
+        step = tensors.steps[i].add_(1.0)
+        rate, t = lr[tensors.lr_groups[i]], float(step)
+        grad = _wide(tensors.grads[i]) * clip
+        m = torch.lerp(_wide(tensors.exp_avgs[i]), grad, 1 - betas[0])
+        v = _wide(tensors.exp_avg_sqs[i]) * betas[1] + grad.square() * (1 - betas[1])
+        denominator = v.sqrt() / math.sqrt(1 - betas[1] ** t) + eps
+        value = _wide(param) * (1 - rate * tensors.weight_decays[i]) - rate / (1 - betas[0] ** t) * (m / denominator)
+        param.copy_(value)
+        tensors.exp_avgs[i].copy_(m)
+        tensors.exp_avg_sqs[i].copy_(v)
+        shadow = tensors.shadows[i]
+        if shadow is not None:
+            matrix = _as_matrix(value) * shadow.factor
+            shadow.tensor.copy_(matrix.t() if shadow.transposed else matrix)
+    return norm
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+# ---- Triton -------------------------------------------------------------------------------------------------
+# Parameters of kernels carry no types: Triton's compiler looks an annotation up and takes only its own names.
+
+
+@jit
+def _address(row, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    address = tl.load(row + column).to(tl.pointer_type(dtype))
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address
+
+
+@jit
+def _load(pointers, inside, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Blocks inside a tensor load without a mask: one of unknown length would cut 16-byte loads into single elements."""
+    if MASKED:
+        value = tl.load(pointers, mask=inside, other=0.0)
+    else:
+        value = tl.load(pointers)
+    return value.to(tl.float32)
+
+
+@jit
+def _store(pointers, value, inside, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    if MASKED:
+        tl.store(pointers, value.to(pointers.dtype.element_ty), mask=inside)
+    else:
+        tl.store(pointers, value.to(pointers.dtype.element_ty))
+
+
+@jit
+def _square_sums_kernel(  # type: ignore[no-untyped-def]
+    table, blocks, partials, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    program = tl.program_id(0)
+    row = table + tl.load(blocks + 2 * program) * _FIELDS
+    first = tl.load(blocks + 2 * program + 1).to(tl.int64) * BLOCK
+    lanes = tl.arange(0, BLOCK)
+    left = tl.load(row + _NUMEL) - first
+    pointers = _address(row, _GRAD, GRAD, ALIGNED) + first + lanes
+    if left >= BLOCK:
+        grad = _load(pointers, lanes < left, False)
+        tl.store(partials + program, tl.sum(grad * grad, 0))
+    else:
+        grad = _load(pointers, lanes < left, True)
+        tl.store(partials + program, tl.sum(grad * grad, 0))
+
+
+@jit
+def _factors_kernel(  # type: ignore[no-untyped-def]
+    partials, partial_count, table, settings, lr, count, factors, result, skipped, clip_norm,
+    LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: the norm, the clip factor, the steps, and (step size, 1 / sqrt(correction), decay) of each tensor.
+
+    In fp64: 1 - 0.999 loses its last four digits in fp32. It is a few hundred numbers.
+    """
+    lanes = tl.arange(0, BLOCK)
+    sums = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, partial_count, BLOCK):
+        sums += tl.load(partials + start + lanes, mask=start + lanes < partial_count, other=0.0)
+    norm = tl.sqrt_rn(tl.sum(sums, 0))
+    finite = norm < float("inf")  # false for NaN, too
+    tl.store(result + _NORM, norm)
+    tl.store(result + _CLIP, tl.where(clip_norm > 0, tl.minimum(clip_norm / (norm + _CLIP_EPS), 1.0), 1.0))
+    tl.store(result + _FINITE, finite.to(tl.float32))
+    tl.store(skipped, tl.load(skipped) + 1 - finite.to(tl.int32))
+    for start in range(0, count, BLOCK):
+        tensor = start + lanes
+        inside = tensor < count
+        row = table + tensor.to(tl.int64) * _FIELDS
+        counters = tl.load(row + _STEP, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+        step = tl.load(counters, mask=inside, other=0.0) + 1.0
+        tl.store(counters, step, mask=inside & finite)
+        t = step.to(tl.float64)
+        rate = tl.load(lr + tl.load(row + _LR, mask=inside, other=0), mask=inside, other=0.0).to(tl.float64)
+        weight_decay = tl.load(settings + 2 * tensor, mask=inside, other=0.0).to(tl.float64)
+        step_size = rate / (1.0 - tl.exp(t * LOG_BETA1))
+        spread = 1.0 / tl.sqrt(1.0 - tl.exp(t * LOG_BETA2))
+        tl.store(factors + 3 * tensor, step_size.to(tl.float32), mask=inside)
+        tl.store(factors + 3 * tensor + 1, spread.to(tl.float32), mask=inside)
+        tl.store(factors + 3 * tensor + 2, (1.0 - rate * weight_decay).to(tl.float32), mask=inside)
+
+
+@jit
+def _update_block(  # type: ignore[no-untyped-def]
+    row, settings, factors, clip, first, left, one_minus_beta1, beta2, one_minus_beta2, eps,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, SHADOW: tl.constexpr,
+    ALIGNED: tl.constexpr, SHADOW_ALIGNED: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    lanes = tl.arange(0, BLOCK)
+    inside = lanes < left
+    params = _address(row, _PARAM, PARAM, ALIGNED) + first + lanes
+    exp_avgs = _address(row, _EXP_AVG, MOMENT, ALIGNED) + first + lanes
+    exp_avg_sqs = _address(row, _EXP_AVG_SQ, MOMENT, ALIGNED) + first + lanes
+    grad = _load(_address(row, _GRAD, GRAD, ALIGNED) + first + lanes, inside, MASKED) * clip
+    p = _load(params, inside, MASKED)
+    m = _load(exp_avgs, inside, MASKED)
+    v = _load(exp_avg_sqs, inside, MASKED)
+    m += (grad - m) * one_minus_beta1
+    v = v * beta2 + grad * grad * one_minus_beta2
+    denominator = tl.sqrt_rn(v) * tl.load(factors + 1) + eps
+    p = p * tl.load(factors + 2) - tl.load(factors) * tl.div_rn(m, denominator)
+    _store(params, p, inside, MASKED)
+    _store(exp_avgs, m, inside, MASKED)
+    _store(exp_avg_sqs, v, inside, MASKED)
+    if SHADOW is not None:
+        columns = tl.load(row + _COLUMNS).to(tl.int32)
+        stride = tl.load(row + _SHADOW_STRIDE)
+        shadow = _address(row, _SHADOW, SHADOW, SHADOW_ALIGNED)
+        if SHADOW_ALIGNED:
+            columns = tl.multiple_of(columns, 8)
+        index = first.to(tl.int32) + lanes
+        r = index // columns
+        c = index % columns
+        if tl.load(row + _TRANSPOSED) != 0:
+            _store(shadow + c * stride + r, p * tl.load(settings + 1), inside, MASKED)
+        else:
+            if SHADOW_ALIGNED:
+                stride = tl.multiple_of(stride, 8)
+            _store(shadow + r * stride + c, p * tl.load(settings + 1), inside, MASKED)
+
+
+@jit
+def _update_kernel(  # type: ignore[no-untyped-def]
+    table, settings, factors, result, blocks, one_minus_beta1, beta2, one_minus_beta2, eps,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, SHADOW: tl.constexpr,
+    ALIGNED: tl.constexpr, SHADOW_ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if tl.load(result + _FINITE) != 0.0:
+        program = tl.program_id(0)
+        tensor = tl.load(blocks + 2 * program)
+        row = table + tensor * _FIELDS
+        first = tl.load(blocks + 2 * program + 1).to(tl.int64) * BLOCK
+        left = tl.load(row + _NUMEL) - first
+        clip = tl.load(result + _CLIP)
+        if left >= BLOCK:
+            _update_block(row, settings + 2 * tensor, factors + 3 * tensor, clip, first, left,
+                          one_minus_beta1, beta2, one_minus_beta2, eps,
+                          PARAM, GRAD, MOMENT, SHADOW, ALIGNED, SHADOW_ALIGNED, BLOCK, False)  # fmt: skip
+        else:
+            _update_block(row, settings + 2 * tensor, factors + 3 * tensor, clip, first, left,
+                          one_minus_beta1, beta2, one_minus_beta2, eps,
+                          PARAM, GRAD, MOMENT, SHADOW, ALIGNED, SHADOW_ALIGNED, BLOCK, True)  # fmt: skip
+
+
+def _triton_type(dtype: torch.dtype | None) -> Any:
+    names = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+    return None if dtype is None else getattr(tl, names[dtype])
+
+
+def _step_triton(
+    tensors: AdamWTensors, lr: torch.Tensor, betas: tuple[float, float], eps: float, clip_norm: float | None
+) -> torch.Tensor:
+    block, warps = tensors.block, tensors.warps
+    table, result = tensors.table, tensors.result
+    for part in tensors.parts:
+        if len(part.blocks):
+            _square_sums_kernel[(len(part.blocks),)](
+                table, part.blocks, tensors.partials[part.first :],
+                GRAD=_triton_type(part.grad), ALIGNED=part.aligned, BLOCK=block, num_warps=warps,
+            )  # fmt: skip
+    logs = [math.log(beta) if beta > 0 else -math.inf for beta in betas]
+    _factors_kernel[(1,)](
+        tensors.partials, len(tensors.partials), table, tensors.settings, lr, len(tensors.params), tensors.factors, result,
+        tensors.skipped, clip_norm or 0.0, LOG_BETA1=logs[0], LOG_BETA2=logs[1], BLOCK=1024, num_warps=8,
+    )  # fmt: skip
+    for part in tensors.parts:
+        if len(part.blocks):
+            _update_kernel[(len(part.blocks),)](
+                table, tensors.settings, tensors.factors, result, part.blocks, 1 - betas[0], betas[1], 1 - betas[1], eps,
+                PARAM=_triton_type(part.param), GRAD=_triton_type(part.grad), MOMENT=_triton_type(part.moment),
+                SHADOW=_triton_type(part.shadow), ALIGNED=part.aligned, SHADOW_ALIGNED=part.shadow_aligned, BLOCK=block,
+                num_warps=warps,
+            )  # fmt: skip
+    return result[0]
+
+
+@torch.no_grad()
+def adamw_step(
+    tensors: AdamWTensors,
+    *,
+    lr: float | torch.Tensor,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    clip_norm: float | None = None,
+) -> torch.Tensor:
+    """One update in place. Returns the gradient's norm before clipping, 0-dim on the device, until the next step.
+
+    lr: a number, or fp32 on the device with one entry for each of the tensors' lr_groups, so that a captured CUDA graph
+    follows a schedule; a rate ratio (LoRA+) is one entry more. clip_norm None or 0: no clipping.
+    """
+    if clip_norm == 0:
+        clip_norm = None
+    if not tensors.on_device:
+        rates = lr.reshape(-1).tolist() if isinstance(lr, torch.Tensor) else [lr] * (1 + max(tensors.lr_groups))
+        return adamw_reference(tensors, rates, betas, eps, clip_norm)
+    if not isinstance(lr, torch.Tensor):
+        lr = torch.full((1 + max(tensors.lr_groups),), lr, dtype=torch.float32, device=tensors.device)
+    return _step_triton(tensors, lr.reshape(-1), betas, eps, clip_norm)
+
+
+class FusedAdamW(torch.optim.Optimizer):
+    """torch.optim.AdamW's parameters, groups and state (exp_avg, exp_avg_sq, step), on `adamw_step`.
+
+    `grad_norm` holds the last step's norm before clipping, `skipped` how many steps were left out; both on the device.
+    Tables are built again when an address changes: keep gradients in place (zero_grad(set_to_none=False)) for speed, and
+    for a CUDA graph, which must be captured after one eager step and replayed after `refresh_lr`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        clip_norm: float | None = None,
+        shadows: Mapping[torch.Tensor, Shadow] | None = None,
+    ) -> None:
+        # fused: torch's load_state_dict then keeps `step` beside the parameter, as its own fused AdamW does
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True})
+        self.clip_norm = clip_norm
+        self.grad_norm: torch.Tensor | None = None
+        self._shadows = dict(shadows or {})
+        self._tensors: AdamWTensors | None = None
+        self._addresses: list[int] = []
+        self._lr_G: torch.Tensor | None = None
+        self._lr_values: list[float] = []
+        self._skipped: torch.Tensor | None = None
+
+    @property
+    def skipped(self) -> torch.Tensor | None:
+        return self._skipped
+
+    def refresh_lr(self) -> None:
+        """Copies the groups' learning rates to the device, where they changed. `step` does it, except under capture."""
+        rates = [float(group["lr"]) for group in self.param_groups]
+        device = self.param_groups[0]["params"][0].device
+        if self._lr_G is None:
+            self._lr_G, self._lr_values = torch.zeros(len(rates), dtype=torch.float64 if device.type == "cpu" else torch.float32,
+                                                      device=device), [0.0] * len(rates)  # fmt: skip
+        for i, (rate, before) in enumerate(zip(rates, self._lr_values, strict=True)):
+            if rate != before:
+                self._lr_G[i].fill_(rate)  # a launch, not a copy: nothing on the host has to outlive it
+        self._lr_values = rates
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not torch.cuda.is_current_stream_capturing():
+            self.refresh_lr()
+        tensors = self._gather()
+        if tensors is not None and self._lr_G is not None:
+            group = self.param_groups[0]
+            if any(other["betas"] != group["betas"] or other["eps"] != group["eps"] for other in self.param_groups):
+                raise ValueError("FusedAdamW takes one betas and one eps for all parameter groups")
+            betas = (float(group["betas"][0]), float(group["betas"][1]))
+            self.grad_norm = adamw_step(tensors, lr=self._lr_G, betas=betas, eps=group["eps"], clip_norm=self.clip_norm)
+        return loss
+
+    def _gather(self) -> AdamWTensors | None:
+        """The tensors of this step; the table of the last one, while nothing moved."""
+        members = [(param, number, group["weight_decay"]) for number, group in enumerate(self.param_groups)
+                   for param in group["params"] if param.grad is not None]  # fmt: skip
+        if not members:
+            return None
+        for param, _, _ in members:
+            if not self.state[param]:
+                self.state[param] = {"step": torch.zeros((), dtype=torch.float32, device=param.device),
+                                     "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}  # fmt: skip
+        states = [self.state[param] for param, _, _ in members]
+        columns = [[param for param, _, _ in members], [param.grad for param, _, _ in members],
+                   *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))]  # fmt: skip
+        addresses = [tensor.data_ptr() for column in columns for tensor in column]
+        decays = [decay for _, _, decay in members]
+        if self._tensors is None or addresses != self._addresses or decays != self._tensors.weight_decays:
+            self._tensors = AdamWTensors(
+                *columns, weight_decays=decays, lr_groups=[number for _, number, _ in members],
+                shadows=[self._shadows.get(param) for param, _, _ in members],
+            )  # fmt: skip
+            self._tensors.skipped = self._skipped = self._tensors.skipped if self._skipped is None else self._skipped
+            self._addresses = addresses
+        return self._tensors

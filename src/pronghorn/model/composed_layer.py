@@ -1,0 +1,41 @@
+"""The same layer as separate differentiable ops, for what one hand-written node does not cover: DoRA, LoRA dropout, several
+adapters, foreign linears. The linears run as the modules they are; norms, RoPE, attention and activation are our kernels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.attention import attention
+from pronghorn.kernels.gated_mlp import gated_activation
+from pronghorn.kernels.rms_norm import rms_norm
+from pronghorn.kernels.rope import qk_rope
+
+if TYPE_CHECKING:
+    from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm
+    from pronghorn.model.projections import Projections
+
+
+def composed_layer(layer: FastDecoderLayer, h_TD: Tensor, documents: Documents) -> Tensor:
+    cos, sin = documents.rotary[layer.kind]
+    qkv = _project(layer.qkv, _normed(layer.before_attention, h_TD))
+    q, k, v = qk_rope(qkv, cos, sin, **layer.rope_options())
+    o = attention(q, k, v, documents.cu_seqlens, documents.longest, lengths=documents.lengths, **layer.attention_options)
+    h_TD = h_TD + layer.multiplier * _normed(layer.after_attention, _project(layer.out, o.flatten(1)))
+    gu = _project(layer.gate_up, _normed(layer.before_mlp, h_TD))
+    y = _project(layer.down, gated_activation(gu, layer.activation))
+    return h_TD + layer.multiplier * _normed(layer.after_mlp, y)
+
+
+def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else rms_norm(x, norm.weight, norm.eps, one_plus=norm.one_plus)[0]
+
+
+def _project(group: Projections, x: Tensor) -> Tensor:
+    """Each module's own forward; a batch of one, because some PEFT variants count dimensions."""
+    parts = [module(x[None])[0] for module in group.modules()]
+    y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    return y.to(x.dtype)  # PEFT's float32 adapters under bf16 may hand back float32

@@ -1,0 +1,302 @@
+"""One decoder layer for every family, with a hand-written backward: one autograd node, and exactly what it keeps.
+
+T = packed tokens, D = model width, N = query heads, K = key/value heads, H = head width, X = (N + 2K) H, F = MLP width.
+
+The layer is a plain object beside the model's own layer module: it reads that module's parameters and changes nothing of
+it, so names, hooks, checkpoints and generation stay the family's. Forward, with what is kept for backward marked *:
+
+    *h_TD                                     the residual stream
+    x = norm(h)                               computed again in backward: two passes over T x D, 0.4 % of an 8B layer
+    qkv_TX = x Wqkv                           one product; LoRA rides along as extra columns (kernels/lora_linear.py)
+   *q, k, v = rope(qk_norm(qkv))              in place where there is no qk-norm (else *qkv too)
+   *o, lse = attention(q, k, v)
+   *h2 = h + o Wo                             the product adds the residual itself
+    x2 = norm(h2)                             computed again
+   *gu_T2F = x2 Wgu
+    a = act(gate) * up                        computed again, inside the kernel that needs its gradient
+    h3 = h2 + a Wdown
+
+With norms after attention or MLP (Gemma, OLMo 2) the branch output is kept as well, since its norm needs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.attention import attention_backward, attention_forward
+from pronghorn.kernels.gated_mlp import gated_activation_backward, gated_activation_forward
+from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
+from pronghorn.kernels.rope import qk_rope_backward, qk_rope_forward
+from pronghorn.model.families import ACTIVATIONS, Family, activation_name, layer_type, window
+from pronghorn.model.projections import Projections
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What every layer of a step shares about the pack: built once per batch, never by a layer."""
+
+    cu_seqlens: Tensor
+    longest: int
+    rotary: dict[str, tuple[Tensor, Tensor]]  # layer type -> cos, sin, float32, [T, P / 2]
+    lengths: tuple[int, ...] | None = None  # on the host, where known: spares the CPU path a copy
+
+
+class Norm:
+    """A norm module's parameters, read at each use: optimizers and adapters may replace them."""
+
+    def __init__(self, module: Any, one_plus: bool) -> None:
+        self.module, self.one_plus = module, one_plus
+        self.eps = float(getattr(module, "variance_epsilon", None) or module.eps)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.module.weight  # type: ignore[no-any-return]
+
+    def trains(self) -> bool:
+        return self.weight.requires_grad
+
+
+@dataclass
+class Kept:
+    """What forward leaves for backward; the planner of memory will choose among these."""
+
+    h: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lse: Tensor
+    o_ext: Tensor
+    h2: Tensor
+    gu: Tensor
+    qkv: Tensor | None = None  # before qk-norm
+    qk_rstd: Any = None
+    xa1: Tensor | None = None  # x A^T of each group of projections: T x R
+    xa2: Tensor | None = None
+    xa3: Tensor | None = None
+    y1: Tensor | None = None  # attention branch, where a norm follows it
+    y2: Tensor | None = None  # MLP branch, where a norm follows it
+    rstd: dict[str, Tensor] = field(default_factory=dict)
+
+
+class FastDecoderLayer:
+    def __init__(self, layer: Any, family: Family, config: Any, index: int) -> None:
+        self.layer, self.family, self.index = layer, family, index
+        attention, norms = layer.self_attn, family.norms
+        self.kind = layer_type(config, index)
+        self.activation = ACTIVATIONS[activation_name(config)]
+        self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
+        self.head_width = int(attention.head_dim)
+        self.attention_options = {
+            "scale": float(attention.scaling), "window": window(config, index),
+            "softcap": getattr(config, "attn_logit_softcapping", None),
+        }
+        self.multiplier = float(getattr(config, "residual_multiplier", 1.0))
+        self.qkv = Projections(attention, family.qkv)
+        self.out = Projections(attention, ("o_proj",))
+        self.gate_up = Projections(layer.mlp, family.gate_up)
+        self.down = Projections(layer.mlp, ("down_proj",))
+
+        def norm(name: str | None) -> Norm | None:
+            return Norm(getattr(layer, name), family.one_plus) if name else None
+
+        self.before_attention, self.after_attention = norm(norms.before_attention), norm(norms.after_attention)
+        self.before_mlp, self.after_mlp = norm(norms.before_mlp), norm(norms.after_mlp)
+        self.q_norm = Norm(attention.q_norm, family.one_plus) if family.qk_norm else None
+        self.k_norm = Norm(attention.k_norm, family.one_plus) if family.qk_norm else None
+
+    def why_not_fused(self) -> str:
+        """Why this layer runs as separate differentiable ops instead of one node; empty if it is one node."""
+        return next((why for group in self.groups() if (why := group.why_not_fused())), "")
+
+    def groups(self) -> tuple[Projections, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+    def norms(self) -> dict[str, Norm]:
+        named = {"before_attention": self.before_attention, "after_attention": self.after_attention,
+                 "before_mlp": self.before_mlp, "after_mlp": self.after_mlp, "q_norm": self.q_norm, "k_norm": self.k_norm}
+        return {name: norm for name, norm in named.items() if norm is not None}
+
+    def parameters(self) -> list[Tensor]:
+        """Everything the node may return a gradient for, in the order in which backward returns them."""
+        return [p for group in self.groups() for p in group.parameters()] + [n.weight for n in self.norms().values()]
+
+    def __call__(self, h_TD: Tensor, documents: Documents) -> Tensor:
+        if self.why_not_fused():
+            from pronghorn.model.composed_layer import composed_layer
+
+            return composed_layer(self, h_TD, documents)
+        for group in self.groups():
+            group.refresh(h_TD.dtype)
+        if not torch.is_grad_enabled():
+            return self.forward(h_TD, documents)[0]
+        out: Tensor = _Layer.apply(h_TD, self, documents, *self.parameters())  # type: ignore[no-untyped-call]
+        return out
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    def forward(self, h: Tensor, documents: Documents) -> tuple[Tensor, Kept]:
+        rstd: dict[str, Tensor] = {}
+        x = self._normed(self.before_attention, h, self.qkv.extra, rstd, "before_attention")
+        qkv, xa1 = self.qkv.forward(x)
+        q, k, v, qk_rstd = self._rope(qkv, documents)
+        o_ext = h.new_empty(h.shape[0], self.heads * self.head_width + self.out.extra)
+        o_TNH = o_ext[:, : self.heads * self.head_width].unflatten(1, (self.heads, self.head_width))
+        o, lse = attention_forward(q, k, v, documents.cu_seqlens, documents.longest, out=o_TNH, lengths=documents.lengths,
+                                   **self.attention_options)
+        del o, x
+        h2, y1 = self._branch(self.out, o_ext, h, self.after_attention, rstd, "after_attention")
+        x2 = self._normed(self.before_mlp, h2, self.gate_up.extra, rstd, "before_mlp")
+        gu, xa2 = self.gate_up.forward(x2)
+        del x2
+        a_ext = self._activated(gu)
+        h3, y2 = self._branch(self.down, a_ext, h2, self.after_mlp, rstd, "after_mlp")
+        width = gu.shape[1] // 2
+        kept = Kept(h, q, k, v, lse, o_ext, h2, gu, qkv if self.q_norm else None, qk_rstd, xa1, xa2,
+                    a_ext[:, width:].clone() if self.down.extra else None, y1, y2, rstd)
+        return h3, kept
+
+    def _normed(self, norm: Norm | None, h: Tensor, extra: int, rstd: dict[str, Tensor], name: str) -> Tensor:
+        """norm(h) in rows with room for the group's extra columns; h itself where there is neither."""
+        if norm is None and not extra:
+            return h
+        x_ext = h.new_empty(h.shape[0], h.shape[1] + extra)
+        x = x_ext[:, : h.shape[1]]
+        if norm is None:
+            x.copy_(h)
+        else:
+            rstd[name] = rms_norm_forward(h, norm.weight, norm.eps, one_plus=norm.one_plus, out=x)[2]
+        return x_ext
+
+    def _rope(self, qkv: Tensor, documents: Documents) -> tuple[Tensor, Tensor, Tensor, Any]:
+        cos, sin = documents.rotary[self.kind]
+        return qk_rope_forward(qkv, cos, sin, **self.rope_options(), in_place=self.q_norm is None)
+
+    def rope_options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"heads": self.heads, "kv_heads": self.kv_heads, "head_width": self.head_width,
+                                   "neighbours": self.family.neighbours}
+        return options | ({"eps": self.q_norm.eps, **self._norm_options()} if self.q_norm else {})
+
+    def _norm_options(self) -> dict[str, Any]:
+        assert self.q_norm
+        assert self.k_norm
+        return {"q_norm_H": self.q_norm.weight, "k_norm_H": self.k_norm.weight, "one_plus": self.family.one_plus,
+                "norm_kind": self.family.qk_norm}
+
+    def _branch(self, group: Projections, x_ext: Tensor, h: Tensor, norm: Norm | None, rstd: dict[str, Tensor],
+                name: str) -> tuple[Tensor, Tensor | None]:
+        """h + group(x), or h + norm(group(x)) and the group's output."""
+        if norm is None:
+            return group.forward_add(x_ext, h, self.multiplier), None
+        y, _ = group.forward(x_ext)
+        out, rstd[name] = rms_norm_then_add_forward(y, norm.weight, norm.eps, h, one_plus=norm.one_plus)
+        return out, y
+
+    def _activated(self, gu: Tensor) -> Tensor:
+        width = gu.shape[1] // 2
+        a_ext = gu.new_empty(gu.shape[0], width + self.down.extra)
+        gated_activation_forward(gu, self.activation, out=a_ext[:, :width])
+        return a_ext
+
+    # ---- backward ----------------------------------------------------------------------------------------------
+
+    def backward(self, dh3: Tensor, kept: Kept, documents: Documents) -> tuple[Tensor, list[Tensor | None]]:
+        """The gradient of the layer's input, and of `parameters()` in their order."""
+        norm_grads: dict[str, Tensor | None] = {}
+        dy, dh2 = self._into_branch(dh3, kept.y2, self.after_mlp, kept.rstd, "after_mlp", norm_grads, self.down)
+        da = self.down.backward_input(dy)
+        width = da.shape[1]
+        a_ext = da.new_empty(da.shape[0], width + self.down.extra)
+        dgu_ext = da.new_empty(da.shape[0], 2 * width + self.gate_up.extra)
+        gated_activation_backward(da, kept.gu, self.activation, out=dgu_ext[:, : 2 * width],
+                                  need_activation=self.down.needs_input(), activation_out=a_ext[:, :width])
+        down_grads = self.down.backward_parameters(dy, a_ext[:, :width], kept.xa3)
+        del da, a_ext, dy
+        dx2 = self.gate_up.backward_input(dgu_ext)
+        dh2, x2 = self._out_of_norm(self.before_mlp, dx2, kept.h2, dh2, kept.rstd, "before_mlp", norm_grads, self.gate_up)
+        gate_up_grads = self.gate_up.backward_parameters(dgu_ext, x2, kept.xa2)
+        del dgu_ext, dx2, x2
+
+        dy, dh = self._into_branch(dh2, kept.y1, self.after_attention, kept.rstd, "after_attention", norm_grads, self.out)
+        do = self.out.backward_input(dy)
+        width = do.shape[1]
+        o = kept.o_ext[:, :width]
+        out_grads = self.out.backward_parameters(dy, o, kept.o_ext[:, width:] if self.out.extra else None)
+        heads = (self.heads, self.head_width)
+        dqkv_ext = self._room_for_dqkv(do)
+        dq, dk, dv, _ = attention_backward(
+            do.unflatten(1, heads), kept.q, kept.k, kept.v, o.unflatten(1, heads), kept.lse, documents.cu_seqlens,
+            documents.longest, lengths=documents.lengths, grads=self._parts_of(dqkv_ext), **self.attention_options,
+        )
+        self._out_of_rope(dq, dk, dv, dqkv_ext, kept, documents, norm_grads)
+        del dq, dk, dv, do, dy
+        dx = self.qkv.backward_input(dqkv_ext)
+        dh, x = self._out_of_norm(self.before_attention, dx, kept.h, dh, kept.rstd, "before_attention", norm_grads, self.qkv)
+        qkv_grads = self.qkv.backward_parameters(dqkv_ext, x, kept.xa1)
+        ordered = [norm_grads.get(name) for name in self.norms()]
+        return dh, [*qkv_grads, *out_grads, *gate_up_grads, *down_grads, *ordered]
+
+    def _into_branch(self, dh: Tensor, y: Tensor | None, norm: Norm | None, rstd: dict[str, Tensor], name: str,
+                     norm_grads: dict[str, Tensor | None], group: Projections) -> tuple[Tensor, Tensor]:
+        """The gradient of the branch's last product, in rows with the group's extra columns; and that of the residual."""
+        dy_ext = dh.new_empty(dh.shape[0], dh.shape[1] + group.extra)
+        dy = dy_ext[:, : dh.shape[1]]
+        if norm is None or y is None:
+            torch.mul(dh, self.multiplier, out=dy) if self.multiplier != 1.0 else dy.copy_(dh)
+            return dy_ext, dh
+        _, norm_grads[name] = rms_norm_backward(dh, y, norm.weight, rstd[name], one_plus=norm.one_plus,
+                                                need_weight_grad=norm.trains(), out=dy)
+        return dy_ext, dh
+
+    def _out_of_norm(self, norm: Norm | None, dx: Tensor, h: Tensor, dh: Tensor, rstd: dict[str, Tensor], name: str,
+                     norm_grads: dict[str, Tensor | None], group: Projections) -> tuple[Tensor, Tensor]:
+        """dh + the norm's share of dx; and x = norm(h) again, for the weight gradients that need it."""
+        if norm is None:
+            return dh + dx, h
+        out, norm_grads[name] = rms_norm_backward(dx, h, norm.weight, rstd[name], one_plus=norm.one_plus, add_TD=dh,
+                                                  need_weight_grad=norm.trains())
+        x = rms_norm_forward(h, norm.weight, norm.eps, one_plus=norm.one_plus)[0] if group.needs_input() else h
+        return out, x
+
+    def _room_for_dqkv(self, do: Tensor) -> Tensor:
+        return do.new_empty(do.shape[0], self._qkv_width + self.qkv.extra)
+
+    @property
+    def _qkv_width(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_width
+
+    def _parts_of(self, dqkv_ext: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention writes its gradients where the projections read theirs; RoPE's backward turns them in place."""
+        heads = (self.heads, self.kv_heads, self.kv_heads)
+        parts = dqkv_ext[:, : self._qkv_width].split([n * self.head_width for n in heads], dim=1)
+        dq, dk, dv = (part.unflatten(1, (n, self.head_width)) for part, n in zip(parts, heads, strict=True))
+        return dq, dk, dv
+
+    def _out_of_rope(self, dq: Tensor, dk: Tensor, dv: Tensor, dqkv_ext: Tensor, kept: Kept, documents: Documents,
+                     norm_grads: dict[str, Tensor | None]) -> None:
+        cos, sin = documents.rotary[self.kind]
+        options: dict[str, Any] = {"neighbours": self.family.neighbours}
+        if self.q_norm and self.k_norm:
+            options |= {"qkv_TX": kept.qkv, "rstd": kept.qk_rstd, **self._norm_options(),
+                        "need_norm_grad": self.q_norm.trains() or self.k_norm.trains()}
+        _, norm_grads["q_norm"], norm_grads["k_norm"] = qk_rope_backward(
+            dq, dk, dv, cos, sin, out=dqkv_ext[:, : self._qkv_width], **options
+        )
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, layer: FastDecoderLayer, documents: Documents, *parameters: Tensor) -> Tensor:
+        out, kept = layer.forward(h, documents)
+        ctx.layer, ctx.documents, ctx.kept = layer, documents, kept
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
+        kept, ctx.kept = ctx.kept, None  # what was kept is freed as it is used
+        dh, gradients = ctx.layer.backward(incoming[0], kept, ctx.documents)
+        needed = ctx.needs_input_grad[3:]
+        return (dh, None, None, *(g if wanted else None for g, wanted in zip(gradients, needed, strict=True)))

@@ -1,0 +1,246 @@
+"""Linears with adapters as one product each way, against float64 autograd of the plain form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from pronghorn.kernels.lora_linear import (
+    Adapter,
+    LoraGroup,
+    linear_backward_weight,
+    lora_linear,
+    lora_linear_reference,
+)
+from pronghorn.kernels.lora_refresh import CopyTable
+
+WIDTH = 96
+# name: (rows of the linears, {linear: (rank, scale)})
+GROUPS: dict[str, tuple[tuple[int, ...], dict[int, tuple[int, float]]]] = {
+    "qkv": ((64, 32, 32), {0: (16, 2.0), 1: (16, 2.0), 2: (16, 2.0)}),
+    "q_and_v": ((64, 32, 40), {0: (8, 0.5), 2: (3, 1.7)}),
+    "down": ((72,), {0: (16, 1.0)}),
+    "rank_1": ((33,), {0: (1, 0.3)}),
+    "gate_up": ((200, 200), {0: (64, 1.0), 1: (64, 0.125)}),
+    "none": ((64, 32), {}),
+    "none_alone": ((64,), {}),
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def make(name: str, dtype: torch.dtype, device: str) -> tuple[list[torch.Tensor], list[Adapter]]:
+    sizes, ranks = GROUPS[name]
+    weights = [(torch.randn(rows, WIDTH, device=device) / WIDTH**0.5).to(dtype) for rows in sizes]
+    parameter = torch.float32
+    adapters = [
+        Adapter(
+            linear,
+            torch.nn.Parameter((torch.randn(rank, WIDTH, device=device) / WIDTH**0.5).to(parameter)),
+            torch.nn.Parameter((torch.randn(sizes[linear], rank, device=device) / rank**0.5).to(parameter)),
+            scale,
+        )
+        for linear, (rank, scale) in ranks.items()
+    ]
+    return weights, adapters
+
+
+def plain(
+    x: torch.Tensor, dy: torch.Tensor, weights: Sequence[torch.Tensor], adapters: Sequence[Adapter], bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:  # fmt: skip
+    """[y, dx, dA, dB, dA, dB, ...] by autograd of the reference, in that dtype."""
+    x = x.detach().to(dtype).clone().requires_grad_()
+    parameters = [p.detach().to(dtype).requires_grad_() for adapter in adapters for p in (adapter.A_RD, adapter.B_OR)]
+    pairs = {a.linear: (parameters[2 * i], parameters[2 * i + 1], a.scale) for i, a in enumerate(adapters)}
+    outs = []
+    for i, weight in enumerate(weights):
+        wide = weight.to(dtype)
+        outs.append(lora_linear_reference(x, wide, *pairs[i]) if i in pairs else x @ wide.T)
+    y = torch.cat(outs, 1)
+    y = y if bias is None else y + bias.to(dtype)
+    grads = torch.autograd.grad(y, [x, *parameters], dy.to(dtype))
+    return [y.detach(), *grads]
+
+
+def fused(
+    group: LoraGroup, x: torch.Tensor, dy: torch.Tensor, bias: torch.Tensor | None = None
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    x_ext = torch.full((len(x), group.input_width), float("nan"), dtype=x.dtype, device=x.device)
+    dy_ext = torch.full((len(x), group.grad_width), float("nan"), dtype=x.dtype, device=x.device)
+    x_ext[:, : group.D], dy_ext[:, : group.O] = x, dy
+    y = group.forward(x_ext, bias_O=bias)
+    dx, grads = group.backward(dy_ext, x_ext)
+    assert dx is not None
+    return [y, dx, *[grad for pair in grads for grad in pair]], x_ext, dy_ext
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 127, 300])
+@pytest.mark.parametrize("name", GROUPS)
+def test_one_product_is_as_near_to_the_truth_as_the_plain_form(
+    device: str, name: str, tokens: int, dtype: torch.dtype, judge: Callable[..., None]
+) -> None:
+    weights, adapters = make(name, dtype, device)
+    x, dy = (torch.randn(tokens, n, device=device).to(dtype) for n in (WIDTH, sum(GROUPS[name][0])))
+    bias = torch.randn(dy.shape[1], device=device).to(dtype) if tokens != 3 else None
+    truth = plain(x, dy, weights, adapters, bias, torch.float64)
+    yardstick = plain(x, dy, weights, adapters, bias, dtype)
+    got, _, _ = fused(LoraGroup(weights, adapters), x, dy, bias)
+    assert len(got) == len(truth)
+    for i, (ours, theirs, exact) in enumerate(zip(got, yardstick, truth, strict=True)):
+        assert ours.dtype == (dtype if i < 2 else torch.float32)
+        what = ["y", "dx"][i] if i < 2 else f"{'dA' if i % 2 == 0 else 'dB'} {i // 2 - 1}"
+        if dtype == torch.float32:  # one long sum in fp32 against several short ones: judged by a fixed bar
+            assert (ours.double() - exact).norm() <= 1e-6 * exact.norm(), what
+            assert (ours.double() - exact).abs().max() <= 2e-6 * exact.abs().max(), what
+        else:
+            judge(ours.to(dtype), theirs, exact, what)
+
+
+def test_padding_and_widths() -> None:
+    weights, adapters = make("q_and_v", torch.float32, "cpu")
+    group = LoraGroup(weights, adapters)
+    assert (group.D, group.O, group.R) == (96, 136, 64)  # 8 + 3 columns, as one tile of 64
+    assert (group.input_width, group.grad_width) == (96 + 64, 136 + 64)
+    assert LoraGroup(weights, adapters, padding=16).R == 16
+    assert LoraGroup(*make("down", torch.float32, "cpu")).R == 16
+    assert LoraGroup(*make("none", torch.float32, "cpu")).R == 0
+    block = group.M[: group.O, group.D :]
+    assert torch.equal(block[:64, :8], adapters[0].B_OR * 0.5)
+    assert torch.equal(block[96:, 8:11], adapters[1].B_OR * 1.7)
+    assert block.count_nonzero() == adapters[0].B_OR.numel() + adapters[1].B_OR.numel()
+    assert torch.equal(group.M[group.O :, : group.D], torch.cat([adapters[0].A_RD, adapters[1].A_RD, torch.zeros(53, 96)]))
+
+
+def test_padding_columns_are_written_with_zeros() -> None:
+    weights, adapters = make("q_and_v", torch.float32, "cpu")
+    _, x_ext, dy_ext = fused(LoraGroup(weights, adapters), torch.randn(5, WIDTH), torch.randn(5, 136))
+    assert (x_ext[:, WIDTH + 11 :] == 0).all()
+    assert (dy_ext[:, 136 + 11 :] == 0).all()
+
+
+def test_weights_are_there_once() -> None:
+    weights, adapters = make("qkv", torch.float32, "cpu")
+    group = LoraGroup(weights, adapters)
+    linear = torch.nn.Linear(WIDTH, 32, bias=False)
+    linear.weight.data = group.weight_view(1)
+    assert linear.weight.untyped_storage().data_ptr() == group.M.untyped_storage().data_ptr()
+    assert torch.equal(linear.weight, weights[1])
+    alone, _ = make("none_alone", torch.float32, "cpu")
+    assert LoraGroup(alone).M.data_ptr() == alone[0].data_ptr()
+
+
+def test_refresh_follows_the_parameters(device: str) -> None:
+    # fp16, as the interpreter cuts bf16 off where the GPU rounds
+    weights, adapters = make("q_and_v", torch.float16, device)
+    group = LoraGroup(weights, adapters)
+    assert not group.refresh()
+    with torch.no_grad():
+        adapters[1].B_OR.add_(1)
+    assert group.refresh()
+    assert torch.equal(group.M[96:136, group.D + 8 : group.D + 11], (adapters[1].B_OR * 1.7).half())
+    assert not group.refresh()
+    adapters[0].A_RD.data = torch.randn(8, WIDTH, device=device)  # moved, not changed in place
+    assert group.refresh()
+    assert torch.equal(group.M[group.O : group.O + 8, : group.D], adapters[0].A_RD.half())
+
+
+def test_one_table_refreshes_many_groups(device: str) -> None:
+    made = [make(name, torch.float16, device) for name in ("qkv", "down", "gate_up", "rank_1")]
+    groups = [LoraGroup(*pair) for pair in made]
+    table = CopyTable([job for group in groups for job in group.jobs])
+    with torch.no_grad():
+        for _, adapters in made:
+            for adapter in adapters:
+                adapter.A_RD.normal_()
+                adapter.B_OR.normal_()
+    table.run()
+    for group, pair in zip(groups, made, strict=True):
+        assert torch.equal(group.M, LoraGroup(*pair).M)
+        assert torch.equal(group.weight_view(0), pair[0][0])
+
+
+def test_backward_with_an_input_that_was_computed_again() -> None:
+    weights, adapters = make("qkv", torch.float32, "cpu")
+    group = LoraGroup(weights, adapters)
+    x, dy = torch.randn(20, WIDTH), torch.randn(20, group.O)
+    expected, x_ext, dy_ext = fused(group, x, dy)
+    xa = x_ext[:, WIDTH:].clone()
+    out = torch.full((20, WIDTH + 8), float("nan"))
+    dx, grads = group.backward(dy_ext, x.clone(), xa, out=out[:, :WIDTH])
+    assert dx is not None
+    assert dx.data_ptr() == out.data_ptr()
+    assert out[:, WIDTH:].isnan().all()
+    for ours, theirs in zip([dx, *[g for pair in grads for g in pair]], expected[1:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    none, same = group.backward(dy_ext, x_ext, need_dx=False)
+    assert none is None
+    assert torch.equal(same[2][1], grads[2][1])
+    assert all(grad.is_contiguous() for pair in grads for grad in pair)
+
+
+def test_output_may_be_row_strided_and_columns_filled_by_someone_else() -> None:
+    weights, adapters = make("qkv", torch.float32, "cpu")
+    group = LoraGroup(weights, adapters)
+    x_ext = group.widen(torch.randn(20, WIDTH))
+    expected = group.forward(x_ext)
+    wide = torch.full((20, group.O + 16), float("nan"))
+    got = group.forward(x_ext, out=wide[:, : group.O], extended=True)
+    assert got.data_ptr() == wide.data_ptr()
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
+    x_ext[:, WIDTH:] = 0  # `extended` means: do not fill them again
+    torch.testing.assert_close(group.forward(x_ext, extended=True), x_ext[:, :WIDTH] @ torch.cat(weights).T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_public_function(dtype: torch.dtype, judge: Callable[..., None]) -> None:
+    x, weight, bias = torch.randn(2, 7, 24).to(dtype), torch.randn(40, 24).to(dtype), torch.randn(40).to(dtype)
+    A, B, dy = torch.randn(4, 24), torch.randn(40, 4), torch.randn(2, 7, 40).to(dtype)
+
+    def run(function: Callable[..., torch.Tensor], kind: torch.dtype, parameters: torch.dtype) -> list[torch.Tensor]:
+        inputs = [x.to(kind), A.to(parameters), B.to(parameters), bias.to(kind)]
+        inputs = [tensor.clone().requires_grad_() for tensor in inputs]
+        y = function(inputs[0], weight.to(kind), inputs[1], inputs[2], 0.75, inputs[3])
+        return [y.detach(), *torch.autograd.grad(y, inputs, dy.to(kind))]
+
+    truth = run(lora_linear_reference, torch.float64, torch.float64)
+    yardstick = run(lora_linear_reference, dtype, dtype)
+    for what, ours, theirs, exact in zip(
+        ("y", "dx", "dA", "dB", "dbias"), run(lora_linear, dtype, torch.float32), yardstick, truth, strict=True
+    ):
+        judge(ours.to(dtype), theirs, exact, what)
+
+
+def test_gradient_of_a_trained_weight() -> None:
+    dy, x = torch.randn(30, 12).bfloat16(), torch.randn(30, 7).bfloat16()
+    exact = dy.double().T @ x.double()
+    assert linear_backward_weight(dy, x).dtype == torch.bfloat16
+    torch.testing.assert_close(linear_backward_weight(dy, x, torch.float32).double(), exact, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_captures_in_a_cuda_graph() -> None:
+    weights, adapters = make("qkv", torch.bfloat16, "cuda")
+    group = LoraGroup(weights, adapters)
+    x_ext = group.widen(torch.randn(64, WIDTH, device="cuda").bfloat16())
+    dy_ext = torch.randn(64, group.grad_width, device="cuda").bfloat16()
+    group.refresh_now()
+    group.forward(x_ext)
+    group.backward(dy_ext, x_ext)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        group.refresh_now()
+        y = group.forward(x_ext)
+        dx, grads = group.backward(dy_ext, x_ext)
+    with torch.no_grad():
+        adapters[0].A_RD.normal_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(group.M[group.O : group.O + 16, : group.D], adapters[0].A_RD.bfloat16())
+    torch.testing.assert_close(y, group.forward(x_ext))
+    again, expected = group.backward(dy_ext, x_ext)
+    torch.testing.assert_close(dx, again)
+    torch.testing.assert_close(grads[1], expected[1])

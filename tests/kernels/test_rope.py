@@ -1,0 +1,139 @@
+"""QK-norm and rotary positions: error against float64 truth at most twice plain torch's, on both paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pronghorn.kernels.dispatch import use_triton
+from pronghorn.kernels.rope import qk_rope, qk_rope_backward, qk_rope_forward, qk_rope_reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# heads, key heads, head width, rotary width: whole and partial rotary, powers of two and not, one head, many tiles of heads.
+SHAPES = [(4, 2, 64, 64), (3, 1, 96, 96), (5, 5, 80, 32), (20, 3, 128, 128), (1, 1, 64, 24)]
+NORMS = [None, "per_head", "full"]
+# The interpreter takes 20 ms a program: every shape once, every dtype once. A GPU runs them all.
+CASES = [(shape, dtype) for shape in SHAPES for dtype in DTYPES]
+if not torch.cuda.is_available():
+    CASES = [*((shape, torch.float32) for shape in SHAPES), (SHAPES[0], torch.bfloat16), (SHAPES[2], torch.float16)]
+
+
+def angles(T: int, width: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed positions: they start again in the middle."""
+    positions = torch.arange(T, device=device) % max(1, T // 2 + 1)
+    turns = positions[:, None] * 10000.0 ** (-torch.arange(0, width, 2, device=device) / width)
+    return turns.cos().float() * 1.1, turns.sin().float() * 1.1  # YaRN's factor is in cos and sin
+
+
+def case(T: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str, norm: str | None) -> dict[str, Any]:
+    heads, kv_heads, head_width, rotary = shape
+    width = (heads + 2 * kv_heads) * head_width
+    buffer = torch.full((T, width + 16), float("nan"), dtype=dtype, device=device)
+    buffer[:, :width] = torch.randn(T, width, device=device)
+    cos, sin = angles(T, rotary, device)
+    given: dict[str, Any] = {"qkv_TX": buffer[:, :width], "cos_TP": cos, "sin_TP": sin}
+    given |= {"heads": heads, "kv_heads": kv_heads, "head_width": head_width}
+    if norm is not None:
+        sizes = (head_width, head_width) if norm == "per_head" else (heads * head_width, kv_heads * head_width)
+        weights = [torch.randn(size, device=device).to(dtype) for size in sizes]
+        given |= {"q_norm_H": weights[0], "k_norm_H": weights[1], "norm_kind": norm, "eps": 1e-5}
+    return given
+
+
+def truth_and_plain(given: dict[str, Any], grads: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """[q, k, v, dqkv, dq_norm, dk_norm] by autograd over the reference, in float64 and in the inputs' dtype."""
+    results = []
+    for dtype in (torch.float64, given["qkv_TX"].dtype):
+        names = [name for name in ("qkv_TX", "q_norm_H", "k_norm_H") if name in given]
+        leaves = {name: given[name].detach().to(dtype).requires_grad_() for name in names}
+        outputs = qk_rope_reference(**(given | leaves))
+        found = torch.autograd.grad(outputs, list(leaves.values()), [grad.to(dtype) for grad in grads])
+        results.append([*(output.detach() for output in outputs), *found])
+    return results
+
+
+def backward_of(given: dict[str, Any], grads: list[torch.Tensor], rstd: torch.Tensor | None, **more: Any) -> Any:
+    kept = {k: v for k, v in given.items() if k in {"neighbours", "q_norm_H", "k_norm_H", "norm_kind", "one_plus", "qkv_TX"}}
+    return qk_rope_backward(*grads, given["cos_TP"], given["sin_TP"], rstd=rstd, **kept, **more)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("neighbours", [False, True], ids=["halves", "neighbours"])
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
+def test_forward_and_backward_are_as_good_as_plain_torch(
+    device: str, judge: Callable[..., None], shape: tuple[int, int, int, int], dtype: torch.dtype, neighbours: bool,
+    norm: str | None,
+) -> None:  # fmt: skip
+    compiled = device == "cuda" or not use_triton(torch.empty(1))
+    T = {4: 1000, 20: 127}.get(shape[0], 3) if compiled else 3
+    given = case(T, shape, dtype, device, norm) | {"neighbours": neighbours, "one_plus": neighbours}
+    heads, kv_heads, head_width, _ = shape
+    grads = [torch.randn(T, n, head_width, dtype=dtype, device=device) for n in (heads, kv_heads, kv_heads)]
+    truth, plain = truth_and_plain(given, grads)
+
+    q, k, v, rstd = qk_rope_forward(**given)
+    assert v.untyped_storage().data_ptr() == given["qkv_TX"].untyped_storage().data_ptr(), "v is a view"
+    width = (heads + 2 * kv_heads) * head_width
+    buffer = torch.full((T, width + 8), float("nan"), dtype=dtype, device=device)
+    dqkv, *norm_grads = backward_of(given, grads, rstd, need_norm_grad=norm is not None, out=buffer[:, :width])
+    assert torch.isnan(buffer[:, width:]).all(), "wrote beyond the row"
+    found = [q, k, v, dqkv, *(grad.to(dtype) for grad in norm_grads if grad is not None)]
+    for name, ours, true, theirs in zip(("q", "k", "v", "dqkv", "dq_norm", "dk_norm"), found, truth, plain, strict=False):
+        judge(ours, theirs, true, name)
+    assert len(found) == len(truth)
+    without, *nothing = backward_of(given, grads, rstd)
+    assert nothing == [None, None]
+    torch.testing.assert_close(without, dqkv, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 64, 64), (5, 5, 80, 32)], ids=str)
+@pytest.mark.parametrize("neighbours", [False, True])
+def test_in_place_is_the_same(device: str, shape: tuple[int, int, int, int], neighbours: bool) -> None:
+    given = case(5, shape, torch.float32, device, None) | {"neighbours": neighbours}
+    raw = given["qkv_TX"].clone()
+    q, k, v, rstd = qk_rope_forward(**given)
+    assert rstd is None
+    torch.testing.assert_close(given["qkv_TX"], raw, rtol=0, atol=0)
+    q_in, k_in, v_in, _ = qk_rope_forward(**given, in_place=True)
+    assert q_in.data_ptr() == given["qkv_TX"].data_ptr()
+    for ours, expected in ((q_in, q), (k_in, k), (v_in, v)):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+    grads = [torch.randn_like(x) for x in (q, k, v)]
+    expected, _, _ = backward_of(given, grads, None)
+    row = torch.cat([grad.flatten(1) for grad in grads], dim=1)
+    parts = [part.unflatten(1, (-1, shape[2])) for part in row.split([grad[0].numel() for grad in grads], dim=1)]
+    got, _, _ = backward_of(given, parts, None, out=row)
+    assert got is row
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_autograd_gives_the_gradients_of_the_reference(device: str, norm: str | None) -> None:
+    given = case(4, (4, 2, 64, 32), torch.float32, device, norm)
+    grads = []
+    for function in (qk_rope, qk_rope_reference):
+        leaves = {name: t.clone().requires_grad_() for name, t in given.items() if name in {"qkv_TX", "q_norm_H", "k_norm_H"}}
+        q, k, v = function(**(given | leaves))
+        (q.sin().sum() + (k * k).sum() + v.cos().sum()).backward()
+        grads.append([leaf.grad for leaf in leaves.values()])
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_norm_gradients_are_the_same_every_time(device: str) -> None:
+    given = case(13, (4, 2, 64, 64), torch.float32, device, "per_head")  # more tokens than the interpreter's grid has lanes
+    q, k, v, rstd = qk_rope_forward(**given)
+    grads = [torch.randn_like(x) for x in (q, k, v)]
+    first, second = (backward_of(given, grads, rstd, need_norm_grad=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_what_cannot_work_is_refused() -> None:
+    given = case(2, (4, 2, 64, 64), torch.float32, "cpu", "per_head")
+    with pytest.raises(ValueError, match="in place"):
+        qk_rope_forward(**given, in_place=True)
+    with pytest.raises(ValueError, match="a weight for queries and one for keys"):
+        qk_rope_forward(**(given | {"k_norm_H": None}))

@@ -1,0 +1,63 @@
+"""Documents in one pack must not see each other: proved for a model before it trains, and refused where it does not hold."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from transformers import AutoModelForCausalLM, BloomConfig, OPTConfig
+
+from pronghorn.errors import ModelError
+from pronghorn.model.causal_lm import require_isolated_documents
+from pronghorn.model.lora import add_adapter
+from pronghorn.recipe import Lora
+
+CPU = torch.device("cpu")
+
+
+def test_llama_keeps_documents_apart() -> None:
+    require_isolated_documents(make_model(), CPU, 259)
+
+
+def test_with_an_adapter_and_dropout_and_the_mode_is_put_back() -> None:
+    model = add_adapter(make_model(), Lora(r=4, dropout=0.5), seed=1).train()
+    require_isolated_documents(model, CPU, 259)
+    assert model.training
+
+
+def test_a_vocabulary_smaller_than_the_probe() -> None:
+    require_isolated_documents(make_model(vocab_size=8), CPU, 8)
+
+
+@pytest.mark.parametrize("config", [
+    BloomConfig(vocab_size=259, hidden_size=32, n_layer=2, n_head=4),
+    OPTConfig(vocab_size=259, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32),
+], ids=["bloom", "opt"])
+def test_real_families_that_do_not_are_refused(config: Any) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ModelError, match="documents in a pack see each other") as caught:
+        require_isolated_documents(AutoModelForCausalLM.from_config(config), CPU, 259)
+    assert "Llama" in caught.value.fix
+
+
+class RunningMean(torch.nn.Module):
+    """Each token sees the mean of all before it, across documents, however faintly."""
+
+    def __init__(self, strength: float) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(259, 8)
+        self.strength = strength
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool) -> Any:
+        x = self.embedding(input_ids)
+        mean = x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[None, :, None]
+        return SimpleNamespace(logits=x + self.strength * mean)
+
+
+def test_a_faint_leak_is_a_leak() -> None:
+    require_isolated_documents(RunningMean(0.0), CPU, 259)
+    with pytest.raises(ModelError, match="logits differ by"):
+        require_isolated_documents(RunningMean(1e-4), CPU, 259)

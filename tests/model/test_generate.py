@@ -1,0 +1,106 @@
+"""Greedy answers: batching and padding change nothing, order is kept, and answers end where they should."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model, make_tokenizer
+
+from pronghorn.model.generate import end_tokens, generate_answers
+from pronghorn.model.lora import add_adapter
+from pronghorn.recipe import Lora
+
+TEXTS = ["hello", "a much longer prompt than the first one", "x", "two words", "hello", "the end of the list is here"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """Random weights of a size that makes answers differ from prompt to prompt."""
+    model = make_model()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.3)
+    return model
+
+
+def one_by_one(model: Any, tokenizer: Any, prompts: list[list[int]], new: int) -> list[str]:
+    """Without batch, padding or cache: the most likely token, again and again."""
+    answers = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(new):
+            with torch.no_grad():
+                token = int(model.eval()(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+            ids.append(token)
+            if token == tokenizer.eos_token_id:
+                break
+        answers.append(tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True).strip())
+    return answers
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 32])
+def test_batched_answers_equal_those_given_one_by_one(model: Any, tokenizer: Any, batch_size: int) -> None:
+    prompts = [tokenizer.encode(text) for text in TEXTS]
+    expected = one_by_one(model, tokenizer, prompts, 12)
+    assert len(set(expected)) > 2  # otherwise order would not show
+    assert expected[0] == expected[4]
+    assert generate_answers(model, tokenizer, prompts, max_new_tokens=12, batch_size=batch_size) == expected
+
+
+def test_an_answer_ends_at_any_end_token(model: Any, tokenizer: Any) -> None:
+    """Whatever token the model says third is declared an end: the answer is then two tokens long."""
+    prompts = [tokenizer.encode(text) for text in TEXTS]
+    whole = model.generate(torch.tensor(prompts[:1]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0, len(prompts[0]) :]
+    third = int(whole[2])
+    assert third not in whole[:2].tolist()
+    before = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = [2, third]
+    try:
+        assert end_tokens(model, tokenizer) == sorted({2, third})
+        (short,) = generate_answers(model, tokenizer, prompts[:1], max_new_tokens=12)
+    finally:
+        model.generation_config.eos_token_id = before
+    assert tokenizer.encode(short)[:2] == tokenizer.encode(tokenizer.decode(whole[:2]).strip())
+    assert len(tokenizer.encode(short)) <= 3
+
+
+def test_end_tokens_of_models_that_say_none(model: Any, tokenizer: Any) -> None:
+    before = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = None
+    try:
+        assert end_tokens(model, tokenizer) == [tokenizer.eos_token_id]
+    finally:
+        model.generation_config.eos_token_id = before
+
+
+def test_the_longest_answer_is_as_long_as_asked(model: Any, tokenizer: Any) -> None:
+    (answer,) = generate_answers(model, tokenizer, [tokenizer.encode("hello")], max_new_tokens=5)
+    (longer,) = generate_answers(model, tokenizer, [tokenizer.encode("hello")], max_new_tokens=9)
+    assert longer.startswith(answer)
+    assert len(answer) < len(longer)
+
+
+def test_the_model_is_left_as_it_was(tokenizer: Any) -> None:
+    model = add_adapter(make_model(), Lora(r=4, dropout=0.5), seed=1)
+    for training in (True, False):
+        model.train(training)
+        one, again = (generate_answers(model, tokenizer, [tokenizer.encode("hi")], max_new_tokens=5) for _ in range(2))
+        assert one == again  # no dropout while answering
+        assert model.training is training
+
+
+def test_no_prompts_no_answers_and_progress_to_the_end(model: Any, tokenizer: Any) -> None:
+    assert generate_answers(model, tokenizer, [], max_new_tokens=5) == []
+    told: list[tuple[str, int, int]] = []
+    prompts = [tokenizer.encode(text) for text in TEXTS]
+    generate_answers(model, tokenizer, prompts, max_new_tokens=1, batch_size=4, progress=lambda *a: told.append(a))
+    assert told == [("answering", 4, 6), ("answering", 6, 6)]

@@ -1,0 +1,216 @@
+"""Loading: the precision is the one asked for, and every folder that cannot work is refused in words."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model, make_tokenizer
+from safetensors.torch import load_file, save_file
+
+from pronghorn.errors import ModelError, RecipeError
+from pronghorn.model.load import (
+    inspect_model,
+    load_model,
+    pick_device,
+    require_tokenizer_fits,
+    resolve_precision,
+    without_progress_bars,
+)
+from pronghorn.recipe import Lora
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def own_copy(tiny_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, *, has_bf16: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16 or including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "an old GPU")
+
+
+# Precision --------------------------------------------------------------------------------------------------------------
+
+
+def test_auto_is_fp32_on_a_cpu_and_bf16_on_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_precision("auto", CPU) == "fp32"
+    pretend_gpu(monkeypatch, has_bf16=True)
+    assert resolve_precision("auto", GPU) == "bf16"
+    pretend_gpu(monkeypatch, has_bf16=False)
+    assert resolve_precision("auto", GPU) == "fp32"
+
+
+@pytest.mark.parametrize("asked", ["bf16", "fp16", "fp32"])
+def test_what_is_asked_for_is_never_changed(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_precision(asked, CPU) == asked
+    pretend_gpu(monkeypatch, has_bf16=True)
+    assert resolve_precision(asked, GPU) == asked
+
+
+def test_bf16_is_refused_where_the_chip_only_emulates_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, has_bf16=False)
+    with pytest.raises(RecipeError, match="bf16 is not there on an old GPU") as caught:
+        resolve_precision("bf16", GPU)
+    assert "fp16 or fp32" in caught.value.fix
+    assert resolve_precision("fp16", GPU) == "fp16"
+
+
+def test_a_gpu_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there, kind in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert pick_device().type == kind
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_all_weights_load_in_the_dtype_asked_for(tiny_model: Path, dtype: torch.dtype) -> None:
+    model = load_model(str(tiny_model), dtype, CPU)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert model.config.use_cache is False
+
+
+def test_loaded_weights_are_the_stored_ones(tiny_model: Path) -> None:
+    stored, loaded = make_model().state_dict(), load_model(str(tiny_model), torch.float32, CPU).state_dict()
+    assert stored.keys() == loaded.keys()
+    assert all(torch.equal(stored[name], loaded[name]) for name in stored)
+
+
+# Inspecting -------------------------------------------------------------------------------------------------------------
+
+
+def test_inspection_counts_without_loading(own_copy: Path) -> None:
+    real = make_model()
+    (own_copy / "model.safetensors").write_bytes(b"")  # never read
+    facts = inspect_model(str(own_copy))
+    assert facts.parameters == sum(p.numel() for p in real.parameters())
+    assert (facts.model_type, facts.layers, facts.width, facts.mlp_width) == ("llama", 2, 32, 64)
+    assert (facts.vocabulary, facts.longest, facts.adapter_parameters) == (259, 512, 0)
+
+
+def test_inspection_counts_the_adapter(tiny_model: Path) -> None:
+    # two layers: q 32x32, k and v 32x16, o 32x32, gate and up 32x64, down 64x32; r (inputs + outputs) each
+    per_layer = 2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64)
+    assert inspect_model(str(tiny_model), Lora(r=4)).adapter_parameters == 2 * 4 * per_layer
+    assert inspect_model(str(tiny_model), Lora(r=4, targets=("q_proj",))).adapter_parameters == 2 * 4 * (32 + 32)
+
+
+def test_inspection_refuses_targets_that_match_nothing(tiny_model: Path) -> None:
+    with pytest.raises(RecipeError, match="`q_prj` matches no linear layer"):
+        inspect_model(str(tiny_model), Lora(targets=("q_prj",)))
+
+
+def test_the_home_folder_s_sign_is_understood(own_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(own_copy.parent))
+    assert inspect_model("~/model").layers == 2
+    assert load_model("~/model", torch.float32, CPU).config.num_hidden_layers == 2
+
+
+# Refusals ---------------------------------------------------------------------------------------------------------------
+
+
+def refused(name: str | Path) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        inspect_model(str(name))
+        load_model(str(name), torch.float32, CPU)
+    assert caught.value.where == str(name)
+    assert caught.value.fix
+    return caught.value
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    assert refused(tmp_path / "nowhere").what == "no such model folder"
+    assert refused("./nowhere").what == "no such model folder"
+    assert refused("a/b/c").what == "no such model folder"
+
+
+@pytest.mark.parametrize("name", ["somebody/some-model", "some-model"])
+def test_a_hub_name_that_is_not_in_the_cache_and_no_network(name: str) -> None:
+    assert "hub cache" in refused(name).fix
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
+    assert "no config.json" in refused(tmp_path).what
+
+
+def test_a_folder_without_weights(own_copy: Path) -> None:
+    (own_copy / "model.safetensors").unlink()
+    assert "no *.safetensors" in refused(own_copy).what
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "model.ckpt", "weights.pkl"])
+def test_pickled_weights_are_never_opened(own_copy: Path, name: str) -> None:
+    (own_copy / "model.safetensors").unlink()
+    (own_copy / name).write_bytes(b"\x80\x04cos\nsystem\n(S'touch /tmp/pronghorn-owned'\ntR.")
+    error = refused(own_copy)
+    assert name in error.what
+    assert "any code" in error.why
+    assert not Path("/tmp/pronghorn-owned").exists()
+
+
+def test_a_config_that_is_not_json(own_copy: Path) -> None:
+    (own_copy / "config.json").write_text("{not json")
+    assert refused(own_copy).what == "cannot load the model"
+
+
+def test_an_unknown_model_type(own_copy: Path) -> None:
+    config = json.loads((own_copy / "config.json").read_text())
+    (own_copy / "config.json").write_text(json.dumps(config | {"model_type": "llamma9"}))
+    assert "llamma9" in refused(own_copy).why
+
+
+def test_a_model_that_brings_its_own_code(own_copy: Path) -> None:
+    config = json.loads((own_copy / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
+    (own_copy / "config.json").write_text(json.dumps(config))
+    (own_copy / "mine.py").write_text("import pathlib; pathlib.Path('/tmp/pronghorn-owned').touch()")
+    assert "code from its own repository" in refused(own_copy).what
+    assert not Path("/tmp/pronghorn-owned").exists()
+
+
+def test_truncated_weights(own_copy: Path) -> None:
+    file = own_copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert refused(own_copy).what == "cannot load the model"
+
+
+def test_missing_weights_are_not_filled_with_random_numbers(own_copy: Path) -> None:
+    tensors = load_file(own_copy / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, own_copy / "model.safetensors", metadata={"format": "pt"})
+    error = refused(own_copy)
+    assert error.what == "1 weights of this model are not in its files, such as model.layers.1.mlp.up_proj.weight"
+
+
+def test_weights_of_another_shape(own_copy: Path) -> None:
+    tensors = load_file(own_copy / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(31)
+    save_file(tensors, own_copy / "model.safetensors", metadata={"format": "pt"})
+    assert "model.norm.weight" in refused(own_copy).why
+
+
+def test_a_tokenizer_larger_than_the_embeddings() -> None:
+    require_tokenizer_fits(make_tokenizer(), 259, "m")
+    with pytest.raises(ModelError, match=r"ids up to 258, the model has embeddings for 258 tokens"):
+        require_tokenizer_fits(make_tokenizer(), 258, "m")
+
+
+def test_transformers_progress_setting_is_put_back() -> None:
+    from transformers.utils import logging
+
+    before = logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()
+    try:
+        with pytest.raises(KeyError), without_progress_bars():
+            assert not logging.is_progress_bar_enabled()
+            raise KeyError
+        assert logging.is_progress_bar_enabled()
+    finally:
+        if not before:
+            logging.disable_progress_bar()

@@ -1,0 +1,138 @@
+"""Adapters are PEFT's: same scaling, same files, same logits when stock PEFT loads what we save."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from pronghorn.errors import RecipeError
+from pronghorn.model.export import save_model
+from pronghorn.model.lora import add_adapter, load_adapter, restore_adapter
+from pronghorn.recipe import Lora
+
+KINDS = {
+    "lora": Lora(r=4, alpha=8),
+    "rslora": Lora(r=4, alpha=8, rslora=True),
+    "dora": Lora(r=4, alpha=8, dora=True),
+    "some layers": Lora(r=2, alpha=3, targets=("q_proj", "down_proj")),
+}
+
+
+def stirred(model: Any, seed: int = 3) -> Any:
+    """B is zero and DoRA's magnitude is the weight's own at the start: move all, so that the adapter does something."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(input_ids=torch.arange(3, 40)[None]).logits
+    return result
+
+
+def test_a_new_adapter_changes_nothing() -> None:
+    for lora in KINDS.values():
+        assert torch.allclose(logits(add_adapter(make_model(), lora, seed=1).eval()), logits(make_model().eval()), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_adapter_computes_the_formula_of_its_paper(kind: str) -> None:
+    """In float64, by hand: W x + scale B A x; DoRA: the sum's rows stretched to the learned lengths."""
+    lora = KINDS[kind]
+    model = stirred(add_adapter(make_model(), lora, seed=1)).double()
+    layer = model.base_model.model.model.layers[1].mlp.down_proj
+    x = torch.randn(5, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    scale = lora.alpha / (math.sqrt(lora.r) if lora.rslora else lora.r)
+    weight = layer.base_layer.weight + scale * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    if lora.dora:
+        length = layer.lora_magnitude_vector["default"].weight
+        weight = weight * (length / weight.norm(dim=1))[:, None]
+    assert layer.scaling["default"] == pytest.approx(scale, rel=1e-12)
+    assert torch.allclose(layer(x), x @ weight.T, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stock_peft_loads_what_we_save_with_the_same_logits(kind: str, tmp_path: Path) -> None:
+    ours = stirred(add_adapter(make_model(), KINDS[kind], seed=1))
+    save_model(ours, tmp_path)
+    stock = PeftModel.from_pretrained(make_model(), str(tmp_path)).eval()
+    assert torch.equal(logits(stock), logits(ours))
+    assert not torch.allclose(logits(stock), logits(make_model().eval()), atol=1e-3)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".md") == [
+        "adapter_config.json", "adapter_model.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_is_put_back_to_the_bit(kind: str, tmp_path: Path) -> None:
+    ours = stirred(add_adapter(make_model(), KINDS[kind], seed=1))
+    save_model(ours, tmp_path)
+    fresh = add_adapter(make_model(), KINDS[kind], seed=2)
+    restore_adapter(fresh, tmp_path)
+    expected = {name: p for name, p in ours.named_parameters() if p.requires_grad}
+    assert {name for name, p in fresh.named_parameters() if p.requires_grad} == expected.keys()
+    assert all(torch.equal(p, expected[name]) for name, p in fresh.named_parameters() if p.requires_grad)
+    for trainable in (False, True):
+        again = load_adapter(make_model(), tmp_path, trainable=trainable)
+        assert any(p.requires_grad for p in again.parameters()) is trainable
+
+
+@pytest.mark.parametrize(("kind", "said"), [
+    ("lora", {"r": 4, "lora_alpha": 8, "use_rslora": False, "use_dora": False, "peft_type": "LORA"}),
+    ("rslora", {"use_rslora": True, "use_dora": False}), ("dora", {"use_rslora": False, "use_dora": True}),
+])
+def test_the_stored_description_tells_the_kind(kind: str, said: dict[str, Any], tmp_path: Path) -> None:
+    save_model(add_adapter(make_model(), KINDS[kind], seed=1), tmp_path)
+    description = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert {key: description[key] for key in said} == said
+    assert description["task_type"] == "CAUSAL_LM"
+
+
+def test_adapter_weights_are_float32_over_a_base_of_any_precision() -> None:
+    model = add_adapter(make_model().to(torch.bfloat16), Lora(r=4), seed=1)
+    dtypes = {p.requires_grad: p.dtype for p in model.parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+
+
+def test_the_same_seed_starts_from_the_same_adapter() -> None:
+    def start(seed: int) -> torch.Tensor:
+        torch.manual_seed(12345 + seed)  # what was drawn before does not matter
+        return torch.cat([p.flatten() for p in add_adapter(make_model(), Lora(r=4), seed).parameters() if p.requires_grad])
+
+    assert torch.equal(start(1), start(1))
+    torch.rand(3)
+    assert not torch.equal(start(1), start(2))
+
+
+def test_all_linear_means_all_but_the_head() -> None:
+    model = add_adapter(make_model(), Lora(r=4), seed=1)
+    adapted = {name.split(".lora_A")[0].rsplit(".", 1)[-1] for name, _ in model.named_parameters() if ".lora_A." in name}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_targets_given_by_their_longer_name() -> None:
+    model = add_adapter(make_model(), Lora(r=4, targets=("mlp.up_proj",)), seed=1)
+    assert sum(".lora_A." in name for name, _ in model.named_parameters()) == 2
+
+
+@pytest.mark.parametrize(("target", "hint"), [("q_prj", "did you mean `q_proj`?"), ("wte", "this model has: down_proj")])
+def test_a_target_that_matches_nothing_is_refused(target: str, hint: str) -> None:
+    with pytest.raises(RecipeError, match=f"`{target}` matches no linear layer") as caught:
+        add_adapter(make_model(), Lora(targets=("k_proj", target)), seed=1)
+    assert hint in caught.value.fix
+
+
+def test_only_the_adapter_is_stored(tmp_path: Path) -> None:
+    save_model(add_adapter(make_model(), Lora(r=4), seed=1), tmp_path)
+    assert all(".lora_" in name for name in load_file(tmp_path / "adapter_model.safetensors"))

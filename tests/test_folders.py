@@ -1,0 +1,36 @@
+"""Where the cache is, in the order that people expect their settings to win."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pronghorn.folders import cache_folder
+
+
+def test_pronghorn_s_own_variable_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRONGHORN_CACHE", "/one")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/two")
+    assert cache_folder() == Path("/one")
+
+
+def test_then_the_desktop_s_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PRONGHORN_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/two")
+    assert cache_folder() == Path("/two/pronghorn")
+
+
+@pytest.mark.parametrize("xdg", ["", None], ids=["empty", "unset"])
+def test_then_the_home_folder(monkeypatch: pytest.MonkeyPatch, xdg: str | None) -> None:
+    monkeypatch.setenv("PRONGHORN_CACHE", "")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if xdg is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+    assert cache_folder() == Path("/home/somebody/.cache/pronghorn")
+
+
+def test_asking_creates_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PRONGHORN_CACHE", str(tmp_path / "cache"))
+    assert not cache_folder().exists()

@@ -1,0 +1,104 @@
+"""The recipe as a value: frozen, complete, closed to unknown keys, and exact about what a resume may change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from pronghorn.recipe import Recipe
+
+
+def recipe(**changes: Any) -> Recipe:
+    return Recipe.model_validate({"model": "some/model", "data": {"train": "a.jsonl"}} | changes)
+
+
+def test_model_and_training_data_are_all_that_is_required() -> None:
+    assert recipe().train.lr == 2e-4
+    for missing in ("model", "data"):
+        values = {"model": "some/model", "data": {"train": "a.jsonl"}}
+        del values[missing]
+        with pytest.raises(ValidationError, match=missing):
+            Recipe.model_validate(values)
+
+
+def test_one_file_and_a_list_of_one_are_the_same() -> None:
+    assert recipe(data={"train": "a.jsonl"}) == recipe(data={"train": ["a.jsonl"]})
+    assert recipe(data={"train": "a.jsonl"}).data.train == ("a.jsonl",)
+
+
+def test_a_recipe_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe().train.lr = 1.0  # type: ignore[misc]
+
+
+def test_a_recipe_survives_json() -> None:
+    one = recipe(lora={"targets": ["q_proj"]}, eval={"stop": {"patience": 2}}, train={"betas": [0.8, 0.9]})
+    assert Recipe.model_validate_json(one.model_dump_json()) == one
+
+
+@pytest.mark.parametrize("changes", [
+    {"train": {"lr": 0.0}}, {"train": {"lr": -1e-4}}, {"train": {"lr": float("nan")}}, {"train": {"lr": float("inf")}},
+    {"train": {"epochs": 0}}, {"train": {"warmup": 1.0}}, {"train": {"warmup": -0.1}}, {"train": {"betas": [0.9, 1.0]}},
+    {"train": {"betas": [0.9]}}, {"train": {"clip": 0}}, {"train": {"seed": -1}}, {"train": {"steps": 0}},
+    {"train": {"weight_decay": -0.1}}, {"lora": {"r": 0}}, {"lora": {"alpha": 0}}, {"lora": {"dropout": 1.0}},
+    {"lora": {"plus_ratio": 0.5}}, {"lora": {"targets": []}}, {"lora": {"targets": [""]}}, {"data": {"train": []}},
+    {"data": {"train": ""}}, {"data": {"train": "a", "eval": 0.0}}, {"data": {"train": "a", "eval": 1.0}},
+    {"data": {"train": "a", "max_length": 7}}, {"data": {"train": "a", "workers": -1}}, {"checkpoint": {"keep": 0}},
+    {"eval": {"stop": {"patience": 0}}}, {"model": ""}, {"output": ""}, {"method": "lroa"}, {"precision": "bf17"},
+    {"train": {"lrr": 1}}, {"memory": {"budget": "24 gigs"}}, {"memory": {"budget": "24"}},
+], ids=str)
+def test_values_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        recipe(**changes)
+
+
+@pytest.mark.parametrize("budget", ["auto", "24GB", "24 GiB", "1.5GB", "80%", "900MB"])
+def test_budgets_people_write(budget: str) -> None:
+    assert recipe(memory={"budget": budget}).memory.budget == budget
+
+
+def test_a_step_is_a_whole_number_of_packs_and_a_pack_holds_the_longest_document() -> None:
+    with pytest.raises(ValidationError, match=r"train.batch_tokens: 5000 is not a multiple .* set train.batch_tokens: 4096"):
+        recipe(train={"batch_tokens": 5000, "capacity": 4096})
+    with pytest.raises(ValidationError, match=r"data.max_length: 2048 is more than train.capacity 1024; set train.capacity: 2048"):
+        recipe(train={"batch_tokens": 1024, "capacity": 1024})
+    recipe(train={"batch_tokens": 4096, "capacity": 2048})
+
+
+def test_a_batch_smaller_than_a_pack_is_told_a_batch_that_works() -> None:
+    with pytest.raises(ValidationError, match="set train.batch_tokens: 16384"):
+        recipe(train={"batch_tokens": 4096})
+
+
+def test_both_misfits_are_told_at_once() -> None:
+    with pytest.raises(ValidationError) as caught:
+        recipe(train={"capacity": 1000})
+    assert "train.batch_tokens" in str(caught.value)
+    assert "data.max_length" in str(caught.value)
+
+
+def test_what_a_resume_may_not_change_is_named_with_both_values() -> None:
+    one = recipe()
+    other = recipe(train={"lr": 1e-4}, data={"train": "b.jsonl"}, lora={"targets": ["q_proj"]})
+    assert one.differences(other) == [
+        "data.train: ('a.jsonl',) -> ('b.jsonl',)", "lora.targets: all-linear -> ('q_proj',)", "train.lr: 0.0002 -> 0.0001",
+    ]
+    assert one.differences(recipe()) == []
+
+
+@pytest.mark.parametrize("changes", [
+    {"checkpoint": {"every": 7, "keep": 1}}, {"eval": {"every": 7, "stop": {"patience": 1}}}, {"memory": {"budget": "80%"}},
+    {"output": "runs/other"}, {"data": {"train": "a.jsonl", "workers": 0}},
+], ids=str)
+def test_what_does_not_touch_the_numbers_is_no_difference(changes: dict[str, Any]) -> None:
+    assert recipe().differences(recipe(**changes)) == []
+
+
+@pytest.mark.parametrize("changes", [
+    {"model": "other/model"}, {"method": "full"}, {"precision": "bf16"}, {"train": {"seed": 1}}, {"train": {"steps": 3}},
+    {"data": {"train": "a.jsonl", "eval": 0.1}}, {"lora": {"dora": True}},
+], ids=str)
+def test_what_touches_the_numbers_is_a_difference(changes: dict[str, Any]) -> None:
+    assert recipe().differences(recipe(**changes))

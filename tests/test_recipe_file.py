@@ -1,0 +1,238 @@
+"""YAML 1.2 and command-line words into a recipe: every problem in one pass, each with its line and its fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pronghorn.errors import Problems, PronghornError, RecipeError
+from pronghorn.recipe import Recipe
+from pronghorn.recipe_file import EXAMPLE, load_recipe, parse_recipe
+
+SMALLEST = "model: some/model\ndata: {train: a.jsonl}\n"
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+
+
+def problems(text: str, *words: str) -> list[PronghornError]:
+    with pytest.raises(PronghornError) as caught:
+        parse_recipe(text, words, name="r.yaml")
+    return list(caught.value.problems) if isinstance(caught.value, Problems) else [caught.value]
+
+
+def told(text: str, *words: str) -> list[tuple[str, str, str]]:
+    return [(problem.where, problem.what, problem.fix) for problem in problems(text, *words)]
+
+
+# YAML 1.2 ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("written", ["1e-4", "1E-4", "1.0e-4", "0.0001", ".0001"])
+def test_a_number_is_a_number_however_it_is_written(written: str) -> None:
+    assert parse_recipe(f"{SMALLEST}train: {{lr: {written}}}").train.lr == 1e-4
+
+
+@pytest.mark.parametrize("word", ["no", "yes", "on", "off", "y", "n"])
+def test_words_that_were_booleans_in_yaml_1_1_are_words(word: str) -> None:
+    assert parse_recipe(f"model: {word}\ndata: {{train: [{word}, b]}}").data.train == (word, "b")
+    assert parse_recipe(f"model: {word}\ndata: {{train: x}}").model == word
+
+
+def test_true_and_false_are_booleans() -> None:
+    assert parse_recipe(f"{SMALLEST}lora: {{rslora: true, dora: false}}").lora.rslora is True
+
+
+def test_a_key_that_stands_twice_is_an_error_with_both_lines() -> None:
+    text = "model: a\ndata:\n  train: x\n  eval: 0.1\n  eval: 0.2\nmodel: b\n"
+    assert told(text) == [
+        ("r.yaml:5", "data.eval: this key stands twice", "remove one of the two"),
+        ("r.yaml:6", "model: this key stands twice", "remove one of the two"),
+    ]
+    assert [problem.why for problem in problems(text)] == ["it is set at r.yaml:4 already", "it is set at r.yaml:1 already"]
+
+
+def test_what_is_not_yaml_is_told_with_its_line() -> None:
+    ((where, what, fix),) = told("model: a\ndata: {train: x\nlora: {r: 3}\n")
+    assert where == "r.yaml:3"
+    assert what.startswith("not YAML")
+    assert "brackets" in fix
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n"])
+def test_an_empty_recipe(text: str) -> None:
+    ((where, what, fix),) = told(text)
+    assert (where, what) == ("r.yaml", "the recipe is empty")
+    assert "pronghorn new" in fix
+
+
+def test_a_list_is_no_recipe() -> None:
+    assert "key: value" in problems("- model\n- data\n")[0].what
+
+
+def test_a_tag_runs_nothing_and_is_refused_with_its_line() -> None:
+    found = problems("model: !!python/name:os.system ''\ndata:\n  train: !!float abc\n")
+    assert [problem.where for problem in found] == ["r.yaml:1", "r.yaml:3"]
+    assert all("is not a value" in problem.what for problem in found)
+
+
+def test_a_byte_order_mark_is_no_problem() -> None:
+    assert parse_recipe("\ufeff" + SMALLEST).model == "some/model"
+
+
+def test_a_section_whose_lines_are_all_commented_out_is_the_default() -> None:
+    assert parse_recipe(f"{SMALLEST}train:\n  # lr: 3\nlora:\n") == parse_recipe(SMALLEST)
+    assert parse_recipe(f"{SMALLEST}train:\n  # lr: 3\n", ["train.lr=3"]).train.lr == 3
+
+
+# Problems ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_problem_in_one_pass_each_with_its_line() -> None:
+    text = """\
+method: lroa
+lora:
+  r: many
+  targts: [q_proj]
+data:
+  max_length: 4096
+  max_length: 2048
+  eval: 1.5
+train: {epochs: 0, capacity: 1000}
+memory: {budget: a lot}
+"""
+    found = [(what.replace(":", " ").split(" ")[0], where, fix) for where, what, fix in told(text)]
+    assert sorted(found) == sorted([
+        ("model", "r.yaml", "add `model: ...`; `pronghorn new -` shows an example"),
+        ("method", "r.yaml:1", "did you mean `lora`? one of: lora, qlora, fp8, full"),
+        ("lora.r", "r.yaml:3", "correct the value of lora.r"),
+        ("lora.targts", "r.yaml:4", "did you mean `targets`?"),
+        ("data.train", "r.yaml:5", "add `train: ...`; `pronghorn new -` shows an example"),
+        ("data.max_length", "r.yaml:6", "set train.capacity: 4096 or more"),
+        ("data.max_length", "r.yaml:7", "remove one of the two"),
+        ("data.eval", "r.yaml:8", "give a file name, or a fraction between 0 and 1"),
+        ("train.epochs", "r.yaml:9", "correct the value of train.epochs"),
+        ("train.batch_tokens", "r.yaml:9", "set train.batch_tokens: 65000"),
+        ("memory.budget", "r.yaml:10", "write auto, an amount such as 24GB, or a share such as 80%"),
+    ])
+
+
+def test_parts_that_do_not_fit_are_told_beside_other_problems() -> None:
+    found = told("model: a\ndata: {train: x}\ntrain:\n  capacity: 1000\n  lrr: 3\n")
+    assert [what.split(":")[0] for _, what, _ in found] == ["train.lrr", "train.batch_tokens", "data.max_length"]
+
+
+def test_no_misfit_is_made_up_from_a_value_that_cannot_be_read() -> None:
+    found = told("model: a\ndata: {train: x}\ntrain:\n  capacity: 4o96\n  batch_tokens: 4096\n")
+    assert [what.split(":")[0] for _, what, _ in found] == ["train.capacity"]
+
+
+@pytest.mark.parametrize(("line", "fix"), [
+    ("train: {learning_rate: 3}", "known keys here: batch_tokens, betas,"),
+    ("train: {batch_token: 3}", "did you mean `batch_tokens`?"),
+    ("train: {LR: 3}", "did you mean `lr`?"),
+    ("lr: 3", "did you mean `train.lr`?"),
+    ("max_length: 3", "did you mean `data.max_length`?"),
+    ("output-folder: x", "did you mean `output`?"),
+    ("<<: {a: 1}", "known keys here: checkpoint, data,"),
+    ("eval: {stop: {patince: 3}}", "did you mean `patience`?"),
+    ("train: {str: 3}", "known keys here"),
+])
+def test_unknown_keys_are_answered_with_a_known_one(line: str, fix: str) -> None:
+    ((where, what, hint),) = told(SMALLEST + line)
+    assert where == "r.yaml:3"
+    assert what.endswith("unknown key")
+    assert fix in hint
+
+
+@pytest.mark.parametrize(("line", "fix"), [
+    ("lora: {targets: 5}", "write all-linear, or a list"),
+    ("train: {betas: [0.9]}", "write two numbers"),
+    ("train: {betas: 0.9}", "write two numbers"),
+    ("train: {schedule: cosinus}", "did you mean `cosine`? one of: cosine, linear, constant"),
+    ("precision: 16", "one of: auto, bf16, fp16, fp32"),
+    ("train: {lr: fast}", "correct the value of train.lr"),
+    ("train: 3", "correct the value of train"),
+    ("eval: {every: [1, 2]}", "correct the value of eval.every"),
+])
+def test_a_wrong_value_is_told_once_with_what_to_write(line: str, fix: str) -> None:
+    ((where, _, hint),) = told(SMALLEST + line)
+    assert where == "r.yaml:3"
+    assert fix in hint
+
+
+# Command line -----------------------------------------------------------------------------------------------------------
+
+
+def test_words_of_the_command_line_override_the_file() -> None:
+    recipe = parse_recipe(f"{SMALLEST}train: {{lr: 1.0, epochs: 5}}", [
+        "train.lr=1e-4", "lora.targets=[q_proj, v_proj]", "data.eval=0.1", "eval.stop.patience=2", "output=runs/a=b",
+        "data.train=b.jsonl", "train.steps=null", "lora.dora=true",
+    ])
+    assert (recipe.train.lr, recipe.train.epochs, recipe.train.steps) == (1e-4, 5, None)
+    assert recipe.lora.targets == ("q_proj", "v_proj")
+    assert recipe.lora.dora is True
+    assert recipe.data.eval == 0.1
+    assert recipe.eval.stop is not None
+    assert recipe.eval.stop.patience == 2
+    assert (recipe.output, recipe.data.train) == ("runs/a=b", ("b.jsonl",))
+
+
+def test_the_last_of_two_words_wins() -> None:
+    assert parse_recipe(SMALLEST, ["train.lr=1", "train.lr=2"]).train.lr == 2
+
+
+def test_a_word_can_repair_the_file() -> None:
+    assert parse_recipe(f"{SMALLEST}train: {{lr: fast}}", ["train.lr=1e-3"]).train.lr == 1e-3
+
+
+def test_problems_on_the_command_line_say_so() -> None:
+    found = told(f"{SMALLEST}train: {{epochs: 0}}", "train.lr", "--train.lr=3", "train.lrr=3", "model.name=x", "output=")
+    assert {(where, what.split(":")[0]) for where, what, _ in found} == {
+        ("command line", "`train.lr` is not of the form key=value"), ("command line", "`--train.lr=3` is not of the form key=value"),
+        ("command line", "train.lrr"), ("command line", "model.name"), ("command line", "output"), ("r.yaml:3", "train.epochs"),
+    }
+
+
+# Files ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(RecipeError, match="cannot read the recipe") as caught:
+            load_recipe(path)
+        assert caught.value.where == str(path)
+        assert "pronghorn new" in caught.value.fix
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes("model: café\n".encode("latin-1"))
+    with pytest.raises(RecipeError, match="not UTF-8"):
+        load_recipe(latin)
+
+
+def test_the_example_shows_the_defaults_it_claims_to_show() -> None:
+    """All but the required keys, and held-out data, which it says is none by default."""
+    shown = parse_recipe(EXAMPLE)
+    default = Recipe.model_validate({"model": shown.model, "data": {"train": shown.data.train, "eval": shown.data.eval}})
+    assert shown == default
+    assert "(default: none)" in next(line for line in EXAMPLE.splitlines() if line.startswith("  eval:"))
+    assert Recipe.model_validate({"model": "m", "data": {"train": "x"}}).data.eval is None
+
+
+def test_what_the_example_has_commented_out_is_valid_too() -> None:
+    text = EXAMPLE.replace("  # long:", "  long:").replace("  # stop:", "  stop:")
+    recipe = parse_recipe(text)
+    assert recipe.data.long == "drop"
+    assert recipe.eval.stop == type(recipe.eval.stop)()  # type: ignore[misc]
+
+
+def test_there_are_recipes_to_start_from() -> None:
+    assert len(RECIPES) >= 3
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_of_the_project_loads_and_could_run(path: Path) -> None:
+    from pronghorn.train.setup import refuse_what_is_not_built
+
+    recipe = load_recipe(path)
+    refuse_what_is_not_built(recipe)
+    assert recipe.output == f"runs/{path.stem}"  # two recipes never write into one folder
+    assert path.read_text().startswith("#")  # it says what it is for
