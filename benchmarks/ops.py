@@ -31,6 +31,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
 
 Line = dict[str, Any]
 Outputs = torch.Tensor | Sequence[torch.Tensor | None]
@@ -119,7 +120,10 @@ def compare(
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """torch.compile with static shapes on a GPU; None elsewhere, where its time would say nothing."""
-    return torch.compile(function, dynamic=False) if DEVICE == "cuda" else None
+    if DEVICE != "cuda":
+        return None
+    functorch_config.donated_buffer = False  # else its backward cannot be timed twice over one forward
+    return torch.compile(function, dynamic=False)
 
 
 def peer(module: str, name: str) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = _parse(words)
     try:
         arguments.verb(arguments)
+        sys.stdout.flush()
     except PronghornError as error:
         _show_error(error, as_json=getattr(arguments, "json", False))
         return error.exit_code
@@ -33,7 +35,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print("stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `pronghorn data show ... | head`
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
         return 0
     return 0
 
@@ -286,7 +288,11 @@ def _say(arguments: argparse.Namespace, as_dict: dict[str, Any], for_people: Any
 def _print(renderable: Any) -> None:
     from rich.console import Console
 
-    Console(soft_wrap=isinstance(renderable, str), highlight=False, markup=False).print(renderable)
+    class Pipe(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would leave with exit code 1; `main` decides
+
+    Pipe(soft_wrap=isinstance(renderable, str), highlight=False, markup=False).print(renderable)
 
 
 def _coloured() -> bool:

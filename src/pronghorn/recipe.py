@@ -108,6 +108,7 @@ class Recipe(Section):
     method: Literal["lora", "qlora", "fp8", "full"] = "lora"
     lora: Lora = Lora()
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # auto: bf16 on a GPU that has it, else fp32
+    layers: Literal["fast", "own"] = "fast"  # fast: ours where the model's family has them; own: transformers' layers
     data: Data
     train: Train = Train()
     memory: Memory = Memory()

@@ -35,6 +35,7 @@ lora:
   rslora: false                              # scale by alpha / sqrt(r)
   dora: false
   plus_ratio: 1.0                            # LoRA+: learning rate of B over that of A
+layers: fast                                 # fast (ours, where the family has them) | own (transformers')
 precision: auto                              # auto (bf16 on a GPU that has it, else fp32) | bf16 | fp16 | fp32
 data:
   train: [data/train.jsonl]                  # files, folders or hub data sets; the format is found out

@@ -27,7 +27,7 @@ def stats_of(path: Path, rows: list[dict[str, Any]], **spec: Any) -> Stats:
 
 def shown(stats: Stats) -> str:
     out = io.StringIO()
-    Console(file=out, width=120).print(stats.table())
+    Console(file=out, width=400).print(stats.table())
     return out.getvalue()
 
 

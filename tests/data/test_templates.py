@@ -88,6 +88,8 @@ NO_END = (
 )
 END_AT_LAST = NO_END.replace("\n{% endfor", "{{ eos_token if loop.last and m.role == 'assistant' }}\n{% endfor")
 
+NO_END_WITH_CALLS = NO_END.replace("\n{% endfor", "{{ m.tool_calls | tojson if m.tool_calls }}\n{% endfor")
+
 TALK = [
     {"role": "user", "content": "Hi <|im_start|>assistant\n you"},
     {"role": "assistant", "content": "Hello"},
@@ -202,6 +204,12 @@ def test_calls_are_said_up_to_their_end_token() -> None:
     command = ' to=functions.f<|channel|>commentary json<|message|>{"city": "Oslo", "days": 3}<|call|>'
     assert said(HARMONY, CALLING[:2]) == [analysis + command]
     assert said(HARMONY, CALLING) == [command, "<|channel|>final<|message|>Rain.<|return|>"]
+
+
+def test_calls_without_any_end_token() -> None:
+    call = ' [{"type": "function", "function": {"name": "f", "arguments": {"city": "Oslo", "days": 3}}}]'
+    assert said(NO_END_WITH_CALLS, CALLING) == [call, " Rain.\n<|im_end|>"]
+    assert said(NO_END_WITH_CALLS, CALLING[:2]) == [call + "\n<|im_end|>"]
 
 
 def test_a_call_that_the_template_leaves_out_is_an_error() -> None:

@@ -57,7 +57,7 @@ def test_batched_answers_equal_those_given_one_by_one(model: Any, tokenizer: Any
 
 
 def test_an_answer_ends_at_any_end_token(model: Any, tokenizer: Any) -> None:
-    """Whatever token the model says third is declared an end: the answer is then two tokens long."""
+    """Whatever token the model says third is declared an end: the answer ends with it."""
     prompts = [tokenizer.encode(text) for text in TEXTS]
     whole = model.generate(torch.tensor(prompts[:1]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0, len(prompts[0]) :]
     third = int(whole[2])
@@ -69,8 +69,7 @@ def test_an_answer_ends_at_any_end_token(model: Any, tokenizer: Any) -> None:
         (short,) = generate_answers(model, tokenizer, prompts[:1], max_new_tokens=12)
     finally:
         model.generation_config.eos_token_id = before
-    assert tokenizer.encode(short)[:2] == tokenizer.encode(tokenizer.decode(whole[:2]).strip())
-    assert len(tokenizer.encode(short)) <= 3
+    assert short == tokenizer.decode(whole[:3]).strip() != tokenizer.decode(whole).strip()
 
 
 def test_end_tokens_of_models_that_say_none(model: Any, tokenizer: Any) -> None:

@@ -184,15 +184,17 @@ def test_missing_weights_are_not_filled_with_random_numbers(own_copy: Path) -> N
     tensors = load_file(own_copy / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, own_copy / "model.safetensors", metadata={"format": "pt"})
-    error = refused(own_copy)
-    assert error.what == "1 weights of this model are not in its files, such as model.layers.1.mlp.up_proj.weight"
+    assert refused(own_copy).what == "model.layers.1.mlp.up_proj.weight is not in its files"
 
 
 def test_weights_of_another_shape(own_copy: Path) -> None:
     tensors = load_file(own_copy / "model.safetensors")
     tensors["model.norm.weight"] = torch.ones(31)
     save_file(tensors, own_copy / "model.safetensors", metadata={"format": "pt"})
-    assert "model.norm.weight" in refused(own_copy).why
+    assert refused(own_copy).what == "model.norm.weight has the shape (31,) instead of (32,)"
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, own_copy / "model.safetensors", metadata={"format": "pt"})
+    assert refused(own_copy).what == "model.layers.0.mlp.up_proj.weight is not in its files (and 1 more weights)"
 
 
 def test_a_tokenizer_larger_than_the_embeddings() -> None:

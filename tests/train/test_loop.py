@@ -178,13 +178,13 @@ def test_the_best_checkpoint_is_kept(recipe_for: Callable[..., Recipe], monkeypa
 
 
 def broken_at(number: int, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
-    real, calls = step.token_losses, [0]
+    real, calls = step.loss_sum, [0]
 
     def losses(model: Any, batch: Any) -> torch.Tensor:
         calls[0] += 1
         return real(model, batch) * (value if calls[0] > number else 1.0)
 
-    monkeypatch.setattr(step, "token_losses", losses)
+    monkeypatch.setattr(step, "loss_sum", losses)
 
 
 def test_a_non_finite_loss_never_reaches_the_weights(recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:

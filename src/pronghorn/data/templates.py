@@ -155,9 +155,9 @@ class ChatTemplate:
             return Rendered(text, ())
         turns = None
         if self._ends and not MARKS.search(text):
-            turns = self._from_marks(text, messages, tools, mark=range(len(messages)))
-            # A template may look at how the user's text begins, and marks change that.
-            turns = turns or self._from_marks(text, messages, tools, mark=speaking)
+            turns = self._from_marks(text, _Marks(messages), messages, tools)
+            # A template may look at how the user's text begins and ends; marks in its middle do not show there.
+            turns = turns or self._from_marks(text, _Marks(messages, in_the_middle=True), messages, tools)
         turns = turns or self._from_prefixes(text, messages, tools, where)
         return self._with_end(Rendered(text, turns), messages, where)
 
@@ -251,12 +251,11 @@ class ChatTemplate:
 
     # Way 2: marks around every text
 
-    def _from_marks(self, text: str, messages: list[Message], tools: Any, mark: Sequence[int]) -> tuple[Turn, ...] | None:
-        marks = _Marks(messages, mark)
+    def _from_marks(self, text: str, marks: _Marks, messages: list[Message], tools: Any) -> tuple[Turn, ...] | None:
         marked = None if marks.too_many else self._attempt(marks.messages, tools)
         if marked is None or MARKS.sub("", marked) != text:
             return None
-        starts, stops, repeated = marks.places(marked)
+        starts, stops, repeated = marks.places(marked, text)
         following = [len(text)] * len(messages)  # the first mark of any later message
         for i in range(len(messages) - 1, 0, -1):
             following[i - 1] = min(following[i], starts.get(i, len(text)), stops.get(i, len(text)))
@@ -321,21 +320,27 @@ class ChatTemplate:
         return tuple(turns)
 
     def _stop_by_prefix(self, text: str, messages: list[Message], tools: Any, start: int, last: bool) -> int | None:
+        message, said = messages[-1], _text_of(messages[-1]).strip()
         upto = text if last else self._attempt(messages, tools)
-        if upto is not None and text.startswith(upto):
-            ends = list(self._special.finditer(text, start, len(upto)))
-            if ends and not text[ends[-1].end() : len(upto)].strip():
-                return ends[-1].end()
-            if self._ends and not (self._ends.last if last else self._ends.inside):
-                return max(start, len(upto.rstrip()))
-        # What it says, found after its start and followed by an end token: `<think>` before an answer "think" is not.
-        ends_with = sorted({re.escape(end) for end in (self._ends.last, self._ends.inside) if end}) if self._ends else []
-        if not ends_with or messages[-1].get("tool_calls"):
-            return None
-        said = _text_of(messages[-1]).strip()
-        pattern = re.compile(rf"{re.escape(said)}\s*(?:{'|'.join(ends_with)})")
+        whole = len(upto) if upto is not None and text.startswith(upto) else None  # the turn, its end and what follows that
+        if self._ends is None or message.get("tool_calls"):
+            ends = list(self._special.finditer(text, start, whole)) if whole is not None else []
+            if ends or whole is None or self._ends is None or self._ends.last:
+                return ends[-1].end() if ends and not text[ends[-1].end() : whole].strip() else None
+            return max(start, len(text[:whole].rstrip()))
+        if not (self._ends.last if last else self._ends.inside):
+            certain = whole is not None and (not said or text.count(said, start, whole) == 1)
+            return max(start, len(text[:whole].rstrip())) if certain else None
+        end = "|".join(sorted({re.escape(token) for token in (self._ends.last, self._ends.inside) if token}))
+        # What it says and then an end token: `<think>` before an answer "think" is not that.
+        pattern = re.compile(rf"{re.escape(said)}\s*(?:{end})")
         found = pattern.search(text, start) if said else pattern.match(text, start)
-        return found.end() if found else None
+        if found is None and whole is not None:  # rewritten by the template: then there must be just one end token
+            ends = list(re.compile(end).finditer(text, start, whole))
+            found = ends[0] if len(ends) == 1 else None
+        if found is None or (whole is not None and text[found.end() : whole].strip()):
+            return None
+        return found.end()
 
     # The end of a conversation
 
@@ -432,33 +437,39 @@ MARKED_FIELDS = ("content", "tool_calls")
 
 
 class _Marks:
-    """Messages with a start and an end mark inside the outer whitespace of every text in them, each text its own pair."""
+    """Messages with a start and an end mark inside the outer whitespace of every text in them, each text its own pair.
 
-    def __init__(self, messages: Sequence[Message], which: Sequence[int]) -> None:
-        self._owner: list[int] = []  # of each pair of marks, its message
-        some = set(which)
-        self.messages = [self._marked(message, i) if i in some else message for i, message in enumerate(messages)]
+    `in_the_middle`: what others than the assistant say has its end mark in the middle instead.
+    """
+
+    def __init__(self, messages: Sequence[Message], *, in_the_middle: bool = False) -> None:
+        self._texts: list[tuple[int, str]] = []  # of each pair of marks: its message, and what of its text follows the end mark
+        self._in_the_middle = in_the_middle
+        self.messages = [self._marked(message, i) for i, message in enumerate(messages)]
 
     @property
     def too_many(self) -> bool:
-        return 2 * len(self._owner) >= LAST_MARK - FIRST_MARK
+        return 2 * len(self._texts) >= LAST_MARK - FIRST_MARK
 
     def _marked(self, message: Message, i: int) -> Message:
-        return message | {key: self._around(message[key], i) for key in MARKED_FIELDS if key in message}
+        edges = message.get("role") == "assistant" or not self._in_the_middle
+        return message | {key: self._around(message[key], i, edges) for key in MARKED_FIELDS if key in message}
 
-    def _around(self, value: Any, i: int) -> Any:
+    def _around(self, value: Any, i: int, edges: bool) -> Any:
         if isinstance(value, str) and value.strip() and not self.too_many:
-            core, mark = value.strip(), FIRST_MARK + 2 * len(self._owner)
-            self._owner.append(i)
+            core, mark = value.strip(), FIRST_MARK + 2 * len(self._texts)
             at = value.find(core)
-            return f"{value[:at]}{chr(mark)}{core}{chr(mark + 1)}{value[at + len(core) :]}"
+            half = len(core) if edges else len(core) // 2
+            self._texts.append((i, core[half:]))
+            start = chr(mark) if edges else ""
+            return f"{value[:at]}{start}{core[:half]}{chr(mark + 1)}{core[half:]}{value[at + len(core) :]}"
         if isinstance(value, list):
-            return [self._around(item, i) for item in value]
+            return [self._around(item, i, edges) for item in value]
         if isinstance(value, dict):
-            return {key: item if key in {"type", "id"} else self._around(item, i) for key, item in value.items()}
+            return {key: item if key in {"type", "id"} else self._around(item, i, edges) for key, item in value.items()}
         return value
 
-    def places(self, marked: str) -> tuple[dict[int, int], dict[int, int], set[int]]:
+    def places(self, marked: str, text: str) -> tuple[dict[int, int], dict[int, int], set[int]]:
         """For each message, where its first text starts and its last one ends, in the text without marks.
 
         Where a text is repeated the first place counts (Harmony names a call again in its response); the third value
@@ -470,12 +481,12 @@ class _Marks:
         repeated: set[int] = set()
         for before, found in enumerate(MARKS.finditer(marked)):
             number, is_stop = divmod(ord(found[0]) - FIRST_MARK, 2)
-            message, at = self._owner[number], found.start() - before
+            (message, rest), at = self._texts[number], found.start() - before
             if found[0] in seen:
                 repeated.add(message)
-            elif is_stop:
-                stops[message] = at
-            else:
+            elif not is_stop:
                 starts.setdefault(message, at)
+            elif text.startswith(rest, at):
+                stops[message] = at + len(rest)
             seen.add(found[0])
         return starts, stops, repeated

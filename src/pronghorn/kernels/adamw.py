@@ -24,12 +24,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pronghorn.kernels.dispatch import jit, tl, triton, use_triton
+from pronghorn.kernels.dispatch import jit, tl, use_triton
 
-# Elements a program, warps: 16 elements a thread, so four streams of four 16-byte loads each are in flight before the first
-# use, in about 100 registers. `python -m benchmarks.ops --sweep adamw`.
-CONFIGS = [(4096, 8), (2048, 4), (2048, 8), (1024, 4), (8192, 16)]
+# Elements a program of the update, warps. 4 elements a thread: one 16-byte load of each of four streams, 48 registers with
+# a shadow, so five programs fit a multiprocessor and have 80 KB under way. 8 elements take 86 registers (two programs), 16
+# take 153 (one). `python -m benchmarks.ops --sweep adamw`.
+CONFIGS = [(1024, 8), (512, 4), (1024, 4), (2048, 8), (2048, 4)]
 CONFIG = CONFIGS[0]
+# The sums of squares read one stream only, after three loads that wait for one another: larger blocks, 32 KB a program.
+SUMS_BLOCK, SUMS_WARPS = 8192, 8
+# The one program between takes 16 partial sums a thread at once: 5,000 (42 M parameters) are one trip, not five.
+PARTIALS_AT_ONCE, TENSORS_AT_ONCE, FACTORS_WARPS = 8192, 1024, 16
 
 # Columns of the table: five addresses, then what the shadow needs, then which learning rate.
 FIELDS = 11
@@ -57,18 +62,19 @@ class Shadow:
 class _Part(NamedTuple):
     """The tensors that share their dtypes: one launch."""
 
-    blocks: torch.Tensor  # [programs, 2] int32: tensor, block of that tensor
-    first: int  # of its partial sums
+    blocks: torch.Tensor  # [programs of the update, 2] int32: tensor, block of that tensor
+    sums_blocks: torch.Tensor  # the same for the sums of squares
+    first_sum: int
     param: torch.dtype
     grad: torch.dtype
     moment: torch.dtype
     shadow: torch.dtype | None
-    aligned: bool  # every address at 16 bytes
-    shadow_aligned: bool  # and rows of every shadow that is not transposed in whole vectors of 8
+    aligned: bool  # every address is a multiple of 16 bytes
+    shadow_aligned: bool  # the shadows', too, and the rows of those not transposed are whole vectors of 8
 
 
 class AdamWTensors:
-    """The tensors of a step, and where they lie. Build it once; it holds on to them, and their addresses must not change."""
+    """The tensors of a step, and where they lie: built once, it holds on to them, and their addresses must not change."""
 
     def __init__(
         self,
@@ -110,15 +116,15 @@ class AdamWTensors:
                 rows_columns = _as_matrix(param).shape
                 wanted = rows_columns[::-1] if shadow.transposed else rows_columns
                 if shadow.tensor.shape != wanted or shadow.tensor.stride(1) != 1 or param.numel() >= 2**31:
-                    raise ValueError(f"a shadow of shape {tuple(shadow.tensor.shape)} for a parameter seen as {tuple(wanted)}: "
-                                     "they must agree, and columns be contiguous")  # fmt: skip
+                    raise ValueError(f"a shadow of shape {tuple(shadow.tensor.shape)} where {tuple(wanted)} is wanted: "
+                                     "shapes must agree, and columns be contiguous")  # fmt: skip
 
     def refresh_shadows(self) -> None:
         """Writes every shadow from its parameter: at the start, and after weights were loaded."""
         with torch.no_grad():
             for param, shadow in zip(self.params, self.shadows, strict=True):
                 if shadow is not None:
-                    value = _as_matrix(param).to(torch.promote_types(param.dtype, torch.float32)) * shadow.factor
+                    value = _as_matrix(_wide(param)) * shadow.factor
                     shadow.tensor.copy_(value.t() if shadow.transposed else value)
 
     def _build_tables(self) -> None:
@@ -129,7 +135,8 @@ class AdamWTensors:
             if shadow is not None:
                 columns = _as_matrix(param).shape[1]
                 shadow_row = (shadow.tensor.data_ptr(), columns, shadow.tensor.stride(0), int(shadow.transposed))
-            rows.append([*(t.data_ptr() for t in tensors), shadow_row[0], param.numel(), *shadow_row[1:], self.lr_groups[i]])
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            rows.append([*addresses, shadow_row[0], param.numel(), *shadow_row[1:], self.lr_groups[i]])
         self.table = torch.tensor(rows, dtype=torch.int64, device=self.device)
         factors = [(decay, shadow.factor if shadow else 0.0)
                    for decay, shadow in zip(self.weight_decays, self.shadows, strict=True)]  # fmt: skip
@@ -144,30 +151,28 @@ class AdamWTensors:
         self.parts: list[_Part] = []
         programs = 0
         for kind, members in kinds.items():
-            blocks = self._blocks(members)
-            aligned = all(self.table_address_aligned(rows[i][:4]) for i in members)
-            shadow_aligned = all(self._shadow_aligned(self.shadows[i]) for i in members)
-            self.parts.append(_Part(blocks.to(self.device), programs, *kind, aligned, shadow_aligned))
-            programs += len(blocks)
+            aligned = all(address % 16 == 0 for i in members for address in rows[i][:4])
+            shadow_aligned = all(_rows_aligned(self.shadows[i]) for i in members)
+            blocks, sums_blocks = self._blocks(members, self.block), self._blocks(members, SUMS_BLOCK)
+            self.parts.append(_Part(blocks, sums_blocks, programs, *kind, aligned, shadow_aligned))
+            programs += len(sums_blocks)
         self.partials = torch.empty(max(programs, 1), dtype=torch.float32, device=self.device)
         if not programs:
             self.partials.zero_()
 
-    def _blocks(self, members: list[int]) -> torch.Tensor:
-        counts = torch.tensor([-(-self.params[i].numel() // self.block) for i in members])
+    def _blocks(self, members: list[int], size: int) -> torch.Tensor:
+        counts = torch.tensor([-(-self.params[i].numel() // size) for i in members])
         tensor = torch.repeat_interleave(torch.tensor(members), counts)
         first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        return torch.stack([tensor, torch.arange(len(tensor)) - first], 1).to(torch.int32)
+        return torch.stack([tensor, torch.arange(len(tensor)) - first], 1).to(self.device, torch.int32)
 
-    @staticmethod
-    def table_address_aligned(addresses: Sequence[int]) -> bool:
-        return all(address % 16 == 0 for address in addresses)
 
-    @staticmethod
-    def _shadow_aligned(shadow: Shadow | None) -> bool:
-        if shadow is None or shadow.transposed:
-            return True
-        return all(number % 8 == 0 for number in (shadow.tensor.shape[1], shadow.tensor.stride(0), shadow.tensor.data_ptr() // 2))
+def _rows_aligned(shadow: Shadow | None) -> bool:
+    if shadow is None:
+        return True
+    tensor = shadow.tensor
+    whole = shadow.transposed or (tensor.shape[1] % 8 == 0 and tensor.stride(0) % 8 == 0)
+    return whole and tensor.data_ptr() % 16 == 0
 
 
 def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,7 +184,7 @@ def adamw_reference(
 ) -> torch.Tensor:
     """Plain torch, and what runs without Triton. Returns the norm before clipping; computes in fp32, or fp64 for fp64."""
     norms = [torch.linalg.vector_norm(_wide(grad)) for grad in tensors.grads]
-    norm = torch.linalg.vector_norm(torch.stack(norms))
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     if not bool(torch.isfinite(norm)):
         tensors.skipped += 1
         return norm
@@ -203,7 +208,7 @@ def adamw_reference(
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
 
 
 # ---- Triton -------------------------------------------------------------------------------------------------
@@ -257,29 +262,29 @@ def _square_sums_kernel(  # type: ignore[no-untyped-def]
 @jit
 def _factors_kernel(  # type: ignore[no-untyped-def]
     partials, partial_count, table, settings, lr, count, factors, result, skipped, clip_norm,
-    LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, BLOCK: tl.constexpr,
+    LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, PARTIALS: tl.constexpr, TENSORS: tl.constexpr,
 ):  # fmt: skip
     """One program: the norm, the clip factor, the steps, and (step size, 1 / sqrt(correction), decay) of each tensor.
 
     In fp64: 1 - 0.999 loses its last four digits in fp32. It is a few hundred numbers.
     """
-    lanes = tl.arange(0, BLOCK)
-    sums = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, partial_count, BLOCK):
-        sums += tl.load(partials + start + lanes, mask=start + lanes < partial_count, other=0.0)
+    sums = tl.zeros([PARTIALS], dtype=tl.float32)
+    for start in range(0, partial_count, PARTIALS):
+        index = start + tl.arange(0, PARTIALS)
+        sums += tl.load(partials + index, mask=index < partial_count, other=0.0)
     norm = tl.sqrt_rn(tl.sum(sums, 0))
     finite = norm < float("inf")  # false for NaN, too
     tl.store(result + _NORM, norm)
     tl.store(result + _CLIP, tl.where(clip_norm > 0, tl.minimum(clip_norm / (norm + _CLIP_EPS), 1.0), 1.0))
-    tl.store(result + _FINITE, finite.to(tl.float32))
-    tl.store(skipped, tl.load(skipped) + 1 - finite.to(tl.int32))
-    for start in range(0, count, BLOCK):
-        tensor = start + lanes
+    tl.store(result + _FINITE, tl.where(finite, 1.0, 0.0))
+    tl.store(skipped, tl.load(skipped) + tl.where(finite, 0, 1))
+    for start in range(0, count, TENSORS):
+        tensor = start + tl.arange(0, TENSORS)
         inside = tensor < count
         row = table + tensor.to(tl.int64) * _FIELDS
         counters = tl.load(row + _STEP, mask=inside, other=0).to(tl.pointer_type(tl.float32))
         step = tl.load(counters, mask=inside, other=0.0) + 1.0
-        tl.store(counters, step, mask=inside & finite)
+        tl.store(counters, tl.where(finite, step, step - 1.0), mask=inside)
         t = step.to(tl.float64)
         rate = tl.load(lr + tl.load(row + _LR, mask=inside, other=0), mask=inside, other=0.0).to(tl.float64)
         weight_decay = tl.load(settings + 2 * tensor, mask=inside, other=0.0).to(tl.float64)
@@ -364,14 +369,15 @@ def _step_triton(
     table, result = tensors.table, tensors.result
     for part in tensors.parts:
         if len(part.blocks):
-            _square_sums_kernel[(len(part.blocks),)](
-                table, part.blocks, tensors.partials[part.first :],
-                GRAD=_triton_type(part.grad), ALIGNED=part.aligned, BLOCK=block, num_warps=warps,
+            _square_sums_kernel[(len(part.sums_blocks),)](
+                table, part.sums_blocks, tensors.partials[part.first_sum :],
+                GRAD=_triton_type(part.grad), ALIGNED=part.aligned, BLOCK=SUMS_BLOCK, num_warps=SUMS_WARPS,
             )  # fmt: skip
     logs = [math.log(beta) if beta > 0 else -math.inf for beta in betas]
     _factors_kernel[(1,)](
         tensors.partials, len(tensors.partials), table, tensors.settings, lr, len(tensors.params), tensors.factors, result,
-        tensors.skipped, clip_norm or 0.0, LOG_BETA1=logs[0], LOG_BETA2=logs[1], BLOCK=1024, num_warps=8,
+        tensors.skipped, clip_norm or 0.0, LOG_BETA1=logs[0], LOG_BETA2=logs[1],
+        PARTIALS=PARTIALS_AT_ONCE, TENSORS=TENSORS_AT_ONCE, num_warps=FACTORS_WARPS,
     )  # fmt: skip
     for part in tensors.parts:
         if len(part.blocks):
@@ -395,7 +401,7 @@ def adamw_step(
 ) -> torch.Tensor:
     """One update in place. Returns the gradient's norm before clipping, 0-dim on the device, until the next step.
 
-    lr: a number, or fp32 on the device with one entry for each of the tensors' lr_groups, so that a captured CUDA graph
+    lr: a number, or a tensor on the device with one entry for each of the tensors' lr_groups, so that a captured CUDA graph
     follows a schedule; a rate ratio (LoRA+) is one entry more. clip_norm None or 0: no clipping.
     """
     if clip_norm == 0:
@@ -404,7 +410,7 @@ def adamw_step(
         rates = lr.reshape(-1).tolist() if isinstance(lr, torch.Tensor) else [lr] * (1 + max(tensors.lr_groups))
         return adamw_reference(tensors, rates, betas, eps, clip_norm)
     if not isinstance(lr, torch.Tensor):
-        lr = torch.full((1 + max(tensors.lr_groups),), lr, dtype=torch.float32, device=tensors.device)
+        lr = torch.full((1 + max(tensors.lr_groups),), lr, dtype=torch.float64, device=tensors.device)
     return _step_triton(tensors, lr.reshape(-1), betas, eps, clip_norm)
 
 
@@ -436,19 +442,14 @@ class FusedAdamW(torch.optim.Optimizer):
         self._addresses: list[int] = []
         self._lr_G: torch.Tensor | None = None
         self._lr_values: list[float] = []
-        self._skipped: torch.Tensor | None = None
-
-    @property
-    def skipped(self) -> torch.Tensor | None:
-        return self._skipped
+        self.skipped: torch.Tensor | None = None
 
     def refresh_lr(self) -> None:
         """Copies the groups' learning rates to the device, where they changed. `step` does it, except under capture."""
         rates = [float(group["lr"]) for group in self.param_groups]
         device = self.param_groups[0]["params"][0].device
         if self._lr_G is None:
-            self._lr_G, self._lr_values = torch.zeros(len(rates), dtype=torch.float64 if device.type == "cpu" else torch.float32,
-                                                      device=device), [0.0] * len(rates)  # fmt: skip
+            self._lr_G, self._lr_values = torch.zeros(len(rates), dtype=torch.float64, device=device), [0.0] * len(rates)
         for i, (rate, before) in enumerate(zip(rates, self._lr_values, strict=True)):
             if rate != before:
                 self._lr_G[i].fill_(rate)  # a launch, not a copy: nothing on the host has to outlive it
@@ -460,7 +461,8 @@ class FusedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not torch.cuda.is_current_stream_capturing():
+        on_gpu = self.param_groups[0]["params"][0].is_cuda
+        if not (on_gpu and torch.cuda.is_current_stream_capturing()):
             self.refresh_lr()
         tensors = self._gather()
         if tensors is not None and self._lr_G is not None:
@@ -491,6 +493,6 @@ class FusedAdamW(torch.optim.Optimizer):
                 *columns, weight_decays=decays, lr_groups=[number for _, number, _ in members],
                 shadows=[self._shadows.get(param) for param, _, _ in members],
             )  # fmt: skip
-            self._tensors.skipped = self._skipped = self._tensors.skipped if self._skipped is None else self._skipped
+            self.skipped = self._tensors.skipped = self._tensors.skipped if self.skipped is None else self.skipped
             self._addresses = addresses
         return self._tensors

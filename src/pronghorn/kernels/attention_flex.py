@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pronghorn.kernels.attention_torch import Packed
 
-BLOCK = 128  # flex attention's own default, the smallest its backward takes for every head width
+BLOCK = 128  # flex attention's own default
 
 
 @cache

@@ -2,7 +2,8 @@
 
 Serves the CPU, and GPUs where nothing faster applies. On the CPU a document without soft-cap and without a window that
 cuts it goes through torch's own blocked kernels, forward and backward (2048 tokens, 9 heads, one core: 0.34 s instead
-of 1.7 s dense; 2 times as fast forward and 1.3 times backward as the blocks below). Everything else goes in blocks of query rows, so a block's scores are the most memory it ever takes.
+of 1.7 s dense; 2 times as fast forward and 1.3 times backward as the blocks below). Everything else goes in blocks of
+query rows, so a block's scores are the most memory it ever takes.
 """
 
 from __future__ import annotations

@@ -66,8 +66,9 @@ def _activation(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
 
 @jit
 def _forward_kernel(
-    gu: tl.tensor, gu_row: tl.tensor, a: tl.tensor, a_row: tl.tensor, F: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr
-) -> None:
+    gu: tl.tensor, gu_row: tl.tensor, a: tl.tensor, a_row: tl.tensor, F: tl.constexpr, BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
+) -> None:  # fmt: skip
     TILES: tl.constexpr = (F + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     row = (program // TILES).to(tl.int64)
@@ -81,8 +82,8 @@ def _forward_kernel(
 
 @jit
 def _backward_kernel(
-    da: tl.tensor, da_row: tl.tensor, gu: tl.tensor, gu_row: tl.tensor, dgu: tl.tensor, dgu_row: tl.tensor, a: tl.tensor, a_row: tl.tensor, F: tl.constexpr,
-    BLOCK: tl.constexpr, GELU: tl.constexpr, NEED_A: tl.constexpr,
+    da: tl.tensor, da_row: tl.tensor, gu: tl.tensor, gu_row: tl.tensor, dgu: tl.tensor, dgu_row: tl.tensor, a: tl.tensor,
+    a_row: tl.tensor, F: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, NEED_A: tl.constexpr,
 ) -> None:  # fmt: skip
     """A program reads all it needs before it writes, so dgu may lie on gu and a on da."""
     TILES: tl.constexpr = (F + BLOCK - 1) // BLOCK

@@ -56,54 +56,49 @@ class CopyTable:
     def __init__(self, jobs: Sequence[CopyJob]) -> None:
         self.jobs = list(jobs)
         self._seen: list[int] = []
-        self._addresses: list[tuple[int, int]] = []
-        self._table: tuple[Tensor, Tensor, Tensor] | None = None
+        self._addresses: list[int] = []
+        self._table: tuple[Tensor, Tensor, Tensor] | None = None  # None: these jobs are copied one by one
 
     def run_if_changed(self) -> bool:
-        """Runs if torch counted a change to any source since the last run. Says whether it ran."""
-        if self._seen == [job.source._version for job in self.jobs] and self._addresses == self._addresses_now():
+        """Runs if torch counted a change to any source since the last run, or one moved. Says whether it ran."""
+        if self._seen == self._versions_now() and self._addresses == self._addresses_now():
             return False
         self.run()
         return True
 
     def run(self) -> None:
-        self._seen = [job.source._version for job in self.jobs]
-        if not self.jobs:
+        now = self._addresses_now()
+        if now != self._addresses:
+            self._addresses, self._table = now, self._build()
+        self._seen = self._versions_now()
+        if self._table is not None:
+            jobs, scales, tiles = self._table
+            first = self.jobs[0]
+            _copy_kernel[(len(tiles),)](jobs, scales, tiles, first.source.detach(), first.target, TILE=TILE, num_warps=4)
             return
-        if self._one_launch():
-            self._launch()
-        else:
-            self._addresses = self._addresses_now()
-            with torch.no_grad():
-                for job in self.jobs:
-                    job.target.copy_(job.source * job.scale)
+        with torch.no_grad():
+            for job in self.jobs:
+                job.target.copy_(job.source * job.scale)
 
-    def _addresses_now(self) -> list[tuple[int, int]]:
-        return [(job.source.data_ptr(), job.target.data_ptr()) for job in self.jobs]
+    def _versions_now(self) -> list[int]:
+        return [job.source._version for job in self.jobs]
 
-    def _one_launch(self) -> bool:
+    def _addresses_now(self) -> list[int]:
+        return [job.source.data_ptr() for job in self.jobs]
+
+    def _build(self) -> tuple[Tensor, Tensor, Tensor] | None:
         first = self.jobs[0]
         kinds = {(job.source.dtype, job.target.dtype, job.source.device, job.target.device) for job in self.jobs}
-        plain = all(job.source.is_contiguous() for job in self.jobs)
-        return use_triton(first.target) and plain and len(kinds) == 1 and first.source.dtype != torch.float64
-
-    def _launch(self) -> None:
-        now = self._addresses_now()
-        if self._table is None or now != self._addresses:
-            self._addresses, self._table = now, self._build()
-        jobs, scales, tiles = self._table
-        first = self.jobs[0]
-        _copy_kernel[(len(tiles),)](jobs, scales, tiles, first.source.detach(), first.target, TILE=TILE, num_warps=4)
-
-    def _build(self) -> tuple[Tensor, Tensor, Tensor]:
-        device = self.jobs[0].target.device
+        plain = all(job.source.is_contiguous() for job in self.jobs) and first.source.dtype != torch.float64
+        if not (use_triton(first.target) and plain and len(kinds) == 1):
+            return None
         rows = [
             (job.source.data_ptr(), job.target.data_ptr(), job.source.numel(), job.source.shape[1], job.target.stride(0))
             for job in self.jobs
         ]
         tiles = [(i, tile) for i, job in enumerate(self.jobs) for tile in range(-(-job.source.numel() // TILE))]
         return (
-            torch.tensor(rows, dtype=torch.int64, device=device),
-            torch.tensor([job.scale for job in self.jobs], dtype=torch.float32, device=device),
-            torch.tensor(tiles, dtype=torch.int32, device=device),
+            torch.tensor(rows, dtype=torch.int64, device=first.target.device),
+            torch.tensor([job.scale for job in self.jobs], dtype=torch.float32, device=first.target.device),
+            torch.tensor(tiles, dtype=torch.int32, device=first.target.device),
         )

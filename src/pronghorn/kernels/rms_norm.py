@@ -59,9 +59,9 @@ def _tile(block: int) -> Tile:
 
 @jit
 def _forward_kernel(
-    x: tl.tensor, x_row: tl.tensor, residual: tl.tensor, residual_row: tl.tensor, weight: tl.tensor, y: tl.tensor, y_row: tl.tensor, h: tl.tensor, h_row: tl.tensor, rstd: tl.tensor,
-    eps: tl.tensor, T: tl.tensor, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ONE_PLUS: tl.constexpr,
-    ADD_BEFORE: tl.constexpr, ADD_AFTER: tl.constexpr,
+    x: tl.tensor, x_row: tl.tensor, residual: tl.tensor, residual_row: tl.tensor, weight: tl.tensor, y: tl.tensor,
+    y_row: tl.tensor, h: tl.tensor, h_row: tl.tensor, rstd: tl.tensor, eps: tl.tensor, T: tl.tensor, D: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, ONE_PLUS: tl.constexpr, ADD_BEFORE: tl.constexpr, ADD_AFTER: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -86,9 +86,9 @@ def _forward_kernel(
 
 @jit
 def _backward_kernel(
-    dy: tl.tensor, dy_row: tl.tensor, h: tl.tensor, h_row: tl.tensor, weight: tl.tensor, rstd: tl.tensor, add: tl.tensor, add_row: tl.tensor, dx: tl.tensor, dx_row: tl.tensor,
-    partial_dw: tl.tensor, T: tl.tensor, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ONE_PLUS: tl.constexpr,
-    HAS_ADD: tl.constexpr, NEED_DW: tl.constexpr,
+    dy: tl.tensor, dy_row: tl.tensor, h: tl.tensor, h_row: tl.tensor, weight: tl.tensor, rstd: tl.tensor, add: tl.tensor,
+    add_row: tl.tensor, dx: tl.tensor, dx_row: tl.tensor, partial_dw: tl.tensor, T: tl.tensor, D: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, ONE_PLUS: tl.constexpr, HAS_ADD: tl.constexpr, NEED_DW: tl.constexpr,
 ) -> None:  # fmt: skip
     """Each program takes every num_programs-th group of rows; without a weight gradient that is exactly one."""
     program = tl.program_id(0).to(tl.int64)

@@ -41,7 +41,7 @@ def qk_rope_reference(
 
 
 def _parts(qkv_TX: torch.Tensor, heads: int, kv_heads: int, head_width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = qkv_TX.unflatten(-1, (heads + 2 * kv_heads, head_width))
+    rows = qkv_TX.view(len(qkv_TX), heads + 2 * kv_heads, head_width)
     return rows[:, :heads], rows[:, heads : heads + kv_heads], rows[:, heads + kv_heads :]
 
 
@@ -71,8 +71,9 @@ PROGRAMS_A_PROCESSOR = 16  # of the norm weights' gradient; a program is small
 
 def _tile(heads: int, head_width: int) -> Tile:
     """About 2048 values a program, 16 a thread: a 16-byte load of each half in bf16."""
-    block = max(1, min(triton.next_power_of_2(heads), 2048 // triton.next_power_of_2(head_width)))
-    return Tile(block, max(1, min(4, block * head_width // 512)))
+    width = triton.next_power_of_2(head_width)
+    block = max(1, min(triton.next_power_of_2(heads), 2048 // width))
+    return Tile(block, max(1, min(4, block * width // 512)))
 
 
 @jit
@@ -95,8 +96,8 @@ def _load_pairs(
 
 @jit
 def _store_pairs(
-    at: tl.tensor, inside: tl.tensor, first: tl.tensor, second: tl.tensor, ROWS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
+    at: tl.tensor, inside: tl.tensor, first: tl.tensor, second: tl.tensor, ROWS: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr,
 ) -> None:  # fmt: skip
     if NEIGHBOURS:
         column = tl.arange(0, 2 * BLOCK)
@@ -120,9 +121,10 @@ def _load_scale(weight: tl.tensor, column: tl.tensor, inside: tl.tensor, ONE_PLU
 
 @jit
 def _forward_heads(
-    x: tl.tensor, out: tl.tensor, cos: tl.tensor, sin: tl.tensor, weight: tl.tensor, rstd: tl.tensor, eps: tl.tensor, first_head: tl.tensor, HEADS: tl.constexpr,
-    ROWS: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
-    NEIGHBOURS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, IN_PLACE: tl.constexpr,
+    x: tl.tensor, out: tl.tensor, cos: tl.tensor, sin: tl.tensor, weight: tl.tensor, rstd: tl.tensor, eps: tl.tensor,
+    first_head: tl.tensor, HEADS: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr, NEIGHBOURS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr,
+    IN_PLACE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Some heads of one token; REST is 0 where the whole head turns. In place, without a norm, the rest stays as it is."""
     head = first_head + tl.arange(0, ROWS)
@@ -155,8 +157,9 @@ def _forward_heads(
 
 @jit
 def _forward_kernel(
-    q: tl.tensor, q_row: tl.tensor, k: tl.tensor, k_row: tl.tensor, q_out: tl.tensor, q_out_row: tl.tensor, k_out: tl.tensor, k_out_row: tl.tensor, cos: tl.tensor, cos_row: tl.tensor,
-    sin: tl.tensor, sin_row: tl.tensor, q_weight: tl.tensor, k_weight: tl.tensor, rstd: tl.tensor, eps: tl.tensor, N: tl.constexpr, K: tl.constexpr,
+    q: tl.tensor, q_row: tl.tensor, k: tl.tensor, k_row: tl.tensor, q_out: tl.tensor, q_out_row: tl.tensor,
+    k_out: tl.tensor, k_out_row: tl.tensor, cos: tl.tensor, cos_row: tl.tensor, sin: tl.tensor, sin_row: tl.tensor,
+    q_weight: tl.tensor, k_weight: tl.tensor, rstd: tl.tensor, eps: tl.tensor, N: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
     NEIGHBOURS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, IN_PLACE: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -183,9 +186,10 @@ def _forward_kernel(
 
 @jit
 def _backward_heads(
-    grad: tl.tensor, grad_row: tl.tensor, x: tl.tensor, x_row: tl.tensor, out: tl.tensor, out_row: tl.tensor, cos: tl.tensor, cos_row: tl.tensor, sin: tl.tensor, sin_row: tl.tensor,
-    weight: tl.tensor, rstd: tl.tensor, rstd_row: tl.tensor, partial: tl.tensor, T: tl.tensor, lane: tl.tensor, lanes: tl.tensor, tile: tl.tensor, HEADS: tl.constexpr,
-    ROWS: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    grad: tl.tensor, grad_row: tl.tensor, x: tl.tensor, x_row: tl.tensor, out: tl.tensor, out_row: tl.tensor,
+    cos: tl.tensor, cos_row: tl.tensor, sin: tl.tensor, sin_row: tl.tensor, weight: tl.tensor, rstd: tl.tensor,
+    rstd_row: tl.tensor, partial: tl.tensor, T: tl.tensor, lane: tl.tensor, lanes: tl.tensor, tile: tl.tensor,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
     NEIGHBOURS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, NEED_DW: tl.constexpr,
 ) -> None:  # fmt: skip
     """Some heads of every lanes-th token; without a gradient of the norm's weight that is exactly one token."""
@@ -242,8 +246,8 @@ def _backward_heads(
 
 @jit
 def _copy_heads(
-    x: tl.tensor, x_row: tl.tensor, out: tl.tensor, out_row: tl.tensor, T: tl.tensor, lane: tl.tensor, lanes: tl.tensor, tile: tl.tensor, HEADS: tl.constexpr,
-    ROWS: tl.constexpr, H: tl.constexpr, H_BLOCK: tl.constexpr,
+    x: tl.tensor, x_row: tl.tensor, out: tl.tensor, out_row: tl.tensor, T: tl.tensor, lane: tl.tensor, lanes: tl.tensor,
+    tile: tl.tensor, HEADS: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, H_BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     column = tile * ROWS * H + tl.arange(0, ROWS)[:, None] * H + tl.arange(0, H_BLOCK)[None, :]
     inside = (tl.arange(0, H_BLOCK) < H)[None, :] & (column < HEADS * H)
@@ -254,11 +258,12 @@ def _copy_heads(
 
 @jit
 def _backward_kernel(
-    dq: tl.tensor, dq_row: tl.tensor, dk: tl.tensor, dk_row: tl.tensor, dv: tl.tensor, dv_row: tl.tensor, qkv: tl.tensor, qkv_row: tl.tensor, out: tl.tensor, out_row: tl.tensor,
-    cos: tl.tensor, cos_row: tl.tensor, sin: tl.tensor, sin_row: tl.tensor, q_weight: tl.tensor, k_weight: tl.tensor, rstd: tl.tensor, partial_q: tl.tensor, partial_k: tl.tensor,
-    T: tl.tensor, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, H_BLOCK: tl.constexpr,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, NEIGHBOURS: tl.constexpr, NORM: tl.constexpr,
-    ONE_PLUS: tl.constexpr, NEED_DW: tl.constexpr,
+    dq: tl.tensor, dq_row: tl.tensor, dk: tl.tensor, dk_row: tl.tensor, dv: tl.tensor, dv_row: tl.tensor, qkv: tl.tensor,
+    qkv_row: tl.tensor, out: tl.tensor, out_row: tl.tensor, cos: tl.tensor, cos_row: tl.tensor, sin: tl.tensor,
+    sin_row: tl.tensor, q_weight: tl.tensor, k_weight: tl.tensor, rstd: tl.tensor, partial_q: tl.tensor,
+    partial_k: tl.tensor, T: tl.tensor, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
+    H_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, NEED_DW: tl.constexpr,
 ) -> None:  # fmt: skip
     Q_TILES: tl.constexpr = (N + ROWS - 1) // ROWS
     K_TILES: tl.constexpr = (K + ROWS - 1) // ROWS

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pronghorn.errors import ModelError
 from pronghorn.kernels.linear_cross_entropy import linear_cross_entropy
+from pronghorn.kernels.lora_refresh import CopyTable
 from pronghorn.kernels.rms_norm import rms_norm
 from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm
 from pronghorn.model.families import FAMILIES, layer_type, why_not_fast
@@ -29,6 +30,7 @@ class FastCausalLM:
         self.layers = [FastDecoderLayer(layer, family, config, i) for i, layer in enumerate(self.backbone.layers)]
         self.norm = Norm(self.backbone.norm, family.one_plus)
         self.kinds = sorted({layer_type(config, i) for i in range(len(self.layers))})
+        self._adapters: CopyTable | None = None
         self.head_terms = {
             "softcap": float(getattr(config, "final_logit_softcapping", None) or 0.0),
             "logit_scale": 1.0 / float(getattr(config, "logits_scaling", None) or 1.0),
@@ -53,10 +55,19 @@ class FastCausalLM:
 
     def hidden(self, h_TD: Tensor, documents: Documents) -> Tensor:
         """The residual stream after the last layer, before the final norm."""
+        self._prepare(h_TD.dtype)
         with torch.autocast(h_TD.device.type, enabled=False):  # the layers choose their precision themselves
             for layer in self.layers:
                 h_TD = layer(h_TD, documents)
         return h_TD
+
+    def _prepare(self, dtype: torch.dtype) -> None:
+        """Weights and adapters as the layers read them. On every forward: nothing tells reliably that an optimizer stepped."""
+        groups = [group for layer in self.layers for group in layer.groups()]
+        if any([group.prepare(dtype) for group in groups]) or self._adapters is None:
+            self._adapters = CopyTable([job for group in groups for job in group.copy_jobs])
+        if self._adapters.jobs:
+            self._adapters.run()
 
     def loss(self, h_TD: Tensor, loss_rows: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
         """(sum of the losses of `loss_rows`, loss of each of them, detached); norm and head only for those rows."""

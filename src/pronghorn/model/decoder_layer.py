@@ -129,8 +129,6 @@ class FastDecoderLayer:
             from pronghorn.model.composed_layer import composed_layer
 
             return composed_layer(self, h_TD, documents)
-        for group in self.groups():
-            group.refresh(h_TD.dtype)
         if not torch.is_grad_enabled():
             return self.forward(h_TD, documents)[0]
         out: Tensor = _Layer.apply(h_TD, self, documents, *self.parameters())  # type: ignore[no-untyped-call]
@@ -143,7 +141,7 @@ class FastDecoderLayer:
         x = self._normed(self.before_attention, h, self.qkv.extra, rstd, "before_attention")
         qkv, xa1 = self.qkv.forward(x)
         q, k, v, qk_rstd = self._rope(qkv, documents)
-        o_ext = h.new_empty(h.shape[0], self.heads * self.head_width + self.out.extra)
+        o_ext = rows_like(h, self.heads * self.head_width + self.out.extra)
         o_TNH = o_ext[:, : self.heads * self.head_width].unflatten(1, (self.heads, self.head_width))
         o, lse = attention_forward(q, k, v, documents.cu_seqlens, documents.longest, out=o_TNH, lengths=documents.lengths,
                                    **self.attention_options)
@@ -163,7 +161,7 @@ class FastDecoderLayer:
         """norm(h) in rows with room for the group's extra columns; h itself where there is neither."""
         if norm is None and not extra:
             return h
-        x_ext = h.new_empty(h.shape[0], h.shape[1] + extra)
+        x_ext = rows_like(h, h.shape[1] + extra)
         x = x_ext[:, : h.shape[1]]
         if norm is None:
             x.copy_(h)
@@ -197,7 +195,7 @@ class FastDecoderLayer:
 
     def _activated(self, gu: Tensor) -> Tensor:
         width = gu.shape[1] // 2
-        a_ext = gu.new_empty(gu.shape[0], width + self.down.extra)
+        a_ext = rows_like(gu, width + self.down.extra)
         gated_activation_forward(gu, self.activation, out=a_ext[:, :width])
         return a_ext
 
@@ -209,12 +207,12 @@ class FastDecoderLayer:
         dy, dh2 = self._into_branch(dh3, kept.y2, self.after_mlp, kept.rstd, "after_mlp", norm_grads, self.down)
         da = self.down.backward_input(dy)
         width = da.shape[1]
-        a_ext = da.new_empty(da.shape[0], width + self.down.extra)
-        dgu_ext = da.new_empty(da.shape[0], 2 * width + self.gate_up.extra)
+        a = rows_like(da, width)
+        dgu_ext = rows_like(da, 2 * width + self.gate_up.extra)
         gated_activation_backward(da, kept.gu, self.activation, out=dgu_ext[:, : 2 * width],
-                                  need_activation=self.down.needs_input(), activation_out=a_ext[:, :width])
-        down_grads = self.down.backward_parameters(dy, a_ext[:, :width], kept.xa3)
-        del da, a_ext, dy
+                                  need_activation=self.down.needs_input(), activation_out=a)
+        down_grads = self.down.backward_parameters(dy, a, kept.xa3)
+        del da, a, dy
         dx2 = self.gate_up.backward_input(dgu_ext)
         dh2, x2 = self._out_of_norm(self.before_mlp, dx2, kept.h2, dh2, kept.rstd, "before_mlp", norm_grads, self.gate_up)
         gate_up_grads = self.gate_up.backward_parameters(dgu_ext, x2, kept.xa2)
@@ -242,7 +240,7 @@ class FastDecoderLayer:
     def _into_branch(self, dh: Tensor, y: Tensor | None, norm: Norm | None, rstd: dict[str, Tensor], name: str,
                      norm_grads: dict[str, Tensor | None], group: Projections) -> tuple[Tensor, Tensor]:
         """The gradient of the branch's last product, in rows with the group's extra columns; and that of the residual."""
-        dy_ext = dh.new_empty(dh.shape[0], dh.shape[1] + group.extra)
+        dy_ext = rows_like(dh, dh.shape[1] + group.extra)
         dy = dy_ext[:, : dh.shape[1]]
         if norm is None or y is None:
             torch.mul(dh, self.multiplier, out=dy) if self.multiplier != 1.0 else dy.copy_(dh)
@@ -262,7 +260,7 @@ class FastDecoderLayer:
         return out, x
 
     def _room_for_dqkv(self, do: Tensor) -> Tensor:
-        return do.new_empty(do.shape[0], self._qkv_width + self.qkv.extra)
+        return rows_like(do, self._qkv_width + self.qkv.extra)
 
     @property
     def _qkv_width(self) -> int:
@@ -285,6 +283,13 @@ class FastDecoderLayer:
         _, norm_grads["q_norm"], norm_grads["k_norm"] = qk_rope_backward(
             dq, dk, dv, cos, sin, out=dqkv_ext[:, : self._qkv_width], **options
         )
+
+
+def rows_like(x: Tensor, width: int) -> Tensor:
+    """A buffer of T rows. Zeros on the CPU, whose bf16 product reads beyond the columns it is given (torch 2.13): what
+    stands in columns not filled yet must at least be finite."""
+    make = x.new_empty if x.is_cuda else x.new_zeros
+    return make(x.shape[0], width)
 
 
 class _Layer(torch.autograd.Function):

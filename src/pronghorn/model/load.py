@@ -82,15 +82,11 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> PreTraine
         model, found = _guarded(
             name,
             lambda: AutoModelForCausalLM.from_pretrained(
-                _place(name), dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+                _place(name), dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
             ),
         )
-    missing = sorted(found["missing_keys"])
-    if missing:
-        raise ModelError(
-            what=f"{len(missing)} weights of this model are not in its files, such as {missing[0]}", where=name,
-            why="transformers would fill them with random numbers", fix="get the model's complete safetensors files",
-        )
+    _refuse_made_up_weights(name, found)
     model.config.use_cache = False
     return model.to(device)  # type: ignore[no-any-return]
 
@@ -116,6 +112,17 @@ def require_tokenizer_fits(tokenizer: Any, vocabulary: int, name: str) -> None:
             where=name, why="tokens without an embedding cannot be trained",
             fix="use the tokenizer the model was published with, or a model whose embeddings were resized to it",
         )
+
+
+def _refuse_made_up_weights(name: str, found: dict[str, Any]) -> None:
+    """transformers fills what a file lacks with random numbers, and only warns."""
+    spoilt = {key: "is not in its files" for key in found["missing_keys"]}
+    spoilt |= {key: f"has the shape {tuple(there)} instead of {tuple(asked)}" for key, there, asked in found["mismatched_keys"]}
+    if spoilt:
+        first = min(spoilt)
+        others = f" (and {len(spoilt) - 1} more weights)" if len(spoilt) > 1 else ""
+        raise ModelError(what=f"{first} {spoilt[first]}{others}", where=name, why="the weights do not belong to config.json",
+                         fix="get the model's complete files, all from the same version")
 
 
 def _place(name: str) -> str:

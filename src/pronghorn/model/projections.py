@@ -15,6 +15,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from pronghorn.kernels.lora_linear import Adapter, LoraGroup, linear_backward_weight
+from pronghorn.kernels.lora_refresh import CopyJob
 
 ADAPTER = "default"
 
@@ -24,7 +25,7 @@ class Projections:
         self.parent, self.names = parent, names
         self._group: LoraGroup | None = None
         self._built_for: tuple[Any, ...] = ()
-        self._shadows: list[tuple[int, Tensor]] = []  # (version, weight in the compute dtype)
+        self._weights: list[Tensor] = []  # without adapters: the weights in the compute dtype
 
     def modules(self) -> list[Any]:
         """Looked up at each use, because adding an adapter replaces them."""
@@ -56,37 +57,35 @@ class Projections:
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
-    def refresh(self, dtype: torch.dtype) -> None:
-        """Before each forward: the buffer is there, in the compute dtype, and holds the adapters' present values."""
+    def prepare(self, dtype: torch.dtype) -> bool:
+        """Before each forward: the weights are where and in the dtype in which the products want them.
+
+        Returns whether the adapters' buffer was built anew; filling it with their present values is left to `copy_jobs`.
+        """
         adapters = self._adapters()
         if not adapters:
-            self._group = None
-            self._refresh_shadows(dtype)
-            return
+            had_group, self._group = self._group is not None, None
+            # float32 master weights are computed with in the activations' dtype. Made again each time: version counters
+            # do not tell of an update, since torch's fused optimizers leave them as they are (seen with torch 2.13).
+            self._weights = [linear.weight.detach().to(dtype) for linear in self.linears()]
+            return had_group
         linears = self.linears()
         wanted = (*(id(a.A_RD) for a in adapters), *(id(a.B_OR) for a in adapters), *(a.scale for a in adapters))
         in_place = self._group is not None and all(
             linear.weight.data_ptr() == self._group.weight_view(i).data_ptr() for i, linear in enumerate(linears)
         )
-        if not in_place or wanted != self._built_for:
-            self._group = LoraGroup([linear.weight.detach() for linear in linears], adapters)
-            for i, linear in enumerate(linears):
-                linear.weight.data = self._group.weight_view(i)
-            self._built_for = wanted
-        assert self._group is not None
-        self._group.refresh()
+        if in_place and wanted == self._built_for:
+            return False
+        self._group = LoraGroup([linear.weight.detach() for linear in linears], adapters)
+        for i, linear in enumerate(linears):
+            linear.weight.data = self._group.weight_view(i)
+        self._built_for = wanted
+        return True
 
-    def _refresh_shadows(self, dtype: torch.dtype) -> None:
-        """float32 master weights are computed with in the activations' dtype; the copy is made once per update."""
-        weights = [linear.weight for linear in self.linears()]
-        if len(self._shadows) != len(weights):
-            self._shadows = [(-1, weight.detach()) for weight in weights]
-        for i, weight in enumerate(weights):
-            version, shadow = self._shadows[i]
-            if weight.dtype == dtype:
-                self._shadows[i] = (weight._version, weight.detach())
-            elif version != weight._version or shadow.dtype != dtype or shadow.device != weight.device:
-                self._shadows[i] = (weight._version, weight.detach().to(dtype))
+    @property
+    def copy_jobs(self) -> list[CopyJob]:
+        """What puts the adapters' present values into the buffer; the model runs those of all layers in one launch."""
+        return self._group.jobs if self._group else []
 
     @property
     def extra(self) -> int:
@@ -110,7 +109,7 @@ class Projections:
         if self._group:
             xa = self._group.extend(x_ext)
             return self._group.forward(x_ext, bias_O=bias, extended=True), xa.clone()
-        weights = [shadow for _, shadow in self._shadows]
+        weights = self._weights
         if len(weights) == 1:
             return torch.nn.functional.linear(x_ext, weights[0], bias), None
         y = x_ext.new_empty(x_ext.shape[0], sum(weight.shape[0] for weight in weights))
@@ -125,7 +124,7 @@ class Projections:
             self._group.extend(x_ext)
             weight = self._group.M[: self._group.O]
         else:
-            weight = self._shadows[0][1]
+            weight = self._weights[0]
         out = torch.addmm(h, x_ext, weight.T, alpha=multiplier)
         return out if bias is None else out.add_(bias, alpha=multiplier)
 
@@ -144,7 +143,7 @@ class Projections:
         if self._group:
             self._group.extend_grad(dy_ext)
             return torch.mm(dy_ext, self._group.M[:, : self._group.D])
-        weights = [shadow for _, shadow in self._shadows]
+        weights = self._weights
         parts = dy_ext.split([weight.shape[0] for weight in weights], dim=1)
         dx = torch.mm(parts[0], weights[0])
         for part, weight in zip(parts[1:], weights[1:], strict=True):

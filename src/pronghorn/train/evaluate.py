@@ -12,7 +12,7 @@ import torch
 
 from pronghorn.data.batches import TokenRows, evaluation_batches
 from pronghorn.recipe import Stop
-from pronghorn.train.objectives import token_losses
+from pronghorn.train.objectives import loss_sum
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def evaluate(model: Any, table: TokenRows, *, capacity: int, device: torch.devic
     total, count, seen = torch.zeros((), dtype=torch.float64, device=device), 0, 0
     for batch in evaluation_batches(table, capacity, pad_id):
         with autocast():
-            total += token_losses(model, batch.to(device)).double().sum()
+            total += loss_sum(model, batch.to(device)).double()
         count += len(batch.loss_rows)
         seen += len(batch.documents)
         if progress:

@@ -11,7 +11,7 @@ import torch
 
 from pronghorn.data.batches import StepBatch, TokenRows, build_batch
 from pronghorn.errors import HealthStop, RecipeError
-from pronghorn.train.objectives import token_losses
+from pronghorn.train.objectives import loss_sum
 
 NAMED = 5  # rows named in a message; more would not be read
 
@@ -56,7 +56,7 @@ def offending_rows(model: Any, step_batch: StepBatch, table: TokenRows, where: C
         model.zero_grad(set_to_none=True)
         batch = build_batch(table, np.array([row]), int(table.lengths[row])).to(device)
         with autocast():
-            loss = token_losses(model, batch).sum()
+            loss = loss_sum(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         if not torch.isfinite(loss) or not all(bool(torch.isfinite(grad).all()) for grad in grads):

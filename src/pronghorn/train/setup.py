@@ -18,7 +18,7 @@ from pronghorn.data.packing import Packs, pack
 from pronghorn.data.prepare import hold_out, prepare
 from pronghorn.data.tokens import TokenTable, load_tokenizer
 from pronghorn.errors import CheckpointError, DataError, RecipeError, raise_all
-from pronghorn.model.causal_lm import require_isolated_documents
+from pronghorn.model.causal_lm import install, require_isolated_documents
 from pronghorn.model.load import (
     DTYPES,
     ModelFacts,
@@ -175,6 +175,7 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> S
         model = _build_model(recipe, precision, device, found[0] if found else None)
         require_trainable(model)
         require_isolated_documents(model, device, facts.vocabulary)
+        why_own_layers = "the recipe asks for them" if recipe.layers == "own" else install(model)
         torch.manual_seed(recipe.train.seed)
         optimizer = make_optimizer(model, recipe)
     step = EagerStep(model, optimizer, device=device, precision=precision, clip=recipe.train.clip)
@@ -186,6 +187,8 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> S
                              pin=device.type == "cuda")
     session = Session(recipe, data, tokenizer, model, optimizer, step, loader, device, precision,
                       notices=notices(recipe, data, device, precision, facts), cursor=cursor)
+    if why_own_layers:
+        session.notices.append(f"training on the model's own layers: {why_own_layers}")
     if found:
         _restore(session, found[1])
     return session

@@ -16,7 +16,7 @@ import torch
 from pronghorn.data.batches import StepBatch
 from pronghorn.errors import HealthStop
 from pronghorn.model.load import DTYPES, Precision
-from pronghorn.train.objectives import token_losses
+from pronghorn.train.objectives import loss_sum
 from pronghorn.train.optim import trainable
 
 StageTimer = Callable[[str], AbstractContextManager[None]]
@@ -65,7 +65,7 @@ class EagerStep:
             batch = host_batch.to(self.device)
             with self.autocast():
                 # Divided by the count of the whole step: the loss does not depend on how tokens fell into micro-batches.
-                loss = token_losses(self.model, batch).sum() / step_batch.loss_tokens
+                loss = loss_sum(self.model, batch) / step_batch.loss_tokens
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         self.scaler.unscale_(self.optimizer)

@@ -98,10 +98,9 @@ class Chat:
 
 def export_run(run: Path, which: str, target: Path, to: Literal["adapter", "merged"]) -> None:
     trained = TrainedRun(run, which)
-    events = history(read_log(run))
-    losses = [event["loss"] for event in events if event["event"] == "step"]
-    held_out = {event["step"]: event["loss"] for event in events if event["event"] == "eval"}
-    figures = {"checkpoint": trained.path.name, "training loss, last step": losses[-1] if losses else "unknown",
-               "held-out loss": held_out.get(trained.step, "not measured at this step"),
-               "tokens trained on": next((e["seen_tokens"] for e in reversed(events) if e["event"] == "step"), "unknown")}
+    here = {event["event"]: event for event in history(read_log(run)) if event.get("step") == trained.step}
+    step, held_out = here.get("step", {}), here.get("eval", {})
+    figures = {"checkpoint": trained.path.name, "training loss at this step": step.get("loss", "unknown"),
+               "held-out loss": held_out.get("loss", "not measured at this step"),
+               "tokens trained on": step.get("seen_tokens", "unknown")}
     export(trained.path, trained.recipe, target, to, figures)

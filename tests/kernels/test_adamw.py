@@ -1,0 +1,292 @@
+"""AdamW: twenty steps against torch.optim.AdamW in float64, with torch's own fp32 result as the yardstick."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+
+from pronghorn.kernels.adamw import CONFIG, AdamWTensors, FusedAdamW, Shadow, adamw_step
+
+CUDA = torch.cuda.is_available()
+# One element, vectors, matrices, sizes around one block (1,024; 8,192 for the norm) and over several, odd rows.
+SHAPES = [(1,), (3, 5), (65, 129), (1025,), (1023,), (64, 16), (4, 2, 9)]
+SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8}
+
+
+@pytest.fixture(autouse=True)
+def _interpreter_rounds_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter cuts fp32 off to bf16 where a GPU rounds to the nearest: twice the error, and all one way."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None:
+        return
+    before = interpreter._convert_float
+
+    def convert(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source.name, target.name) != ("fp32", "bf16"):
+            return before(values, source, target, mode)
+        return torch.tensor(values, dtype=torch.float32).to(torch.bfloat16).view(torch.int16).numpy().view("uint16")
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+def parameters(device: str, dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
+
+
+def groups(params: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
+    """As in a LoRA+ run: matrices decay, and a third group learns sixteen times faster."""
+    return [
+        {"params": [p for p in params[:-2] if p.ndim >= 2], "lr": 2e-3, "weight_decay": 0.1},
+        {"params": [p for p in params[:-2] if p.ndim < 2], "lr": 2e-3, "weight_decay": 0.0},
+        {"params": params[-2:], "lr": 3.2e-2, "weight_decay": 0.1},
+    ]
+
+
+def gradients(step: int, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Small ones at first, then large enough to be clipped."""
+    generator = torch.Generator().manual_seed(step)
+    size = 0.001 if step < 5 else 1.0
+    return [(torch.randn(p.shape, generator=generator) * size).to(p.dtype) for p in params]
+
+
+def run_torch(start: list[torch.Tensor], dtype: torch.dtype, steps: int, clip: float | None) -> list[torch.nn.Parameter]:
+    """torch's AdamW on the CPU, its gradients clipped by torch as well."""
+    params = [torch.nn.Parameter(p.detach().cpu().to(dtype, copy=True)) for p in start]
+    optimizer = torch.optim.AdamW(groups(params), foreach=False, fused=False, **SETTINGS)
+    like = [torch.nn.Parameter(p.detach().cpu()) for p in start]
+    for step in range(steps):
+        for param, grad in zip(params, gradients(step, like), strict=True):
+            param.grad = grad.to(dtype)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(params, clip, foreach=False)
+        optimizer.step()
+    return params
+
+
+def run_ours(params: list[torch.nn.Parameter], steps: int, clip: float | None, **options: Any) -> FusedAdamW:
+    optimizer = FusedAdamW(groups(params), clip_norm=clip, **SETTINGS, **options)
+    for step in range(steps):
+        for param, grad in zip(params, gradients(step, params), strict=True):
+            if param.grad is None:
+                param.grad = torch.empty_like(param)
+            param.grad.copy_(grad)
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(("steps", "clip"), [(6, None), (20, 1.0)])
+def test_steps_are_as_good_as_torch(device: str, judge: Callable[..., None], steps: int, clip: float | None) -> None:
+    params = parameters(device)
+    start = [p.detach().clone() for p in params]
+    run_ours(params, steps, clip)
+    truth, plain = run_torch(start, torch.float64, steps, clip), run_torch(start, torch.float32, steps, clip)
+    for got, reference, true, before in zip(params, plain, truth, start, strict=True):
+        judge(got.detach(), reference.detach(), true.detach(), f"{tuple(got.shape)}")
+        assert (got.detach() != before).all(), "every element moved"
+
+
+def test_bf16_parameters_follow_torch(device: str, judge: Callable[..., None]) -> None:
+    """torch keeps bf16 moments for bf16 parameters and rounds in between; one rounding at the end is no worse."""
+    params = parameters(device, torch.bfloat16)
+    start = [p.detach().clone() for p in params]
+    run_ours(params, 6, 1.0)
+    truth, plain = run_torch(start, torch.float64, 6, 1.0), run_torch(start, torch.bfloat16, 6, 1.0)
+    for got, reference, true in zip(params, plain, truth, strict=True):
+        judge(got.detach(), reference.detach(), true.detach(), f"{tuple(got.shape)}")
+
+
+def test_dtypes_may_be_mixed(device: str) -> None:
+    """Parameters of two dtypes and bf16 gradients of fp32 parameters share one norm."""
+    params = [*parameters(device, torch.float32, [(9, 31), (5,)]), *parameters(device, torch.bfloat16, [(8, 16)])]
+    grads = [torch.randn_like(p).to(torch.bfloat16) for p in params]
+    zeros = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    steps = [torch.zeros((), device=device) for _ in params]
+    before = [p.detach().clone() for p in params]
+    tensors = AdamWTensors(params, grads, *zeros, steps, weight_decays=[0.0] * 3)
+    norm = adamw_step(tensors, lr=0.01)
+    truth = torch.cat([grad.double().flatten() for grad in grads]).norm()
+    assert abs(float(norm) - float(truth)) < 1e-6 * float(truth)
+    for param, old, grad in zip(params, before, grads, strict=True):  # the first step of Adam is lr * sign(g)
+        expected = old.float() - 0.01 * grad.float().sign()
+        torch.testing.assert_close(param.detach().float(), expected, rtol=8e-3 if param.dtype == torch.bfloat16 else 1e-5,
+                                   atol=1e-6)  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(device: str, bad: float) -> None:
+    params = parameters(device)
+    optimizer = run_ours(params, 2, 1.0)
+    state = [optimizer.state[p][key] for p in params for key in ("exp_avg", "exp_avg_sq", "step")]
+    before = [tensor.detach().clone() for tensor in (*params, *state)]
+    assert params[2].grad is not None
+    params[2].grad[3, 100] = bad
+    optimizer.step()
+    assert optimizer.skipped == 1
+    assert optimizer.grad_norm is not None
+    assert not optimizer.grad_norm.isfinite()
+    for tensor, old in zip((*params, *state), before, strict=True):
+        assert torch.equal(tensor.detach(), old)
+    params[2].grad[3, 100] = 0.5
+    optimizer.step()
+    assert optimizer.skipped == 1
+    assert all((optimizer.state[p]["step"] == 3).all() for p in params)
+    assert not torch.equal(params[0].detach(), before[0])
+
+
+def test_results_repeat_bit_for_bit(device: str) -> None:
+    params = parameters(device)
+    again = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    first, second = run_ours(params, 3, 0.5), run_ours(again, 3, 0.5)
+    assert first.grad_norm is not None
+    assert second.grad_norm is not None
+    assert torch.equal(first.grad_norm, second.grad_norm)
+    assert all(torch.equal(a, b) for a, b in zip(params, again, strict=True))
+
+
+def test_the_norm_is_that_before_clipping(device: str) -> None:
+    params = parameters(device)
+    optimizer = run_ours(params, 6, 0.25)
+    truth = torch.cat([grad.double().flatten() for grad in gradients(5, params)]).norm()
+    assert optimizer.grad_norm is not None
+    assert abs(float(optimizer.grad_norm) - float(truth)) < 1e-6 * float(truth)
+    assert float(truth) > 10
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_shadows_follow_their_parameters(device: str, dtype: torch.dtype) -> None:
+    params = parameters(device, shapes=[(16, 640), (640, 16), (33, 129), (5, 24), (70,), (8, 8)])
+    wide = torch.full((16, 704), 7.0, dtype=dtype, device=device)
+    odd = torch.full((33, 200), 7.0, dtype=dtype, device=device)
+    shadows: dict[torch.Tensor, Shadow] = {
+        params[0]: Shadow(wide[:, 64:]),  # columns of a wider buffer
+        params[1]: Shadow(torch.zeros(16, 640, dtype=dtype, device=device), factor=2.0, transposed=True),
+        params[2]: Shadow(odd[:, 3:132], factor=0.5),  # rows and start off any boundary
+        params[3]: Shadow(torch.zeros(24, 5, dtype=dtype, device=device), transposed=True),
+        params[4]: Shadow(torch.zeros(1, 70, dtype=dtype, device=device)),
+    }
+    run_ours(params, 3, 1.0, shadows=shadows)
+    for param, shadow in shadows.items():
+        matrix = param.detach().reshape(-1, param.shape[-1]) * shadow.factor
+        assert torch.equal(shadow.tensor, (matrix.t() if shadow.transposed else matrix).to(dtype)), tuple(param.shape)
+    assert (wide[:, :64] == 7).all()
+    assert (odd[:, :3] == 7).all()
+    assert (odd[:, 132:] == 7).all()
+
+
+def test_shadows_can_be_written_at_once(device: str) -> None:
+    params = parameters(device, shapes=[(6, 10)])
+    shadow = Shadow(torch.zeros(10, 6, dtype=torch.bfloat16, device=device), factor=4.0, transposed=True)
+    zeros = [[torch.zeros_like(p) for p in params] for _ in range(3)]
+    steps = [torch.zeros((), device=device)]
+    AdamWTensors(params, *zeros, steps, weight_decays=[0.0], shadows=[shadow]).refresh_shadows()
+    assert torch.equal(shadow.tensor, (params[0].detach().t() * 4).to(torch.bfloat16))
+
+
+def test_unaligned_tensors(device: str) -> None:
+    """Views that start off a 16-byte boundary take element loads and give the same result."""
+    flat = torch.randn(4, 1 + CONFIG[0] * 2 + 5, device=device)
+    results = []
+    for offset in (0, 1):
+        views = [torch.zeros(flat.shape[1], device=device)[offset:][: CONFIG[0] * 2 + 3] for _ in range(4)]
+        for view, row in zip(views, flat, strict=True):
+            view.copy_(row[: len(view)].abs())
+        steps = [torch.zeros((), device=device)]
+        adamw_step(AdamWTensors(*([view] for view in views), steps, weight_decays=[0.1]), lr=0.1, clip_norm=1.0)
+        results.append(views)
+    for aligned, off in zip(*results, strict=True):
+        torch.testing.assert_close(aligned, off, rtol=1e-6, atol=1e-7)
+
+
+def test_state_dicts_go_both_ways(device: str) -> None:
+    """Five steps of torch, then five of ours on its state and five of torch on the state ours handed back."""
+    start = [p.detach().clone() for p in parameters(device)]
+    params = [torch.nn.Parameter(p.to(device)) for p in run_torch(start, torch.float32, 5, None)]
+    theirs = [torch.nn.Parameter(p.clone()) for p in start]
+    reference = torch.optim.AdamW(groups(theirs), **SETTINGS)
+    for step in range(5):
+        for param, grad in zip(theirs, gradients(step, theirs), strict=True):
+            param.grad = grad.to(device)
+        reference.step()
+    ours = FusedAdamW(groups(params), **SETTINGS)
+    ours.load_state_dict(deepcopy(reference.state_dict()))  # torch would share the tensors
+    back = torch.optim.AdamW(groups(theirs), **SETTINGS)
+    back.load_state_dict(deepcopy(ours.state_dict()))
+    for step in range(5, 10):
+        for optimizer, members in ((ours, params), (back, theirs)):
+            for param, grad in zip(members, gradients(step, members), strict=True):
+                param.grad = grad.to(device)
+            optimizer.step()
+    for param, their in zip(params, theirs, strict=True):
+        torch.testing.assert_close(param, their, rtol=1e-5, atol=1e-6)
+        assert ours.state[param]["step"] == 10
+        assert ours.state[param].keys() == reference.state[their].keys()
+
+
+def test_groups_follow_their_learning_rates(device: str) -> None:
+    """A scheduler writes group["lr"]; a rate of zero moves nothing."""
+    params = parameters(device, shapes=[(3, 4), (5,)])
+    optimizer = FusedAdamW([{"params": [params[0]], "lr": 0.1}, {"params": [params[1]], "lr": 0.2}], weight_decay=0.0)
+    for rates in ((0.1, 0.2), (0.0, 0.05)):
+        before = [p.detach().clone() for p in params]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        for param, old, rate in zip(params, before, rates, strict=True):
+            torch.testing.assert_close(param.detach(), old - rate, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_without_a_gradient_are_left_alone(device: str) -> None:
+    params = parameters(device, shapes=[(3, 4), (5,)])
+    optimizer = FusedAdamW(params)
+    optimizer.step()
+    params[1].grad = torch.ones_like(params[1])
+    before = params[0].detach().clone()
+    optimizer.step()
+    assert torch.equal(params[0].detach(), before)
+    assert params[0] not in optimizer.state or not optimizer.state[params[0]]
+    assert optimizer.state[params[1]]["step"] == 1
+
+
+def test_wrong_tensors_are_told(device: str) -> None:
+    param, step = torch.randn(4, 6, device=device), torch.zeros((), device=device)
+    with pytest.raises(ValueError, match="contiguous"):
+        AdamWTensors([param], [torch.randn(6, 4, device=device).t()], [param], [param], [step], weight_decays=[0.0])
+    with pytest.raises(ValueError, match="shadow"):
+        AdamWTensors([param], [param], [param], [param], [step], weight_decays=[0.0], shadows=[Shadow(torch.zeros(6, 4))])
+    with pytest.raises(ValueError, match="as many"):
+        AdamWTensors([param], [param], [param], [param], [step], weight_decays=[])
+    optimizer = FusedAdamW([{"params": [torch.nn.Parameter(param)], "eps": 1e-6}, {"params": parameters(device)}])
+    for group in optimizer.param_groups:
+        for member in group["params"]:
+            member.grad = torch.zeros_like(member)
+    with pytest.raises(ValueError, match="one eps"):
+        optimizer.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="captures a CUDA graph")
+def test_a_captured_step_follows_schedule_and_gradients() -> None:
+    params = parameters("cuda")
+    again = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    eager, graphed = run_ours(again, 1, 1.0), run_ours(params, 1, 1.0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graphed.step()
+    for step in range(1, 5):
+        for optimizer, members in ((eager, again), (graphed, params)):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 / step
+            for param, grad in zip(members, gradients(step, members), strict=True):
+                assert param.grad is not None
+                param.grad.copy_(grad)
+        eager.step()
+        graphed.refresh_lr()
+        graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(params, again, strict=True))

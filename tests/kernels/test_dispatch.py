@@ -1,0 +1,83 @@
+"""Which way an op runs, on this machine and on one without Triton."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from pronghorn.kernels import dispatch
+
+CUDA = torch.cuda.is_available()
+needs_interpreter = pytest.mark.skipif(CUDA or not dispatch.HAS_TRITON, reason="kernels are compiled here")
+
+WITHOUT_TRITON = """
+import importlib.abc, sys
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "triton":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+import torch
+from pronghorn.kernels import dispatch
+from pronghorn.kernels.gated_mlp import gated_activation
+from pronghorn.kernels.rms_norm import rms_norm
+from pronghorn.kernels.rope import qk_rope
+assert not dispatch.HAS_TRITON and not dispatch.use_triton(torch.ones(1))
+x = torch.randn(3, 64, requires_grad=True)
+y, h = rms_norm(x, torch.ones(64), 1e-6, residual_TD=torch.randn(3, 64))
+q, k, v = qk_rope(torch.cat([y, h, h], 1), torch.ones(3, 16), torch.zeros(3, 16), heads=2, kv_heads=2, head_width=32)
+gated_activation(torch.cat([q.flatten(1), k.flatten(1)], 1), "gelu_tanh").sum().backward()
+assert torch.isfinite(x.grad).all() and x.grad.abs().sum() > 0
+print("trained")
+"""
+
+
+def test_kernel_files_work_where_triton_is_missing() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "trained", done.stderr
+
+
+@needs_interpreter
+def test_cpu_tensors_are_interpreted_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert not dispatch.use_triton(torch.ones(1))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert dispatch.use_triton(torch.ones(1))
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_cuda_tensors_run_compiled_kernels() -> None:
+    assert dispatch.use_triton(torch.ones(1, device="cuda"))
+    assert not dispatch.use_triton(torch.ones(1))
+    assert dispatch.cuda_capability("cuda") == torch.cuda.get_device_capability()
+    assert dispatch.processor_count("cuda") > 2
+
+
+def test_float64_never_runs_through_fp32_kernels(device: str) -> None:
+    assert not dispatch.use_triton(torch.ones(1, dtype=torch.float64, device=device))
+
+
+@needs_interpreter
+def test_the_triton_path_of_these_tests_is_really_taken(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise every comparison of this folder would judge plain torch twice."""
+    from pronghorn.kernels import gated_mlp
+
+    launched = []
+    monkeypatch.setattr(gated_mlp, "_forward_kernel", {(1,): lambda *_, **__: launched.append(True)})
+    gated_mlp.gated_activation_forward(torch.ones(1, 128, device=device), "silu")
+    assert bool(launched) == dispatch.use_triton(torch.ones(1))
+
+
+def test_a_text_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(3):
+        dispatch.say_once("attention: no fast path here")
+    dispatch.say_once("another thing")
+    assert capsys.readouterr().err == "attention: no fast path here\nanother thing\n"
+
+
+def test_a_device_that_is_not_cuda_has_no_capability() -> None:
+    assert dispatch.cuda_capability("cpu") < (8, 0)
+    assert dispatch.processor_count(torch.device("cpu")) == 2

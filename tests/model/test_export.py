@@ -1,0 +1,169 @@
+"""What others get: stock PEFT and transformers give the same logits as ours, and an export is whole or not there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model, make_tokenizer
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pronghorn.errors import CommandError
+from pronghorn.model import export as export_file
+from pronghorn.model.export import export, merged_model, model_card, save_model, trained_model
+from pronghorn.model.lora import add_adapter
+from pronghorn.recipe import Recipe
+
+RecipeFor = Callable[..., Recipe]
+CPU = torch.device("cpu")
+KINDS: dict[str, dict[str, Any]] = {"lora": {}, "rslora": {"rslora": True, "alpha": 3}, "dora": {"dora": True}}
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model.eval()(input_ids=torch.arange(3, 60)[None]).logits
+    return result.float()
+
+
+def checkpoint_of(recipe: Recipe, folder: Path) -> Path:
+    """As training leaves it: weights that moved, the tokenizer, and what only a resume needs."""
+    model = make_model()
+    if recipe.method == "lora":
+        model = add_adapter(model, recipe.lora, seed=1)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    folder.mkdir()
+    save_model(model, folder)
+    make_tokenizer().save_pretrained(folder)
+    (folder / "manifest.json").write_text("{}")
+    (folder / "training_state.safetensors").write_bytes(b"")
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stock_libraries_give_the_same_logits(kind: str, recipe_for: RecipeFor, tmp_path: Path, tiny_model: Path) -> None:
+    recipe = recipe_for(lora=KINDS[kind])
+    checkpoint = checkpoint_of(recipe, tmp_path / "checkpoint-3")
+    ours = logits(trained_model(checkpoint, recipe, torch.float32, CPU))
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    assert (ours - logits(base)).abs().max() > 1e-2
+
+    export(checkpoint, recipe, tmp_path / "adapter", "adapter", {})
+    assert (logits(PeftModel.from_pretrained(base, str(tmp_path / "adapter"))) - ours).abs().max() < 1e-4
+    export(checkpoint, recipe, tmp_path / "merged", "merged", {})
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.dtype == torch.float32
+    assert (logits(merged) - ours).abs().max() < 1e-4
+
+
+def test_a_full_run_is_exported_whole_and_has_no_adapter(recipe_for: RecipeFor, tmp_path: Path) -> None:
+    recipe = recipe_for(method="full")
+    checkpoint = checkpoint_of(recipe, tmp_path / "checkpoint-3")
+    export(checkpoint, recipe, tmp_path / "merged", "merged", {})
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.equal(logits(stock), logits(trained_model(checkpoint, recipe, torch.float32, CPU)))
+    assert not torch.equal(logits(stock), logits(make_model()))
+    with pytest.raises(CommandError, match="no adapter") as caught:
+        export(checkpoint, recipe, tmp_path / "adapter", "adapter", {})
+    assert "--to merged" in caught.value.fix
+
+
+@pytest.mark.parametrize(("to", "files"), [
+    ("adapter", {"adapter_config.json", "adapter_model.safetensors"}),
+    ("merged", {"config.json", "generation_config.json", "model.safetensors"}),
+])
+def test_the_folder_holds_what_others_need_and_nothing_of_the_training(
+    to: Any, files: set[str], recipe_for: RecipeFor, tmp_path: Path
+) -> None:
+    recipe = recipe_for()
+    export(checkpoint_of(recipe, tmp_path / "checkpoint-3"), recipe, tmp_path / "out", to, {"held-out loss": 1.25})
+    there = {path.name for path in (tmp_path / "out").iterdir()}
+    assert there == files | {"README.md", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template == make_tokenizer().chat_template
+    assert "| held-out loss | 1.25 |" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("auto", "float32"), ("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+def test_merged_weights_are_stored_in_the_recipe_s_precision(
+    precision: str, dtype: str, recipe_for: RecipeFor, tmp_path: Path
+) -> None:
+    recipe = recipe_for(precision=precision)
+    checkpoint = checkpoint_of(recipe, tmp_path / "checkpoint-3")
+    export(checkpoint, recipe, tmp_path / "out", "merged", {})
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
+
+
+def test_merging_rounds_once(recipe_for: RecipeFor, tmp_path: Path) -> None:
+    """bf16 of the float32 sum, not a sum of bf16 numbers."""
+    recipe = recipe_for(precision="bf16")
+    checkpoint = checkpoint_of(recipe, tmp_path / "checkpoint-3")
+    exact = merged_model(checkpoint, recipe_for()).state_dict()
+    rounded = merged_model(checkpoint, recipe).state_dict()
+    assert all(torch.equal(rounded[name], exact[name].to(torch.bfloat16)) for name in exact)
+
+
+def test_an_export_never_overwrites(recipe_for: RecipeFor, tmp_path: Path) -> None:
+    recipe = recipe_for()
+    checkpoint = checkpoint_of(recipe, tmp_path / "checkpoint-3")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine").write_text("mine")
+    for target in ("file", "folder"):
+        with pytest.raises(CommandError, match="exists already"):
+            export(checkpoint, recipe, tmp_path / target, "adapter", {})
+    assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "mine").read_text() == "mine"
+
+
+def test_an_empty_folder_is_filled_also_the_current_one(
+    recipe_for: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_for()
+    checkpoint = checkpoint_of(recipe, tmp_path / "checkpoint-3")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    export(checkpoint, recipe, Path(), "adapter", {})
+    assert (tmp_path / "here" / "adapter_config.json").is_file()
+    export(checkpoint, recipe, tmp_path / "new" / "deeper", "adapter", {})
+    assert (tmp_path / "new" / "deeper" / "adapter_config.json").is_file()
+
+
+def test_a_place_that_cannot_be_written(recipe_for: RecipeFor, tmp_path: Path) -> None:
+    recipe = recipe_for()
+    checkpoint = checkpoint_of(recipe, tmp_path / "checkpoint-3")
+    with pytest.raises(CommandError, match="cannot write there") as caught:
+        export(checkpoint, recipe, Path("/proc/pronghorn/export"), "adapter", {})
+    assert "--target" in caught.value.fix
+
+
+def test_an_export_that_fails_leaves_nothing(recipe_for: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_for()
+    checkpoint = checkpoint_of(recipe, tmp_path / "checkpoint-3")
+    before = sorted(tmp_path.iterdir())
+
+    def fail(*_: Any) -> str:
+        raise RuntimeError("the last file cannot be made")
+
+    monkeypatch.setattr(export_file, "model_card", fail)
+    with pytest.raises(RuntimeError):
+        export(checkpoint, recipe, tmp_path / "out", "merged", {})
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(("to", "library"), [("adapter", "peft"), ("merged", "transformers")])
+def test_the_model_card_says_where_it_comes_from(to: str, library: str, recipe_for: RecipeFor) -> None:
+    recipe = recipe_for()
+    card = model_card(recipe, to, {"tokens trained on": 1234})
+    head = card.split("---")[1]
+    assert f"base_model: {recipe.model}" in head
+    assert f"library_name: {library}" in head
+    assert "| tokens trained on | 1234 |" in card
+    assert recipe.data.train[0] in card
+    assert ("PeftModel" in card) is (to == "adapter")

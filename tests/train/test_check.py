@@ -1,0 +1,87 @@
+"""`check` tells what a run would be: its counts are the run's own, and it refuses what a run would refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pronghorn.errors import DataError, ModelError, RecipeError
+from pronghorn.recipe import Recipe
+from pronghorn.report.display import JsonDisplay
+from pronghorn.report.run_log import read_log
+from pronghorn.train.check import Facts, check_run
+from pronghorn.train.loop import train
+
+RecipeFor = Callable[..., Recipe]
+
+
+def check(recipe: Recipe) -> Facts:
+    return check_run(recipe, report=lambda *_: None)
+
+
+@pytest.mark.parametrize("changes", [{}, {"method": "full"}, {"data": {"eval": 0.2}, "train": {"epochs": 3}}, {"train": {"steps": 2}}],
+                         ids=["lora", "full", "held out", "steps"])
+def test_what_is_foretold_is_what_happens(recipe_for: RecipeFor, changes: dict[str, Any]) -> None:
+    recipe = recipe_for(**changes)
+    facts = check(recipe)
+    assert not Path(recipe.output).exists()
+    result = train(recipe, display=JsonDisplay())
+    start = read_log(result.folder)[0]
+    assert facts.steps == start["steps"] == result.step
+    assert facts.trainable == start["parameters"]["trainable"]
+    # the adapter's own parameters are counted in the run's total
+    assert facts.parameters + (0 if recipe.method == "full" else facts.trainable) == start["parameters"]["total"]
+    assert facts.eval_documents == start["eval_documents"] > 0
+    assert {"documents": facts.documents, "tokens": facts.tokens, "loss_tokens": facts.loss_tokens, "packs": facts.packs,
+            "efficiency": facts.packing_efficiency} == start["data"]
+    assert (facts.precision, facts.device) == ("fp32", "cpu")
+
+
+def test_memory_is_the_sum_of_its_parts_and_follows_the_recipe(recipe_for: RecipeFor) -> None:
+    lora, full = check(recipe_for()), check(recipe_for(method="full"))
+    assert lora.memory == lora.memory_weights + lora.memory_training + lora.memory_activations
+    assert lora.memory_weights == full.memory_weights == 4 * lora.parameters
+    assert lora.memory_training == 16 * lora.trainable  # the adapter, its gradient and two moments, in float32
+    assert full.memory_training == 12 * full.parameters  # gradient and two moments; the weights are counted already
+    twice = check(recipe_for(train={"capacity": 512}))
+    assert twice.memory_activations == 2 * lora.memory_activations
+    assert check(recipe_for(precision="bf16")).memory_weights == 2 * lora.parameters
+
+
+def test_the_table_and_the_json_say_the_same(recipe_for: RecipeFor, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = check(recipe_for())
+    assert json.loads(json.dumps(facts.as_dict()))["memory"] == facts.memory
+    Console(width=200, force_terminal=False).print(facts.table())
+    shown = capsys.readouterr().out
+    for figure in (facts.parameters, facts.trainable, facts.documents, facts.tokens, facts.steps):
+        assert f"{figure:,}" in shown
+    assert "activations" in shown
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"train": {"steps": 4}}, "only 4 steps"),
+    ({"precision": "bf16"}, "precision bf16 is honoured, but most CPUs compute it far slower"),
+    ({"data": {"max_length": 600}, "train": {"capacity": 1024, "batch_tokens": 1024}}, "beyond the 512 positions"),
+])
+def test_what_is_allowed_but_hardly_meant_is_said(recipe_for: RecipeFor, changes: dict[str, Any], said: str) -> None:
+    told = "\n".join(check(recipe_for(**changes)).notices)
+    assert said in told
+    assert said not in "\n".join(check(recipe_for(train={"steps": 40})).notices)
+
+
+@pytest.mark.parametrize(("changes", "error", "said"), [
+    ({"method": "qlora"}, RecipeError, "qlora is not in this version"),
+    ({"model": "/nowhere/at/all"}, ModelError, "no such model folder"),
+    ({"lora": {"targets": ["q_prj"]}}, RecipeError, "matches no linear layer"),
+    ({"data": {"train": ["/nowhere/train.jsonl"]}}, DataError, "nowhere"),
+    ({"data": {"eval": None}, "eval": {"stop": {"patience": 1}}}, RecipeError, "eval.stop needs held-out data"),
+])
+def test_what_a_run_would_refuse_is_refused(recipe_for: RecipeFor, changes: dict[str, Any], error: Any, said: str) -> None:
+    with pytest.raises(error) as caught:
+        check(recipe_for(**changes))
+    assert said in str(caught.value)

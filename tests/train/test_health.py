@@ -1,0 +1,141 @@
+"""Broken numbers stop the run before they reach the weights, and the guilty row is named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ListTable, chat_rows, make_model, write_rows
+from safetensors.torch import load_file, save_file
+
+from pronghorn.cli import main
+from pronghorn.data.batches import Cursor, StepBatch, build_batch
+from pronghorn.errors import HealthStop, RecipeError
+from pronghorn.model.lora import add_adapter
+from pronghorn.recipe import Lora
+from pronghorn.train.health import offending_rows, require_sound, require_trainable
+from pronghorn.train.objectives import loss_sum
+
+CPU = torch.device("cpu")
+
+
+def never() -> list[str]:
+    raise AssertionError("asked for offenders although nothing is wrong")
+
+
+def test_sound_numbers_pass_and_nothing_is_computed() -> None:
+    require_sound(2.0, 0.5, 1, never, "runs/x")
+    require_sound(0.0, 1e-30, 1, never, "runs/x")
+
+
+@pytest.mark.parametrize(("loss", "norm", "said"), [
+    (math.nan, 1.0, "step 7: the loss is not finite"), (math.inf, math.nan, "step 7: the loss is not finite"),
+    (2.0, math.nan, "step 7: the gradient is not finite"), (2.0, math.inf, "step 7: the gradient is not finite"),
+    (math.nan, 0.0, "step 7: the loss is not finite"),
+])
+def test_a_number_that_is_not_finite_names_the_rows(loss: float, norm: float, said: str) -> None:
+    with pytest.raises(HealthStop, match=said) as caught:
+        require_sound(loss, norm, 7, lambda: ["a.jsonl:3", "a.jsonl:9"], "runs/x")
+    error = caught.value
+    assert (error.exit_code, error.where) == (4, "runs/x")
+    assert "weights were not touched" in error.what
+    assert error.why == "seen with a.jsonl:3, a.jsonl:9"
+    assert "train.lr" in error.fix
+
+
+def test_at_most_five_rows_are_named() -> None:
+    with pytest.raises(HealthStop) as caught:
+        require_sound(math.nan, 1.0, 1, lambda: [f"a:{i}" for i in range(12)], "runs/x")
+    assert caught.value.why == "seen with a:0, a:1, a:2, a:3, a:4 and 7 more"
+
+
+def test_gradients_that_are_all_zero() -> None:
+    with pytest.raises(HealthStop, match="step 1: all gradients are zero") as caught:
+        require_sound(2.0, 0.0, 1, never, "runs/x")
+    assert "lora.targets" in caught.value.fix
+
+
+def test_nothing_trainable() -> None:
+    model = make_model()
+    assert require_trainable(model) == sum(p.numel() for p in model.parameters())
+    assert require_trainable(add_adapter(make_model(), Lora(r=4, targets=("q_proj",)), seed=1)) == 2 * 4 * 64
+    with pytest.raises(RecipeError, match="nothing is trainable"):
+        require_trainable(model.requires_grad_(False))
+
+
+# Which row --------------------------------------------------------------------------------------------------------------
+
+
+POISON = 200
+
+
+def poisoned_step(rows: list[list[int]], capacity: int = 64) -> tuple[ListTable, StepBatch]:
+    table = ListTable(rows)
+    halves = np.array_split(np.arange(len(rows)), 2)
+    return table, StepBatch(tuple(build_batch(table, half, capacity) for half in halves), Cursor(), 0.0)
+
+
+def offenders(model: Any, rows: list[list[int]]) -> list[str]:
+    table, step = poisoned_step(rows)
+    return offending_rows(model, step, table, lambda row: f"row {row}", CPU, nullcontext)
+
+
+ROWS = [[10, 11, 12, 13], [20, POISON, 22], [30, 31, 32, 33, 34], [40, 41], [50, 51, POISON, 53], [60, 61, 62]]
+
+
+def test_the_rows_with_a_poisoned_token_are_named_and_no_others() -> None:
+    model = make_model(tie_word_embeddings=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[POISON] = math.nan
+    assert offenders(model, ROWS) == ["row 1", "row 4"]
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_gradient_that_overflows_is_found_though_the_loss_is_finite() -> None:
+    """A norm's backward divides by the third power of its input's length: an embedding of 1e-20 makes that overflow."""
+    model = make_model(tie_word_embeddings=False, rms_norm_eps=0.0)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[POISON] = 0.0
+        model.get_input_embeddings().weight[POISON, 0] = 1e-20
+    table, step = poisoned_step(ROWS)
+    alone = [build_batch(table, np.array([i]), len(row)) for i, row in enumerate(ROWS)]
+    assert all(torch.isfinite(loss_sum(model, batch)) for batch in alone)
+    found = offending_rows(model, step, table, lambda row: f"row {row}", CPU, nullcontext)
+    assert found == ["row 1", "row 4"]
+
+
+def test_all_rows_are_named_when_none_is_bad_alone() -> None:
+    assert offenders(make_model(), ROWS) == [f"row {i}" for i in range(len(ROWS))]
+
+
+def test_a_whole_run_names_the_line_of_its_file(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe_for: Callable[..., Any]
+) -> None:
+    """The letter Z is in one row only; its embedding is not a number."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    (letter,) = tokenizer.encode("Z")
+    folder = tmp_path / "model"
+    make_model(tie_word_embeddings=False).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][letter] = math.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    rows = chat_rows(30)
+    rows[16]["messages"][0]["content"] += " Z"
+    data = write_rows(tmp_path / "spoilt.jsonl", rows)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"model: {folder}\nprecision: fp32\ndata: {{train: {data}, max_length: 128}}\n"
+                      f"train: {{batch_tokens: 512, capacity: 256}}\noutput: {tmp_path / 'run'}\n")
+    assert main(["train", str(recipe)]) == 4
+    told = capsys.readouterr().err
+    assert "the loss is not finite; the weights were not touched" in told
+    assert "why: seen with" in told
+    assert f"{data}:17\n" in told

@@ -1,0 +1,202 @@
+"""AdamW against its formula in float64, the groups, the schedules step by step, and a state that comes back by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+
+from pronghorn.errors import CheckpointError
+from pronghorn.model.lora import add_adapter
+from pronghorn.recipe import Lora, Recipe, Train
+from pronghorn.train.optim import lr_scale, make_optimizer, optimizer_tensors, restore_optimizer, set_lr, trainable
+
+RecipeFor = Callable[..., Recipe]
+
+
+def random_grads(model: Any, step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in trainable(model).values():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def names_of(optimizer: torch.optim.Optimizer, model: Any) -> list[set[str]]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
+
+
+# Groups -----------------------------------------------------------------------------------------------------------------
+
+
+def test_matrices_decay_and_vectors_do_not(recipe_for: RecipeFor) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model, recipe_for(method="full", train={"weight_decay": 0.1}))
+    decay = {name: group["weight_decay"] for group, names in zip(optimizer.param_groups, names_of(optimizer, model), strict=True)
+             for name in names}
+    assert decay.keys() == trainable(model).keys()
+    assert {name: 0.0 if "norm" in name else 0.1 for name in decay} == decay
+    assert 0.0 in decay.values()
+
+
+def test_dora_s_magnitudes_do_not_decay(recipe_for: RecipeFor) -> None:
+    model = add_adapter(make_model(), Lora(r=4, dora=True), seed=1)
+    optimizer = make_optimizer(model, recipe_for(train={"weight_decay": 0.1}))
+    for group, names in zip(optimizer.param_groups, names_of(optimizer, model), strict=True):
+        for name in names:
+            assert group["weight_decay"] == (0.0 if "magnitude" in name else 0.1), name
+
+
+def test_lora_plus_makes_b_learn_faster_than_a(recipe_for: RecipeFor) -> None:
+    model = add_adapter(make_model(), Lora(r=4), seed=1)
+    optimizer = make_optimizer(model, recipe_for(lora={"plus_ratio": 16.0}, train={"lr": 1e-3}))
+    rates = {name: group["lr"] for group, names in zip(optimizer.param_groups, names_of(optimizer, model), strict=True)
+             for name in names}
+    assert rates.keys() == trainable(model).keys()
+    assert {name: pytest.approx(1.6e-2 if ".lora_B." in name else 1e-3) for name in rates} == rates
+    set_lr(optimizer, 0.25)  # the schedule keeps the ratio
+    assert sorted({group["lr"] for group in optimizer.param_groups}) == pytest.approx([2.5e-4, 4e-3])
+
+
+def test_without_lora_plus_there_is_one_rate(recipe_for: RecipeFor) -> None:
+    model = add_adapter(make_model(), Lora(r=4), seed=1)
+    assert len(make_optimizer(model, recipe_for()).param_groups) == 1
+
+
+def test_only_what_is_trained_is_held(recipe_for: RecipeFor) -> None:
+    model = add_adapter(make_model(), Lora(r=4), seed=1)
+    assert set.union(*names_of(make_optimizer(model, recipe_for()), model)) == {
+        name for name, _ in model.named_parameters() if ".lora_" in name
+    }
+
+
+# AdamW ------------------------------------------------------------------------------------------------------------------
+
+
+def test_adamw_follows_its_formula(recipe_for: RecipeFor) -> None:
+    """Twelve steps with decay and warm-up, judged by the formula written out in float64."""
+    recipe = recipe_for(method="full", train={"lr": 3e-3, "weight_decay": 0.1, "betas": [0.8, 0.95], "eps": 1e-2, "warmup": 0.3})
+    spec, (b1, b2) = recipe.train, recipe.train.betas
+    model = make_model()
+    optimizer = make_optimizer(model, recipe)
+    truth = {name: p.detach().double() for name, p in trainable(model).items()}
+    m = {name: torch.zeros_like(w) for name, w in truth.items()}
+    v = {name: torch.zeros_like(w) for name, w in truth.items()}
+    for step in range(12):
+        lr = set_lr(optimizer, lr_scale(step, 12, spec))
+        random_grads(model, step)
+        for name, parameter in trainable(model).items():
+            assert parameter.grad is not None
+            g = parameter.grad.double()
+            m[name] = b1 * m[name] + (1 - b1) * g
+            v[name] = b2 * v[name] + (1 - b2) * g * g
+            unbiased_m, unbiased_v = m[name] / (1 - b1 ** (step + 1)), v[name] / (1 - b2 ** (step + 1))
+            decay = spec.weight_decay if parameter.ndim == 2 else 0.0
+            truth[name] = truth[name] * (1 - lr * decay) - lr * unbiased_m / (unbiased_v.sqrt() + spec.eps)
+        optimizer.step()
+    for name, parameter in trainable(model).items():
+        moved = float((truth[name] - make_model().state_dict()[name]).norm())
+        rounding = 12 * 2**-24 * float(truth[name].norm())  # each step rounds the weight once
+        assert float((parameter.detach().double() - truth[name]).norm()) < 1e-5 * moved + rounding, name
+
+
+# Schedule ---------------------------------------------------------------------------------------------------------------
+
+
+def scales(total: int, **spec: Any) -> list[float]:
+    return [lr_scale(step, total, Train(**spec)) for step in range(total)]
+
+
+def test_warm_up_rises_evenly_and_never_trains_with_zero() -> None:
+    assert scales(10, warmup=0.3, schedule="constant") == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1])
+    assert scales(10, warmup=0.25, schedule="constant")[:4] == pytest.approx([0.25, 0.5, 0.75, 1])  # 2.5 steps are three
+
+
+def test_no_warm_up_starts_at_the_full_rate() -> None:
+    for schedule in ("cosine", "linear", "constant"):
+        assert scales(5, warmup=0.0, schedule=schedule)[0] == 1.0
+
+
+def test_linear_falls_evenly_to_one_step_above_zero() -> None:
+    assert scales(5, warmup=0.0, schedule="linear") == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
+    assert scales(6, warmup=0.16, schedule="linear") == pytest.approx([0.5, 1, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_cosine_is_half_a_wave() -> None:
+    expected = [0.5 * (1 + math.cos(math.pi * n / 8)) for n in range(8)]
+    assert scales(8, warmup=0.0, schedule="cosine") == pytest.approx(expected)
+    assert scales(8, warmup=0.0, schedule="cosine")[4] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("total", [1, 2, 3, 7, 100, 1001])
+@pytest.mark.parametrize("warmup", [0.0, 0.03, 0.5, 0.99])
+def test_a_rate_is_always_above_zero_and_reaches_no_more_than_the_base(schedule: Any, total: int, warmup: float) -> None:
+    found = scales(total, warmup=warmup, schedule=schedule)
+    assert all(0 < scale <= 1 for scale in found)
+    top = found.index(max(found))
+    assert found[: top + 1] == sorted(found[: top + 1])
+    assert found[top:] == sorted(found[top:], reverse=True)
+
+
+# State ------------------------------------------------------------------------------------------------------------------
+
+
+def stepped(recipe: Recipe, seed: int = 1, steps: int = 3) -> tuple[Any, torch.optim.Optimizer]:
+    model = add_adapter(make_model(), recipe.lora, seed=seed)
+    optimizer = make_optimizer(model, recipe)
+    for step in range(steps):
+        random_grads(model, step)
+        optimizer.step()
+    return model, optimizer
+
+
+def test_the_state_comes_back_to_the_bit(recipe_for: RecipeFor) -> None:
+    recipe = recipe_for(lora={"plus_ratio": 2.0, "dora": True})
+    model, optimizer = stepped(recipe)
+    stored = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizer, model).items()}
+    assert len(stored) == 3 * len(trainable(model))
+    other = add_adapter(make_model(), recipe.lora, seed=1)
+    other.load_state_dict(model.state_dict())
+    restored = make_optimizer(other, recipe)
+    restore_optimizer(restored, other, stored)
+    again = optimizer_tensors(restored, other)
+    assert again.keys() == stored.keys()
+    assert all(torch.equal(again[name], stored[name]) for name in stored)
+    for one, its_optimizer in ((model, optimizer), (other, restored)):
+        random_grads(one, 7)
+        its_optimizer.step()
+    assert all(torch.equal(p, trainable(other)[name]) for name, p in trainable(model).items())
+
+
+def test_restored_state_is_a_copy(recipe_for: RecipeFor) -> None:
+    recipe = recipe_for()
+    model, optimizer = stepped(recipe)
+    stored = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizer, model).items()}
+    kept = {name: tensor.clone() for name, tensor in stored.items()}
+    restore_optimizer(optimizer, model, stored)
+    random_grads(model, 5)
+    optimizer.step()
+    assert all(torch.equal(stored[name], kept[name]) for name in kept)
+
+
+def test_nothing_is_stored_before_the_first_step(recipe_for: RecipeFor) -> None:
+    model, optimizer = stepped(recipe_for(), steps=0)
+    assert optimizer_tensors(optimizer, model) == {}
+
+
+def test_a_state_of_another_adapter_is_refused(recipe_for: RecipeFor) -> None:
+    recipe = recipe_for()
+    model, optimizer = stepped(recipe)
+    stored = optimizer_tensors(optimizer, model)
+    wider = recipe_for(lora={"r": 8})
+    other, its_optimizer = stepped(wider, steps=0)
+    with pytest.raises(CheckpointError, match="does not fit parameter") as caught:
+        restore_optimizer(its_optimizer, other, stored)
+    assert "--fresh" in caught.value.fix
+    missing = dict(list(stored.items())[1:])
+    with pytest.raises(CheckpointError, match=next(iter(stored)).removeprefix("optimizer/exp_avg/")):
+        restore_optimizer(optimizer, model, missing)

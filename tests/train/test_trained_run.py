@@ -1,0 +1,177 @@
+"""A run that is over, used: the right checkpoint, the same held-out loss as while training, answers, exports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import chat_rows, make_model, make_tokenizer, write_rows
+
+from pronghorn.errors import CheckpointError, CommandError
+from pronghorn.recipe import Recipe
+from pronghorn.report.display import JsonDisplay
+from pronghorn.report.run_log import history, read_log
+from pronghorn.train.loop import train
+from pronghorn.train.trained_run import Chat, TrainedRun, evaluate_run, export_run
+
+
+def recipe_at(folder: Path, model: Path, **changes: Any) -> Recipe:
+    base: dict[str, Any] = {
+        "model": str(model), "precision": "fp32", "lora": {"r": 4},
+        "data": {"train": str(write_rows(folder / "train.jsonl", chat_rows(40))), "max_length": 128, "workers": 0,
+                 "eval": str(write_rows(folder / "eval.jsonl", chat_rows(8, seed=1)))},
+        "train": {"epochs": 2, "batch_tokens": 512, "capacity": 256, "lr": 3e-2},
+        "eval": {"every": 2, "generations": 0}, "checkpoint": {"every": 2, "keep": 10}, "output": str(folder / "run"),
+    }
+    for key, value in changes.items():
+        base[key] = {**base[key], **value} if isinstance(value, dict) and key in base else value
+    return Recipe.model_validate(base)
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PRONGHORN_CACHE", str(folder / "cache"))
+        yield train(recipe_at(folder, tiny_model), display=JsonDisplay()).folder
+
+
+def with_best(run: Path, copy: Path, step: int | None) -> Path:
+    """The run as if its best evaluation had been at `step`: the newest manifest says so."""
+    from pronghorn.train.checkpoint import _as_text, _with_checksum
+
+    shutil.copytree(run, copy)
+    newest = max(copy.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    manifest = json.loads((newest / "manifest.json").read_text())
+    del manifest["sha256"]
+    manifest["values"]["progress"] |= {"best_step": step, "best_loss": None if step is None else 1.0}
+    (newest / "manifest.json").write_text(_as_text(_with_checksum(manifest)))
+    return copy
+
+
+def steps_of(run: Path) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in run.glob("checkpoint-*"))
+
+
+def test_the_checkpoint_asked_for_is_the_one_used(run: Path, tmp_path: Path) -> None:
+    steps = steps_of(run)
+    assert len(steps) >= 3
+    assert TrainedRun(run, "last").step == steps[-1]
+    assert TrainedRun(run, str(steps[0])).path == run / f"checkpoint-{steps[0]}"
+    copy = with_best(run, tmp_path / "copy", steps[1])
+    assert TrainedRun(copy, "best").step == steps[1]
+    assert TrainedRun(copy, "last").step == steps[-1]
+
+
+def test_best_is_the_last_where_nothing_was_evaluated_or_it_is_gone(run: Path, tmp_path: Path) -> None:
+    last = steps_of(run)[-1]
+    assert TrainedRun(with_best(run, tmp_path / "never", None), "best").step == last
+    assert TrainedRun(with_best(run, tmp_path / "gone", 1), "best").step == last
+
+
+@pytest.mark.parametrize("which", ["7000", "newest", "-1", ""])
+def test_a_checkpoint_that_is_not_there(run: Path, which: str) -> None:
+    with pytest.raises(CommandError, match="there is no checkpoint") as caught:
+        TrainedRun(run, which)
+    assert ", ".join(map(str, steps_of(run))) in caught.value.fix
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(CommandError, match="no checkpoint here") as caught:
+            TrainedRun(folder, "best")
+        assert "pronghorn runs" in caught.value.fix
+
+
+def test_a_damaged_checkpoint_is_never_used(run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    file = copy / f"checkpoint-{steps_of(copy)[-1]}" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(CheckpointError, match="content changed"):
+        TrainedRun(copy, "last")
+
+
+def test_the_held_out_loss_is_the_one_the_run_saw(run: Path) -> None:
+    seen = {e["step"]: e["loss"] for e in history(read_log(run)) if e["event"] == "eval"}
+    assert len(set(seen.values())) == len(seen)
+    for step in (min(seen), max(seen)):
+        figures = evaluate_run(run, str(step), data=None, report=lambda *_: None)
+        assert figures["loss"] == pytest.approx(seen[step], rel=1e-5)
+        assert figures["checkpoint"].endswith(f"checkpoint-{step}")
+        assert figures["documents"] == 8
+
+
+def test_other_data_can_be_evaluated(run: Path, tmp_path: Path) -> None:
+    other = write_rows(tmp_path / "other.jsonl", chat_rows(3, seed=4))
+    figures = evaluate_run(run, "last", data=str(other), report=lambda *_: None)
+    assert figures["documents"] == 3
+    assert figures["loss"] != evaluate_run(run, "last", data=None, report=lambda *_: None)["loss"]
+
+
+@pytest.mark.parametrize("held_out", [0.2, None])
+def test_a_held_out_fraction_is_found_again_and_no_held_out_data_is_said(
+    tiny_model: Path, tmp_path: Path, held_out: float | None
+) -> None:
+    recipe = recipe_at(tmp_path, tiny_model, data={"eval": held_out}, train={"steps": 2}, method="full")
+    folder = train(recipe, display=JsonDisplay()).folder
+    if held_out is None:
+        with pytest.raises(CommandError, match="no held-out data") as caught:
+            evaluate_run(folder, "last", data=None, report=lambda *_: None)
+        assert "--data" in caught.value.fix
+        return
+    (seen,) = (e["loss"] for e in read_log(folder) if e["event"] == "eval")
+    figures = evaluate_run(folder, "last", data=None, report=lambda *_: None)
+    assert figures["loss"] == pytest.approx(seen, rel=1e-5)
+    assert figures["documents"] == 8
+
+
+def test_a_talk_remembers_what_was_said(run: Path) -> None:
+    talk = Chat(run, "last", max_tokens=6, system="be brief")
+    first = talk.answer("add 1 and 2")
+    talk.answer("again")
+    assert [message["role"] for message in talk.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert talk.messages[2]["content"] == first
+    assert Chat(run, "last", max_tokens=6, system="be brief").answer("add 1 and 2") == first
+
+
+def test_the_answer_is_that_of_the_trained_model(run: Path) -> None:
+    """By hand: the template's prompt, then the most likely token of the adapted model, four times."""
+    trained = TrainedRun(run, "last")
+    model, tokenizer, _ = trained.load()
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "add 1 and 2"}], add_generation_prompt=True, tokenize=False)
+    ids = tokenizer.encode(text)
+    prompt = len(ids)
+    for _ in range(4):
+        with torch.no_grad():
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    expected = tokenizer.decode(ids[prompt:], skip_special_tokens=True).strip()
+    assert Chat(run, "last", max_tokens=4).answer("add 1 and 2") == expected
+
+
+def test_a_model_without_a_template_cannot_talk(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_model().save_pretrained(folder)
+    make_tokenizer(chat_template=None).save_pretrained(folder)
+    data = write_rows(tmp_path / "text.jsonl", [{"text": f"a line about number {n}"} for n in range(20)])
+    recipe = recipe_at(tmp_path, folder, data={"train": str(data), "eval": None}, train={"steps": 1})
+    run = train(recipe, display=JsonDisplay()).folder
+    with pytest.raises(CommandError, match="no chat template"):
+        Chat(run, "last", max_tokens=4)
+
+
+def test_the_export_s_card_holds_the_run_s_figures(run: Path, tmp_path: Path) -> None:
+    step = steps_of(run)[0]
+    export_run(run, str(step), tmp_path / "out", "adapter")
+    events = history(read_log(run))
+    held_out = next(e["loss"] for e in events if e["event"] == "eval" and e["step"] == step)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"| checkpoint | checkpoint-{step} |" in card
+    assert f"| held-out loss | {held_out} |" in card
+    trained = next(e for e in events if e["event"] == "step" and e["step"] == step)
+    assert f"| training loss at this step | {trained['loss']} |" in card
+    assert f"| tokens trained on | {trained['seen_tokens']} |" in card
