@@ -68,7 +68,12 @@ def _liger(case: dict[str, Any], data: _Data) -> Any:
     if function is None:
         return None
     gate, up = (half.contiguous() for half in data.gu.chunk(2, dim=-1))
-    return lambda: [function(gate, up)[-1]]
+
+    def call() -> list[torch.Tensor]:
+        outputs = function(gate, up)
+        return [outputs if isinstance(outputs, torch.Tensor) else outputs[-1]]
+
+    return call
 
 
 def run(case: dict[str, Any]) -> list[Line]:

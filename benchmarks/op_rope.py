@@ -93,13 +93,13 @@ def _plain(case: dict[str, Any], data: _Data, *, wide: bool = False, through_com
 
 
 def _liger(case: dict[str, Any], data: _Data) -> Any:
-    """Liger turns q and k [1, N, T, H] in place, without a norm."""
+    """Liger turns q and k in place, without a norm; it takes [1, N, T, H] views of [T, N, H] memory."""
     function = peer("liger_kernel.ops.rope", "rope_forward")
     if function is None or case["pass"] != "forward" or case["norm"] or data.neighbours:
         return None
     N, K, H = case["N"], case["K"], case["H"]
-    q, k = (part.unflatten(1, (-1, H)).transpose(0, 1)[None] for part in data.qkv.split([N * H, 2 * K * H], dim=1))
-    q, k = q.contiguous(), k[:, :K].contiguous()
+    heads = data.qkv.view(len(data.qkv), -1, H)
+    q, k = (part.contiguous().transpose(0, 1)[None] for part in (heads[:, :N], heads[:, N : N + K]))
     cos, sin = (torch.cat([table, table], dim=1)[None].bfloat16() for table in (data.cos, data.sin))
 
     def call() -> list[torch.Tensor]:

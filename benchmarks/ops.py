@@ -8,8 +8,8 @@ A file benchmarks/op_<op>.py has
     cases() -> list of dicts; "T" is the number of rows, and --dry sets it to 16 and adds "dry": True
     run(case) -> lines, usually what `compare` returns
     sweep(case) -> lines (optional), one a tile size
-A line is {"op", "case", "impl", "ms", "bytes" or "flops", "rate", "share_of_copy", "error"}. Bytes are what must be read and
-written once; the share is of the copy rate measured in the same run; the error is the largest one against fp32, relative
+A line is {"op", "case", "impl", "ms", "bytes" or "flops", "rate", "share_of_copy", "error"}. `ours` is a kernel of this
+project, other names are peers or tile sizes. Bytes are what must be read and written once; the share is of the copy rate measured in the same run; the error is the largest one against fp32, relative
 to the largest value, so that a wrong kernel cannot look fast.
 """
 
@@ -106,14 +106,22 @@ def compare(
 ) -> list[Line]:  # fmt: skip
     """Times and judges each call; every call returns its outputs in the order of `truth`, which is computed in fp32.
 
-    A peer that is not there is None and gets no line. Peers are judged like ours.
+    A peer that is not there is None and gets no line; one that fails (its interface moved, it does not compile) is told
+    and gets a line without a time. Peers are judged like ours.
     """
-    lines = []
+    lines: list[Line] = []
     truths = truth()
     for impl, call in calls.items():
         if call is None:
             continue
-        error = error_against(call(), truths)
+        try:
+            error = error_against(call(), truths)
+        except (TypeError, RuntimeError) as fault:
+            if impl == "ours":
+                raise
+            print(f"{op} {case}: {impl} failed: {str(fault).splitlines()[0]}", file=sys.stderr)
+            lines.append({"op": op, "case": case, "impl": impl, "ms": None, "failed": str(fault)})
+            continue
         lines.append(line_for(op, case, impl, milliseconds(call), moved_bytes=moved_bytes, flops=flops, error=error))
     return lines
 

@@ -26,7 +26,7 @@ ARROWS = {
     "folders": set(),
     "__init__": {"api"},
 }
-MAY_BE_USED_BY_ALL = {"report": {"errors"}, "recipe": set(), "errors": set(), "folders": set(), "kernels": set()}
+MAY_BE_USED_BY_ALL = {"report": {"errors"}, "recipe": set(), "errors": set(), "folders": set(), "kernels": {"errors"}}
 
 
 def imports(file: Path) -> list[str]:

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import chat_rows, write_rows
 
+from conftest import chat_rows, write_rows
 from pronghorn import cli
 from pronghorn.cli import build_parser, main
 from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, RecipeError
 from pronghorn.recipe_file import EXAMPLE, load_recipe
 
-VERBS = [["demo"], ["new"], ["check"], ["data"], ["data", "show"], ["data", "stats"], ["train"], ["eval"], ["chat"], ["export"], ["runs"]]
+VERBS = ["demo", "new", "check", "data", "data show", "data stats", "train", "eval", "chat", "export", "runs"]
 HEAVY = {"torch", "transformers", "peft", "numpy", "pyarrow", "rich", "pydantic", "datasets", "safetensors"}
 ESCAPE = "\x1b"
 
@@ -96,13 +96,13 @@ def test_help_answers_in_a_blink_and_imports_nothing_heavy() -> None:
     assert not HEAVY & set(modules.split())
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
-def test_every_verb_explains_itself(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        main([*verb, "--help"])
+        main([*verb.split(), "--help"])
     assert left.value.code == 0
     told = capsys.readouterr().out
-    assert f"usage: pronghorn {' '.join(verb)}" in told
+    assert f"usage: pronghorn {verb}" in told
     assert len(told.splitlines()) > 4
 
 
@@ -139,8 +139,8 @@ def test_a_command_that_makes_no_sense_exits_with_2(words: list[str], capsys: py
 
 
 @pytest.mark.parametrize(("error", "code"), [
-    (RecipeError("a key", fix="do this"), 2), (EnvironmentFault("disk", fix="do this"), 3), (HealthStop("nan", fix="do this"), 4),
-    (Interrupted("stopped", signal_number=15, fix="do this"), 143), (KeyboardInterrupt(), 130),
+    (RecipeError("a key", fix="do this"), 2), (EnvironmentFault("disk", fix="do this"), 3),
+    (HealthStop("nan", fix="do this"), 4), (Interrupted("stopped", signal_number=15, fix="do this"), 143), (KeyboardInterrupt(), 130),
 ])
 @pytest.mark.parametrize("as_json", [False, True], ids=["people", "machines"])
 def test_exit_codes(error: BaseException, code: int, as_json: bool, monkeypatch: pytest.MonkeyPatch,
@@ -161,16 +161,16 @@ def test_exit_codes(error: BaseException, code: int, as_json: bool, monkeypatch:
 
 
 def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "runs", lambda _: [][1])
-    with pytest.raises(IndexError):
+    monkeypatch.setattr(cli, "runs", lambda arguments: arguments.no_such_thing)
+    with pytest.raises(AttributeError):
         main(["runs"])
 
 
 def test_every_verb_takes_json() -> None:
     parser = build_parser()
-    for words in (["demo"], ["new", "f"], ["check", "r"], ["data", "show", "r"], ["data", "stats", "r"], ["train", "r"], ["eval", "r"],
-                  ["chat", "r"], ["export", "r", "--to", "merged"], ["runs"]):
-        assert parser.parse_args([*words, "--json"]).json is True
+    for words in ("demo", "new f", "check r", "data show r", "data stats r", "train r", "eval r", "chat r", "export r --to merged",
+                  "runs"):
+        assert parser.parse_args([*words.split(), "--json"]).json is True
 
 
 # new --------------------------------------------------------------------------------------------------------------------
@@ -192,7 +192,9 @@ def test_new_writes_a_recipe_that_loads_and_never_overwrites(tmp_path: Path, cap
 # The verbs, for machines ------------------------------------------------------------------------------------------------
 
 
-def test_train_prints_its_log_and_goes_on_where_it_stood(place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_train_prints_its_log_and_goes_on_where_it_stood(
+    place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     recipe, output = str(place.recipe), f"output={tmp_path / 'run'}"
     events = lines(capsys, "train", recipe, output)
     assert [e["event"] for e in events][:1] + [e["event"] for e in events][-1:] == ["start", "end"]
@@ -277,7 +279,8 @@ def test_what_is_exported_has_the_logits_of_what_was_trained(
     base = AutoModelForCausalLM.from_pretrained(place.model, dtype=torch.float32)
     with torch.no_grad():
         untrained = base(ids).logits
-        stock = PeftModel.from_pretrained(base, str(target)) if to == "adapter" else AutoModelForCausalLM.from_pretrained(target)
+        merged = to == "merged"
+        stock = AutoModelForCausalLM.from_pretrained(target) if merged else PeftModel.from_pretrained(base, str(target))
         expected, found = ours(ids).logits, stock.eval()(ids).logits
     assert (found - expected).abs().max() < 1e-4
     assert (untrained - expected).abs().max() > 1e-3

@@ -62,13 +62,13 @@ def test_budgets_people_write(budget: str) -> None:
 def test_a_step_is_a_whole_number_of_packs_and_a_pack_holds_the_longest_document() -> None:
     with pytest.raises(ValidationError, match=r"train.batch_tokens: 5000 is not a multiple .* set train.batch_tokens: 4096"):
         recipe(train={"batch_tokens": 5000, "capacity": 4096})
-    with pytest.raises(ValidationError, match=r"data.max_length: 2048 is more than train.capacity 1024; set train.capacity: 2048"):
+    with pytest.raises(ValidationError, match=r"data.max_length: 2048 is more than .* 1024; set train.capacity: 2048"):
         recipe(train={"batch_tokens": 1024, "capacity": 1024})
     recipe(train={"batch_tokens": 4096, "capacity": 2048})
 
 
 def test_a_batch_smaller_than_a_pack_is_told_a_batch_that_works() -> None:
-    with pytest.raises(ValidationError, match="set train.batch_tokens: 16384"):
+    with pytest.raises(ValidationError, match=r"set train.batch_tokens: 16384"):
         recipe(train={"batch_tokens": 4096})
 
 

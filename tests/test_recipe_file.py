@@ -188,7 +188,8 @@ def test_a_word_can_repair_the_file() -> None:
 def test_problems_on_the_command_line_say_so() -> None:
     found = told(f"{SMALLEST}train: {{epochs: 0}}", "train.lr", "--train.lr=3", "train.lrr=3", "model.name=x", "output=")
     assert {(where, what.split(":")[0]) for where, what, _ in found} == {
-        ("command line", "`train.lr` is not of the form key=value"), ("command line", "`--train.lr=3` is not of the form key=value"),
+        ("command line", "`train.lr` is not of the form key=value"),
+        ("command line", "`--train.lr=3` is not of the form key=value"),
         ("command line", "train.lrr"), ("command line", "model.name"), ("command line", "output"), ("r.yaml:3", "train.epochs"),
     }
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
 from transformers import AutoModelForCausalLM, BloomConfig, OPTConfig
 
+from conftest import make_model
 from pronghorn.errors import ModelError
 from pronghorn.model.causal_lm import require_isolated_documents
 from pronghorn.model.lora import add_adapter

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model, make_tokenizer
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from conftest import make_model, make_tokenizer
 from pronghorn.errors import CommandError
 from pronghorn.model import export as export_file
 from pronghorn.model.export import export, merged_model, model_card, save_model, trained_model
@@ -91,7 +91,9 @@ def test_the_folder_holds_what_others_need_and_nothing_of_the_training(
     assert "| held-out loss | 1.25 |" in (tmp_path / "out" / "README.md").read_text()
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("auto", "float32"), ("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+@pytest.mark.parametrize(("precision", "dtype"), [
+    ("auto", "float32"), ("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"),
+])
 def test_merged_weights_are_stored_in_the_recipe_s_precision(
     precision: str, dtype: str, recipe_for: RecipeFor, tmp_path: Path
 ) -> None:

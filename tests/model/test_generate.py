@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model, make_tokenizer
 
+from conftest import make_model, make_tokenizer
 from pronghorn.model.generate import end_tokens, generate_answers
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora

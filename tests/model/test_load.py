@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model, make_tokenizer
 from safetensors.torch import load_file, save_file
 
+from conftest import make_model, make_tokenizer
 from pronghorn.errors import ModelError, RecipeError
 from pronghorn.model.load import (
     inspect_model,
@@ -116,9 +116,12 @@ def test_the_home_folder_s_sign_is_understood(own_copy: Path, monkeypatch: pytes
 
 
 def refused(name: str | Path) -> ModelError:
-    with pytest.raises(ModelError) as caught:
+    def inspect_and_load() -> None:
         inspect_model(str(name))
         load_model(str(name), torch.float32, CPU)
+
+    with pytest.raises(ModelError) as caught:
+        inspect_and_load()
     assert caught.value.where == str(name)
     assert caught.value.fix
     return caught.value
@@ -206,12 +209,16 @@ def test_a_tokenizer_larger_than_the_embeddings() -> None:
 def test_transformers_progress_setting_is_put_back() -> None:
     from transformers.utils import logging
 
+    def fail_inside() -> None:
+        with without_progress_bars():
+            assert not logging.is_progress_bar_enabled()
+            raise KeyError
+
     before = logging.is_progress_bar_enabled()
     logging.enable_progress_bar()
     try:
-        with pytest.raises(KeyError), without_progress_bars():
-            assert not logging.is_progress_bar_enabled()
-            raise KeyError
+        with pytest.raises(KeyError):
+            fail_inside()
         assert logging.is_progress_bar_enabled()
     finally:
         if not before:

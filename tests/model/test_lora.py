@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from conftest import make_model
 from pronghorn.errors import RecipeError
 from pronghorn.model.export import save_model
 from pronghorn.model.lora import add_adapter, load_adapter, restore_adapter

@@ -24,8 +24,9 @@ def check(recipe: Recipe) -> Facts:
     return check_run(recipe, report=lambda *_: None)
 
 
-@pytest.mark.parametrize("changes", [{}, {"method": "full"}, {"data": {"eval": 0.2}, "train": {"epochs": 3}}, {"train": {"steps": 2}}],
-                         ids=["lora", "full", "held out", "steps"])
+@pytest.mark.parametrize("changes", [
+    {}, {"method": "full"}, {"data": {"eval": 0.2}, "train": {"epochs": 3}}, {"train": {"steps": 2}},
+], ids=["lora", "full", "held out", "steps"])
 def test_what_is_foretold_is_what_happens(recipe_for: RecipeFor, changes: dict[str, Any]) -> None:
     recipe = recipe_for(**changes)
     facts = check(recipe)

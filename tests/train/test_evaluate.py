@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ListTable, make_model, random_table
 
+from conftest import ListTable, make_model, random_table
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Stop
 from pronghorn.train.evaluate import Evaluation, Progress, evaluate
@@ -95,7 +95,9 @@ STOP = Stop(patience=2, min_delta=0.1)
     ([3.0, 2.95, 2.85], (2.85, 3), 0),  # together they are enough
     ([3.0, 3.5, 2.0, 2.5], (2.0, 3), 1),
 ])
-def test_patience_counts_evaluations_that_gain_too_little(losses: list[float], best: tuple[float, int], without_gain: int) -> None:
+def test_patience_counts_evaluations_that_gain_too_little(
+    losses: list[float], best: tuple[float, int], without_gain: int
+) -> None:
     progress = after(losses, STOP)
     assert (progress.best_loss, progress.best_step) == best
     assert progress.without_gain == without_gain

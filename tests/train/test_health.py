@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ListTable, chat_rows, make_model, write_rows
 from safetensors.torch import load_file, save_file
 
+from conftest import ListTable, chat_rows, make_model, write_rows
 from pronghorn.cli import main
 from pronghorn.data.batches import Cursor, StepBatch, build_batch
 from pronghorn.errors import HealthStop, RecipeError

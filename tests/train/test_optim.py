@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
 
+from conftest import make_model
 from pronghorn.errors import CheckpointError
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Recipe, Train
@@ -35,8 +35,8 @@ def names_of(optimizer: torch.optim.Optimizer, model: Any) -> list[set[str]]:
 def test_matrices_decay_and_vectors_do_not(recipe_for: RecipeFor) -> None:
     model = make_model()
     optimizer = make_optimizer(model, recipe_for(method="full", train={"weight_decay": 0.1}))
-    decay = {name: group["weight_decay"] for group, names in zip(optimizer.param_groups, names_of(optimizer, model), strict=True)
-             for name in names}
+    groups = zip(optimizer.param_groups, names_of(optimizer, model), strict=True)
+    decay = {name: group["weight_decay"] for group, names in groups for name in names}
     assert decay.keys() == trainable(model).keys()
     assert {name: 0.0 if "norm" in name else 0.1 for name in decay} == decay
     assert 0.0 in decay.values()
@@ -78,7 +78,8 @@ def test_only_what_is_trained_is_held(recipe_for: RecipeFor) -> None:
 
 def test_adamw_follows_its_formula(recipe_for: RecipeFor) -> None:
     """Twelve steps with decay and warm-up, judged by the formula written out in float64."""
-    recipe = recipe_for(method="full", train={"lr": 3e-3, "weight_decay": 0.1, "betas": [0.8, 0.95], "eps": 1e-2, "warmup": 0.3})
+    changes = {"lr": 3e-3, "weight_decay": 0.1, "betas": [0.8, 0.95], "eps": 1e-2, "warmup": 0.3}
+    recipe = recipe_for(method="full", train=changes)
     spec, (b1, b2) = recipe.train, recipe.train.betas
     model = make_model()
     optimizer = make_optimizer(model, recipe)

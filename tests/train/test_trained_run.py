@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import chat_rows, make_model, make_tokenizer, write_rows
 
+from conftest import chat_rows, make_model, make_tokenizer, write_rows
 from pronghorn.errors import CheckpointError, CommandError
 from pronghorn.recipe import Recipe
 from pronghorn.report.display import JsonDisplay
@@ -143,7 +143,8 @@ def test_the_answer_is_that_of_the_trained_model(run: Path) -> None:
     """By hand: the template's prompt, then the most likely token of the adapted model, four times."""
     trained = TrainedRun(run, "last")
     model, tokenizer, _ = trained.load()
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "add 1 and 2"}], add_generation_prompt=True, tokenize=False)
+    messages = [{"role": "user", "content": "add 1 and 2"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = tokenizer.encode(text)
     prompt = len(ids)
     for _ in range(4):

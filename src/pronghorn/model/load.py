@@ -116,7 +116,7 @@ def require_tokenizer_fits(tokenizer: Any, vocabulary: int, name: str) -> None:
 
 def _refuse_made_up_weights(name: str, found: dict[str, Any]) -> None:
     """transformers fills what a file lacks with random numbers, and only warns."""
-    spoilt = {key: "is not in its files" for key in found["missing_keys"]}
+    spoilt = dict.fromkeys(found["missing_keys"], "is not in its files")
     spoilt |= {key: f"has the shape {tuple(there)} instead of {tuple(asked)}" for key, there, asked in found["mismatched_keys"]}
     if spoilt:
         first = min(spoilt)
