@@ -140,7 +140,8 @@ def test_a_command_that_makes_no_sense_exits_with_2(words: list[str], capsys: py
 
 @pytest.mark.parametrize(("error", "code"), [
     (RecipeError("a key", fix="do this"), 2), (EnvironmentFault("disk", fix="do this"), 3),
-    (HealthStop("nan", fix="do this"), 4), (Interrupted("stopped", signal_number=15, fix="do this"), 143), (KeyboardInterrupt(), 130),
+    (HealthStop("nan", fix="do this"), 4), (Interrupted("stopped", signal_number=15, fix="do this"), 143),
+    (KeyboardInterrupt(), 130),
 ])
 @pytest.mark.parametrize("as_json", [False, True], ids=["people", "machines"])
 def test_exit_codes(error: BaseException, code: int, as_json: bool, monkeypatch: pytest.MonkeyPatch,
@@ -168,8 +169,8 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_every_verb_takes_json() -> None:
     parser = build_parser()
-    for words in ("demo", "new f", "check r", "data show r", "data stats r", "train r", "eval r", "chat r", "export r --to merged",
-                  "runs"):
+    for words in ("demo", "new f", "check r", "data show r", "data stats r", "train r", "eval r", "chat r",
+                  "export r --to merged", "runs"):
         assert parser.parse_args([*words.split(), "--json"]).json is True
 
 

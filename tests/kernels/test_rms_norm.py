@@ -139,3 +139,14 @@ def test_the_weight_gradient_is_the_same_every_time(device: str) -> None:
     assert first is not None
     assert second is not None
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_norm_is_of_the_sum_as_it_is_stored(device: str, dtype: torch.dtype) -> None:
+    """Backward and recomputation see the rounded sum, so the forward pass must too."""
+    x, residual = (torch.randn(5, 96, dtype=dtype, device=device) for _ in range(2))
+    weight = torch.randn(96, dtype=dtype, device=device)
+    y, h, rstd = rms_norm_forward(x, weight, EPS, residual_TD=residual)
+    again, _, rstd_again = rms_norm_forward(h, weight, EPS)
+    assert torch.equal(y, again)
+    assert torch.equal(rstd, rstd_again)

@@ -55,7 +55,7 @@ class Kind:
 DESTINATIONS = Words(
     seen=(
         "the airport", "the central station", "the opera house", "the old harbour", "the city museum", "the university",
-        "the fish market", "the botanical garden", "the football stadium", "the castle", "the conference centre",
+        "the fish market", "the rose garden", "the football stadium", "the castle", "the conference centre",
         "the main square", "the north beach", "the hospital", "the ferry terminal", "the night market", "the old bridge",
         "the town hall", "the zoo", "the science park", "the theatre", "the shopping mall", "the cruise port",
         "the flower market", "the public library", "the water park", "the tennis club", "the history museum",
@@ -76,7 +76,7 @@ DISHES = Words(
         "a club sandwich", "a pot of coffee", "a cheese pizza", "an onion soup", "a mushroom omelette", "a fruit salad",
         "a green tea", "an orange juice", "a bottle of water", "a steak", "a chocolate cake", "a glass of red wine",
         "a garden salad", "a bowl of rice", "an apple pie", "a hot chocolate", "a fish curry", "a plate of pasta",
-        "a chicken soup", "a cheese burger", "a lemonade", "a roast chicken", "a glass of milk", "a fish sandwich",
+        "a chicken soup", "a cheese burger", "a cold lemonade", "a roast chicken", "a glass of milk", "a fish sandwich",
         "an ice cream", "a cup of tea", "a tuna salad", "a bowl of noodles", "a cold beer", "some fries",
     ),
     unseen=("a tomato soup", "a cheese sandwich", "a glass of white wine", "a chicken salad", "an iced tea", "a fish soup"),
@@ -89,18 +89,21 @@ SUPPLIES = Words(
         "a yoga mat", "some shower gel", "a phone charger", "some body lotion", "a desk lamp", "some wine glasses",
         "a soft pillow", "some toothpaste", "a shower cap", "some clean glasses",
     ),
-    unseen=("some hand towels", "a sewing kit", "some clean towels", "a soft blanket", "some tea cups", "an extra blanket"),
+    unseen=(
+        "some hand towels", "a first aid kit", "some clean towels", "a soft blanket", "some water glasses",
+        "an extra blanket",
+    ),
 )  # fmt: skip
 PROBLEMS = Words(
     seen=(
-        "a dripping tap", "a broken lamp", "a blocked sink", "a noisy fridge", "a cold radiator", "a stuck window",
+        "a dripping tap", "a broken lamp", "a blocked sink", "a loud fridge", "a cold radiator", "a stuck window",
         "a flickering light", "a cracked mirror", "a broken shower", "a leaking toilet", "a dead remote control",
         "a jammed door lock", "a loose shelf", "a broken heater", "a silent telephone", "a torn curtain",
-        "a leaking pipe", "a dirty carpet", "a smoking socket", "a broken chair", "a stuck drawer", "a noisy fan",
+        "a leaking pipe", "a dirty carpet", "a smoking socket", "a broken chair", "a stuck drawer", "a loud fan",
         "a leaking roof", "a broken coffee machine", "a dead light bulb", "a wet ceiling", "a squeaking door",
         "a blocked drain", "a broken safe", "a loose door handle",
     ),
-    unseen=("a blocked toilet", "a noisy heater", "a broken window", "a leaking shower", "a stuck door", "a loose mirror"),
+    unseen=("a blocked toilet", "a loud heater", "a broken window", "a leaking shower", "a stuck door", "a loose mirror"),
 )  # fmt: skip
 ROOMS: dict[Split, list[int]] = {  # one room in four is kept for the held-out requests
     "train": [room for room in range(101, 980) if room % 4 != 3],

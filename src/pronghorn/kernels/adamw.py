@@ -37,22 +37,18 @@ SUMS_BLOCK, SUMS_WARPS = 8192, 8
 PARTIALS_AT_ONCE, TENSORS_AT_ONCE, FACTORS_WARPS = 8192, 1024, 16
 
 # Columns of the table: five addresses, then what the shadow needs, then which learning rate.
-FIELDS = 11
-_FIELDS = tl.constexpr(FIELDS)
+_FIELDS = tl.constexpr(11)
 _PARAM, _GRAD, _EXP_AVG, _EXP_AVG_SQ, _STEP, _SHADOW, _NUMEL, _COLUMNS, _SHADOW_STRIDE, _TRANSPOSED, _LR = (
-    tl.constexpr(column) for column in range(FIELDS)
+    tl.constexpr(column) for column in range(11)
 )
 _NORM, _CLIP, _FINITE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # in the result
-CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
+CLIP_EPS = 1e-6  # what clip_grad_norm_ adds to the norm
 _CLIP_EPS = tl.constexpr(CLIP_EPS)
 
 
 @dataclass(frozen=True)
 class Shadow:
-    """A copy of a parameter, times factor, that the update keeps fresh: the parameter's shape, or its transpose.
-
-    Rows may be strided: it may be some columns of a wider buffer.
-    """
+    """A copy of a parameter, times factor, that the update keeps fresh: perhaps transposed, or columns of a wider buffer."""
 
     tensor: torch.Tensor
     factor: float = 1.0
@@ -96,28 +92,32 @@ class AdamWTensors:
         self.shadows: list[Shadow | None] = [None] * len(self.params) if shadows is None else list(shadows)
         self._check()
         self.device = self.params[0].device
-        doubles = any(p.dtype == torch.float64 for p in self.params)
+        doubles = any(tensor.dtype == torch.float64 for tensor in (*self.params, *self.grads, *self.exp_avgs))
         self.on_device = use_triton(self.params[0]) and not doubles
         self.skipped = torch.zeros((), dtype=torch.int32, device=self.device)
         if self.on_device:
             self._build_tables()
 
     def _check(self) -> None:
-        columns = (self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, self.steps, self.weight_decays, self.lr_groups,
-                   self.shadows)  # fmt: skip
-        if not self.params or any(len(column) != len(self.params) for column in columns):
+        columns = (self.params, self.grads, self.exp_avgs, self.exp_avg_sqs)
+        others = (self.steps, self.weight_decays, self.lr_groups, self.shadows)
+        if not self.params or any(len(column) != len(self.params) for column in (*columns, *others)):
             raise ValueError("AdamW needs at least one tensor, and as many of each kind as there are parameters")
-        for param, grad, m, v, shadow in zip(*columns[:4], self.shadows, strict=True):
+        device = self.params[0].device
+        if any(step.dtype != torch.float32 or step.device != device for step in self.steps):
+            raise ValueError("step counters must be fp32, beside the parameters")
+        for param, grad, m, v, shadow in zip(*columns, self.shadows, strict=True):
             for tensor in (param, grad, m, v):
-                if tensor.shape != param.shape or tensor.device != self.params[0].device or not tensor.is_contiguous():
+                if tensor.shape != param.shape or tensor.device != device or not tensor.is_contiguous():
                     raise ValueError(f"a tensor of shape {tuple(tensor.shape)} for a parameter of {tuple(param.shape)}: "
                                      "shapes and devices must agree, and all be contiguous")  # fmt: skip
             if shadow is not None:
                 rows_columns = _as_matrix(param).shape
                 wanted = rows_columns[::-1] if shadow.transposed else rows_columns
-                if shadow.tensor.shape != wanted or shadow.tensor.stride(1) != 1 or param.numel() >= 2**31:
+                fits = shadow.tensor.shape == wanted and shadow.tensor.device == device and param.numel() < 2**31
+                if not fits or shadow.tensor.stride(1) != 1:
                     raise ValueError(f"a shadow of shape {tuple(shadow.tensor.shape)} where {tuple(wanted)} is wanted: "
-                                     "shapes must agree, and columns be contiguous")  # fmt: skip
+                                     "shapes and devices must agree, and columns be contiguous")  # fmt: skip
 
     def refresh_shadows(self) -> None:
         """Writes every shadow from its parameter: at the start, and after weights were loaded."""
@@ -156,9 +156,7 @@ class AdamWTensors:
             blocks, sums_blocks = self._blocks(members, self.block), self._blocks(members, SUMS_BLOCK)
             self.parts.append(_Part(blocks, sums_blocks, programs, *kind, aligned, shadow_aligned))
             programs += len(sums_blocks)
-        self.partials = torch.empty(max(programs, 1), dtype=torch.float32, device=self.device)
-        if not programs:
-            self.partials.zero_()
+        self.partials = torch.zeros(max(programs, 1), dtype=torch.float32, device=self.device)
 
     def _blocks(self, members: list[int], size: int) -> torch.Tensor:
         counts = torch.tensor([-(-self.params[i].numel() // size) for i in members])
@@ -448,7 +446,7 @@ class FusedAdamW(torch.optim.Optimizer):
         """Copies the groups' learning rates to the device, where they changed. `step` does it, except under capture."""
         rates = [float(group["lr"]) for group in self.param_groups]
         device = self.param_groups[0]["params"][0].device
-        if self._lr_G is None:
+        if self._lr_G is None or len(rates) != len(self._lr_values):
             self._lr_G, self._lr_values = torch.zeros(len(rates), dtype=torch.float64, device=device), [0.0] * len(rates)
         for i, (rate, before) in enumerate(zip(rates, self._lr_values, strict=True)):
             if rate != before:
@@ -469,8 +467,8 @@ class FusedAdamW(torch.optim.Optimizer):
             group = self.param_groups[0]
             if any(other["betas"] != group["betas"] or other["eps"] != group["eps"] for other in self.param_groups):
                 raise ValueError("FusedAdamW takes one betas and one eps for all parameter groups")
-            betas = (float(group["betas"][0]), float(group["betas"][1]))
-            self.grad_norm = adamw_step(tensors, lr=self._lr_G, betas=betas, eps=group["eps"], clip_norm=self.clip_norm)
+            settings = {"betas": tuple(group["betas"]), "eps": group["eps"], "clip_norm": self.clip_norm}
+            self.grad_norm = adamw_step(tensors, lr=self._lr_G, **settings)
         return loss
 
     def _gather(self) -> AdamWTensors | None:
@@ -483,6 +481,8 @@ class FusedAdamW(torch.optim.Optimizer):
             if not self.state[param]:
                 self.state[param] = {"step": torch.zeros((), dtype=torch.float32, device=param.device),
                                      "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}  # fmt: skip
+            elif self.state[param]["step"].device != param.device:  # loaded from an AdamW that was not fused
+                self.state[param]["step"] = self.state[param]["step"].to(param.device, torch.float32)
         states = [self.state[param] for param, _, _ in members]
         columns = [[param for param, _, _ in members], [param.grad for param, _, _ in members],
                    *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))]  # fmt: skip

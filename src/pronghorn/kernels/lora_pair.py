@@ -44,7 +44,7 @@ CONFIGS = [
 
 @jit
 def _pair_kernel(
-    dy: Any, dy_row: Any, sb: Any, sb_row: Any, xa: Any, xa_row: Any, dyb: Any, db: Any, T: Any, ROWS: Any, R: Any, WIDTH: Any,
+    dy: tl.tensor, dy_row: tl.tensor, sb: tl.tensor, sb_row: tl.tensor, xa: tl.tensor, xa_row: tl.tensor, dyb: tl.tensor, db: tl.tensor, T: tl.tensor, ROWS: tl.tensor, R: tl.tensor, WIDTH: tl.tensor,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid (blocks of tokens, splits). dyb: [splits, T, R], db: [blocks of tokens, ROWS, R], both fp32.

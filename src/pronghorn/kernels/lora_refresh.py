@@ -29,7 +29,7 @@ class CopyJob:
 
 @jit
 def _copy_kernel(
-    jobs: Any, scales: Any, tiles: Any, source_like: Any, target_like: Any, TILE: tl.constexpr
+    jobs: tl.tensor, scales: tl.tensor, tiles: tl.tensor, source_like: tl.tensor, target_like: tl.tensor, TILE: tl.constexpr
 ) -> None:  # fmt: skip
     """jobs: [J, 5] int64 of (source address, target address, values, columns, target row stride); tiles: [P, 2] int32 of
     (job, number of the tile in it). The two `like` pointers only carry the dtypes."""
