@@ -99,6 +99,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     steps = iter(loader)
     for number in range(arguments.warmup + arguments.steps):
         batch = next(steps)
+        if arguments.profile and number == arguments.warmup:
+            _profile(lambda b=batch: step(b, lambda loss, norm: None, lambda _: _NOTHING))
         if number == 2 and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         result = step(batch, lambda loss, norm: None, lambda _: _NOTHING)
@@ -122,6 +124,21 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _profile(call: Any) -> None:
+    """Where one step's time goes, on the device and on the host."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    rows = [(event.self_device_time_total, event.count, event.key) for event in seen.key_averages() if event.self_device_time_total]
+    print(f"device {sum(row[0] for row in rows) / 1000:.1f} ms in {sum(row[1] for row in rows)} kernels")
+    for time_us, count, name in sorted(rows, reverse=True)[:28]:
+        print(f"{time_us / 1000:8.2f} ms {count:5d} x {name[:110]}")
+    host = sorted(((e.self_cpu_time_total, e.count, e.key) for e in seen.key_averages()), reverse=True)
+    print("host: " + "; ".join(f"{key} {time / 1000:.1f} ms x{count}" for time, count, key in host[:8]))
+
+
 class _Nothing:
     def __enter__(self) -> None: ...
     def __exit__(self, *_: object) -> None: ...
@@ -139,6 +156,7 @@ def main() -> None:
     parser.add_argument("--lengths", help="a JSON list of document lengths instead of the built-in distribution")
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--profile", action="store_true", help="print where one step's time goes")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     result = measure(arguments)

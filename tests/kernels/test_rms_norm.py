@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from pronghorn.kernels.dispatch import use_triton
 from pronghorn.kernels.rms_norm import (
     rms_norm,
     rms_norm_backward,
@@ -49,7 +50,8 @@ def truth_and_plain(
 def test_forward_and_backward_are_as_good_as_plain_torch(
     device: str, judge: Callable[..., None], dtype: torch.dtype, shape: tuple[int, int], one_plus: bool, with_residual: bool
 ) -> None:
-    T, D = shape
+    compiled = device == "cuda" or not use_triton(torch.empty(1))
+    T, D = shape[0] if compiled else min(shape[0], 200), shape[1]  # the interpreter takes 10 ms a program
     x = strided(T, D, 16, dtype, device)
     residual = strided(T, D, 3, dtype, device) if with_residual else None
     dy, dh = strided(T, D, 8, dtype, device), torch.randn(T, D, dtype=dtype, device=device)

@@ -107,25 +107,27 @@ class FastDecoderLayer:
         self.before_mlp, self.after_mlp = norm(norms.before_mlp), norm(norms.after_mlp)
         self.q_norm = Norm(attention.q_norm, family.one_plus) if family.qk_norm else None
         self.k_norm = Norm(attention.k_norm, family.one_plus) if family.qk_norm else None
+        self.groups = (self.qkv, self.out, self.gate_up, self.down)
+        named = {"before_attention": self.before_attention, "after_attention": self.after_attention,
+                 "before_mlp": self.before_mlp, "after_mlp": self.after_mlp, "q_norm": self.q_norm, "k_norm": self.k_norm}
+        self.norms = {name: norm for name, norm in named.items() if norm is not None}
+        self.fused = False  # set by `prepare`
+
+    def prepare(self, dtype: torch.dtype) -> bool:
+        """Before every forward: finds out what the modules are now. Returns whether adapters moved."""
+        self.fused = not self.why_not_fused()
+        return self.fused and any([group.prepare(dtype) for group in self.groups])
 
     def why_not_fused(self) -> str:
         """Why this layer runs as separate differentiable ops instead of one node; empty if it is one node."""
-        return next((why for group in self.groups() if (why := group.why_not_fused())), "")
-
-    def groups(self) -> tuple[Projections, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
-
-    def norms(self) -> dict[str, Norm]:
-        named = {"before_attention": self.before_attention, "after_attention": self.after_attention,
-                 "before_mlp": self.before_mlp, "after_mlp": self.after_mlp, "q_norm": self.q_norm, "k_norm": self.k_norm}
-        return {name: norm for name, norm in named.items() if norm is not None}
+        return next((why for group in self.groups if (why := group.why_not_fused())), "")
 
     def parameters(self) -> list[Tensor]:
         """Everything the node may return a gradient for, in the order in which backward returns them."""
-        return [p for group in self.groups() for p in group.parameters()] + [n.weight for n in self.norms().values()]
+        return [p for group in self.groups for p in group.parameters] + [norm.weight for norm in self.norms.values()]
 
     def __call__(self, h_TD: Tensor, documents: Documents) -> Tensor:
-        if self.why_not_fused():
+        if not self.fused:
             from pronghorn.model.composed_layer import composed_layer
 
             return composed_layer(self, h_TD, documents)
@@ -210,7 +212,7 @@ class FastDecoderLayer:
         a = rows_like(da, width)
         dgu_ext = rows_like(da, 2 * width + self.gate_up.extra)
         gated_activation_backward(da, kept.gu, self.activation, out=dgu_ext[:, : 2 * width],
-                                  need_activation=self.down.needs_input(), activation_out=a)
+                                  need_activation=self.down.needs_input, activation_out=a)
         down_grads = self.down.backward_parameters(dy, a, kept.xa3)
         del da, a, dy
         dx2 = self.gate_up.backward_input(dgu_ext)
@@ -234,7 +236,7 @@ class FastDecoderLayer:
         dx = self.qkv.backward_input(dqkv_ext)
         dh, x = self._out_of_norm(self.before_attention, dx, kept.h, dh, kept.rstd, "before_attention", norm_grads, self.qkv)
         qkv_grads = self.qkv.backward_parameters(dqkv_ext, x, kept.xa1)
-        ordered = [norm_grads.get(name) for name in self.norms()]
+        ordered = [norm_grads.get(name) for name in self.norms]
         return dh, [*qkv_grads, *out_grads, *gate_up_grads, *down_grads, *ordered]
 
     def _into_branch(self, dh: Tensor, y: Tensor | None, norm: Norm | None, rstd: dict[str, Tensor], name: str,
@@ -256,7 +258,7 @@ class FastDecoderLayer:
             return dh + dx, h
         out, norm_grads[name] = rms_norm_backward(dx, h, norm.weight, rstd[name], one_plus=norm.one_plus, add_TD=dh,
                                                   need_weight_grad=norm.trains())
-        x = rms_norm_forward(h, norm.weight, norm.eps, one_plus=norm.one_plus)[0] if group.needs_input() else h
+        x = rms_norm_forward(h, norm.weight, norm.eps, one_plus=norm.one_plus)[0] if group.needs_input else h
         return out, x
 
     def _room_for_dqkv(self, do: Tensor) -> Tensor:

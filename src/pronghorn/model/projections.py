@@ -23,6 +23,12 @@ ADAPTER = "default"
 class Projections:
     def __init__(self, parent: nn.Module, names: tuple[str, ...]) -> None:
         self.parent, self.names = parent, names
+        self.linears: list[nn.Linear] = []  # this and what follows: found anew by `prepare`, before every forward
+        self.adapters: list[Adapter] = []
+        self.parameters: list[Tensor] = []  # weights, biases, then A and B of each adapter: gradients come in this order
+        self.needs_input = False  # whether `backward_parameters` will look at x
+        self.widths: list[int] = []  # of each linear's output
+        self._bias: Tensor | None = None
         self._group: LoraGroup | None = None
         self._built_for: tuple[Any, ...] = ()
         self._weights: list[Tensor] = []  # without adapters: the weights in the compute dtype
@@ -30,9 +36,6 @@ class Projections:
     def modules(self) -> list[Any]:
         """Looked up at each use, because adding an adapter replaces them."""
         return [getattr(self.parent, name) for name in self.names]
-
-    def linears(self) -> list[nn.Linear]:
-        return [m.get_base_layer() if isinstance(m, LoraLinear) else m for m in self.modules()]
 
     # ---- what is covered -----------------------------------------------------------------------------------------
 
@@ -43,17 +46,21 @@ class Projections:
                     return why
             elif type(module) is not nn.Linear:
                 return f"{type(module).__name__} is not a linear layer we know"
-        if self._adapters() and any(linear.weight.requires_grad for linear in self.linears()):
+        self._look()
+        if self.adapters and any(linear.weight.requires_grad for linear in self.linears):
             return "a weight is trained beside its adapter"
         return ""
 
-    def _adapters(self) -> list[Adapter]:
-        found = []
-        for number, module in enumerate(self.modules()):
-            if isinstance(module, LoraLinear) and module.active_adapters and not module.disable_adapters:
-                name = module.active_adapters[0]
-                found.append(Adapter(number, module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name]))
-        return found
+    def _look(self) -> None:
+        """What the modules are now. Once per forward, because the products ask for it many times."""
+        modules = self.modules()
+        self.linears = [m.get_base_layer() if isinstance(m, LoraLinear) else m for m in modules]
+        self.adapters = _adapters(modules)
+        weights = [linear.weight for linear in self.linears]
+        biases = [linear.bias for linear in self.linears if linear.bias is not None]
+        self.parameters = weights + biases + [p for adapter in self.adapters for p in (adapter.A_RD, adapter.B_OR)]
+        self.needs_input = bool(self.adapters) or any(weight.requires_grad for weight in weights)
+        self.widths = [weight.shape[0] for weight in weights]
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -62,25 +69,25 @@ class Projections:
 
         Returns whether the adapters' buffer was built anew; filling it with their present values is left to `copy_jobs`.
         """
-        adapters = self._adapters()
-        if not adapters:
+        self._bias = _joined_bias(self.linears, dtype)
+        if not self.adapters:
             had_group, self._group = self._group is not None, None
             # float32 master weights are computed with in the activations' dtype. Made again each time: version counters
             # do not tell of an update, since torch's fused optimizers leave them as they are (seen with torch 2.13).
-            self._weights = [linear.weight.detach().to(dtype) for linear in self.linears()]
+            self._weights = [linear.weight.detach().to(dtype) for linear in self.linears]
             return had_group
-        linears = self.linears()
-        wanted = (*(id(a.A_RD) for a in adapters), *(id(a.B_OR) for a in adapters), *(a.scale for a in adapters))
-        in_place = self._group is not None and all(
-            linear.weight.data_ptr() == self._group.weight_view(i).data_ptr() for i, linear in enumerate(linears)
-        )
-        if in_place and wanted == self._built_for:
+        if self._group is not None and self._built_for == self._identity():
             return False
-        self._group = LoraGroup([linear.weight.detach() for linear in linears], adapters)
-        for i, linear in enumerate(linears):
+        self._group = LoraGroup([linear.weight.detach() for linear in self.linears], self.adapters)
+        for i, linear in enumerate(self.linears):
             linear.weight.data = self._group.weight_view(i)
-        self._built_for = wanted
+        self._built_for = self._identity()
         return True
+
+    def _identity(self) -> tuple[Any, ...]:
+        """Changes when an adapter is added, replaced or scaled, or a weight moves to another place or device."""
+        adapters = tuple((id(adapter.A_RD), id(adapter.B_OR), adapter.scale) for adapter in self.adapters)
+        return adapters, tuple(linear.weight.data_ptr() for linear in self.linears)
 
     @property
     def copy_jobs(self) -> list[CopyJob]:
@@ -91,35 +98,25 @@ class Projections:
     def extra(self) -> int:
         return self._group.R if self._group else 0
 
-    def parameters(self) -> list[Tensor]:
-        """Weights, biases, then A and B of each adapter: the order in which `backward_parameters` answers."""
-        biases = [linear.bias for linear in self.linears() if linear.bias is not None]
-        own = [linear.weight for linear in self.linears()]
-        return own + biases + [p for adapter in self._adapters() for p in (adapter.A_RD, adapter.B_OR)]
-
-    def needs_input(self) -> bool:
-        """Whether `backward_parameters` will look at x."""
-        return self._group is not None or any(linear.weight.requires_grad for linear in self.linears())
-
     # ---- forward -------------------------------------------------------------------------------------------------
 
     def forward(self, x_ext: Tensor) -> tuple[Tensor, Tensor | None]:
         """(y_TO, x A^T or None). x_ext has `extra` columns behind x, which this fills."""
-        bias = self._bias(x_ext.dtype)
+        bias = self._bias
         if self._group:
             xa = self._group.extend(x_ext)
             return self._group.forward(x_ext, bias_O=bias, extended=True), xa.clone()
         weights = self._weights
         if len(weights) == 1:
             return torch.nn.functional.linear(x_ext, weights[0], bias), None
-        y = x_ext.new_empty(x_ext.shape[0], sum(weight.shape[0] for weight in weights))
-        for part, weight in zip(y.split([w.shape[0] for w in weights], dim=1), weights, strict=True):
+        y = x_ext.new_empty(x_ext.shape[0], sum(self.widths))
+        for part, weight in zip(y.split(self.widths, dim=1), weights, strict=True):
             torch.mm(x_ext, weight.T, out=part)
         return y if bias is None else y.add_(bias), None
 
     def forward_add(self, x_ext: Tensor, h: Tensor, multiplier: float) -> Tensor:
         """h + multiplier * y in one product: the residual is added before the result is rounded."""
-        bias = self._bias(x_ext.dtype)
+        bias = self._bias
         if self._group:
             self._group.extend(x_ext)
             weight = self._group.M[: self._group.O]
@@ -127,14 +124,6 @@ class Projections:
             weight = self._weights[0]
         out = torch.addmm(h, x_ext, weight.T, alpha=multiplier)
         return out if bias is None else out.add_(bias, alpha=multiplier)
-
-    def _bias(self, dtype: torch.dtype) -> Tensor | None:
-        """One vector for all; linears without a bias count as zero."""
-        linears = self.linears()
-        if all(linear.bias is None for linear in linears):
-            return None
-        parts = [torch.zeros_like(linear.weight[:, 0]) if linear.bias is None else linear.bias for linear in linears]
-        return torch.cat([part.detach() for part in parts]).to(dtype)
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
@@ -144,16 +133,16 @@ class Projections:
             self._group.extend_grad(dy_ext)
             return torch.mm(dy_ext, self._group.M[:, : self._group.D])
         weights = self._weights
-        parts = dy_ext.split([weight.shape[0] for weight in weights], dim=1)
+        parts = dy_ext.split(self.widths, dim=1)
         dx = torch.mm(parts[0], weights[0])
         for part, weight in zip(parts[1:], weights[1:], strict=True):
             dx.addmm_(part, weight)
         return dx
 
     def backward_parameters(self, dy_ext: Tensor, x_TD: Tensor, xa_TR: Tensor | None) -> list[Tensor | None]:
-        """Gradients of `parameters()`, None where frozen. After `backward_input`, which filled dy_ext."""
-        linears = self.linears()
-        parts = dy_ext[:, : sum(l.weight.shape[0] for l in linears)].split([l.weight.shape[0] for l in linears], dim=1)
+        """Gradients of `parameters`, None where frozen. After `backward_input`, which filled dy_ext."""
+        linears = self.linears
+        parts = dy_ext[:, : sum(self.widths)].split(self.widths, dim=1)
         grads: list[Tensor | None] = [
             linear_backward_weight(part, x_TD, linear.weight.dtype) if linear.weight.requires_grad else None
             for linear, part in zip(linears, parts, strict=True)
@@ -169,6 +158,23 @@ class Projections:
         for pair in self._group.adapter_grads(dy_ext[:, :rows], dy_ext[:, rows:], x_TD, xa_TR):
             grads += pair
         return grads
+
+
+def _adapters(modules: list[Any]) -> list[Adapter]:
+    found = []
+    for number, module in enumerate(modules):
+        if isinstance(module, LoraLinear) and module.active_adapters and not module.disable_adapters:
+            name = module.active_adapters[0]
+            found.append(Adapter(number, module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name]))
+    return found
+
+
+def _joined_bias(linears: list[nn.Linear], dtype: torch.dtype) -> Tensor | None:
+    """One vector for all; linears without a bias count as zero."""
+    if all(linear.bias is None for linear in linears):
+        return None
+    parts = [linear.weight.new_zeros(linear.weight.shape[0]) if linear.bias is None else linear.bias for linear in linears]
+    return torch.cat([part.detach() for part in parts]).to(dtype)
 
 
 def _why_not_fused(module: LoraLinear) -> str:
