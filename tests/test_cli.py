@@ -371,3 +371,31 @@ def test_a_reader_that_leaves_is_no_error(place: Place, words: str) -> None:
     command = f"{sys.executable} -m pronghorn.cli runs {words} --root {place.runs} | true"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_nothing_is_sent_anywhere(place: Place, tmp_path: Path) -> None:
+    """Local files, online mode: a whole train, eval, chat and export never even looks up a host."""
+    program = f"""
+import socket, sys
+tried = []
+real = socket.socket.connect
+def connect(self, address):
+    if self.family in (socket.AF_INET, socket.AF_INET6):
+        tried.append(address)
+        raise OSError("no network")
+    return real(self, address)
+def look_up(*address, **_):
+    tried.append(address)
+    raise OSError("no network")
+socket.socket.connect, socket.getaddrinfo = connect, look_up
+from pronghorn.cli import main
+run = {str(tmp_path / "run")!r}
+for words in (["train", {str(place.recipe)!r}, "output=" + run], ["eval", run], ["chat", run, "--prompt", "hi", "--max-tokens", "2"],
+              ["export", run, "--to", "adapter"], ["export", run, "--to", "merged"]):
+    assert main([*words, "--json"]) == 0, words
+print("tried:", tried)
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "tried: []"

@@ -48,7 +48,7 @@ _CLIP_EPS = tl.constexpr(CLIP_EPS)
 
 @dataclass(frozen=True)
 class Shadow:
-    """A copy of a parameter, times factor, that the update keeps fresh: perhaps transposed, or columns of a wider buffer."""
+    """A copy of a parameter, times factor, that the update keeps fresh: may be transposed, or part of a wider buffer."""
 
     tensor: torch.Tensor
     factor: float = 1.0

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.attention_torch import Packed, apply_sinks, sink_gradients
+from pronghorn.kernels.copy_rows import copy_rows
 
 
 @cache
@@ -99,7 +100,10 @@ class Flash2:
         out_TNH, lse_NT = result[0], result[1]
         if packed.sinks_N is not None:
             lse_NT = apply_sinks(out_TNH, lse_NT, packed.sinks_N)
-        return (out_TNH if out is None else out.copy_(out_TNH)), lse_NT
+        if out is None:
+            return out_TNH, lse_NT
+        copy_rows(out_TNH.flatten(1), out.flatten(1))
+        return out, lse_NT
 
     @staticmethod
     def backward(

@@ -63,7 +63,8 @@ class FastCausalLM:
 
     def _prepare(self, dtype: torch.dtype) -> None:
         """Weights and adapters as the layers read them. On every forward: nothing tells reliably that an optimizer stepped."""
-        if any([layer.prepare(dtype) for layer in self.layers]) or self._adapters is None:
+        moved = [layer.prepare(dtype) for layer in self.layers]  # all of them, not up to the first
+        if any(moved) or self._adapters is None:
             self._adapters = CopyTable([job for layer in self.layers for group in layer.groups for job in group.copy_jobs])
         if self._adapters.jobs:
             self._adapters.run()

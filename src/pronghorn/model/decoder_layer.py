@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.attention import attention_backward, attention_forward
+from pronghorn.kernels.attention import attention_backward, attention_forward, pick_backend
+from pronghorn.kernels.copy_rows import copy_rows
 from pronghorn.kernels.gated_mlp import gated_activation_backward, gated_activation_forward
 from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
 from pronghorn.kernels.rope import qk_rope_backward, qk_rope_forward
@@ -90,7 +91,7 @@ class FastDecoderLayer:
         self.activation = ACTIVATIONS[activation_name(config)]
         self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
         self.head_width = int(attention.head_dim)
-        self.attention_options = {
+        self.attention_options: dict[str, Any] = {
             "scale": float(attention.scaling), "window": window(config, index),
             "softcap": getattr(config, "attn_logit_softcapping", None),
         }
@@ -116,7 +117,8 @@ class FastDecoderLayer:
     def prepare(self, dtype: torch.dtype) -> bool:
         """Before every forward: finds out what the modules are now. Returns whether adapters moved."""
         self.fused = not self.why_not_fused()
-        return self.fused and any([group.prepare(dtype) for group in self.groups])
+        moved = [group.prepare(dtype) for group in self.groups if self.fused]
+        return any(moved)
 
     def why_not_fused(self) -> str:
         """Why this layer runs as separate differentiable ops instead of one node; empty if it is one node."""
@@ -166,7 +168,7 @@ class FastDecoderLayer:
         x_ext = rows_like(h, h.shape[1] + extra)
         x = x_ext[:, : h.shape[1]]
         if norm is None:
-            x.copy_(h)
+            copy_rows(h, x)
         else:
             rstd[name] = rms_norm_forward(h, norm.weight, norm.eps, one_plus=norm.one_plus, out=x)[2]
         return x_ext
@@ -227,9 +229,12 @@ class FastDecoderLayer:
         out_grads = self.out.backward_parameters(dy, o, kept.o_ext[:, width:] if self.out.extra else None)
         heads = (self.heads, self.head_width)
         dqkv_ext = self._room_for_dqkv(do)
+        backend = pick_backend(do.device, do.dtype, self.head_width, softcap=self.attention_options["softcap"] is not None)
         dq, dk, dv, _ = attention_backward(
             do.unflatten(1, heads), kept.q, kept.k, kept.v, o.unflatten(1, heads), kept.lse, documents.cu_seqlens,
-            documents.longest, lengths=documents.lengths, grads=self._parts_of(dqkv_ext), **self.attention_options,
+            documents.longest, lengths=documents.lengths, **self.attention_options,
+            # FlashAttention-2 could only copy into them; RoPE's backward then reads its tensors where they are.
+            grads=None if backend == "flash2" else self._parts_of(dqkv_ext),
         )
         self._out_of_rope(dq, dk, dv, dqkv_ext, kept, documents, norm_grads)
         del dq, dk, dv, do, dy
@@ -245,7 +250,7 @@ class FastDecoderLayer:
         dy_ext = rows_like(dh, dh.shape[1] + group.extra)
         dy = dy_ext[:, : dh.shape[1]]
         if norm is None or y is None:
-            torch.mul(dh, self.multiplier, out=dy) if self.multiplier != 1.0 else dy.copy_(dh)
+            copy_rows(dh, dy, self.multiplier)
             return dy_ext, dh
         _, norm_grads[name] = rms_norm_backward(dh, y, norm.weight, rstd[name], one_plus=norm.one_plus,
                                                 need_weight_grad=norm.trains(), out=dy)
