@@ -390,12 +390,13 @@ def look_up(*address, **_):
 socket.socket.connect, socket.getaddrinfo = connect, look_up
 from pronghorn.cli import main
 run = {str(tmp_path / "run")!r}
-for words in (["train", {str(place.recipe)!r}, "output=" + run], ["eval", run], ["chat", run, "--prompt", "hi", "--max-tokens", "2"],
+for words in (["train", {str(place.recipe)!r}, "output=" + run], ["eval", run], ["chat", run, "--prompt", "hi"],
               ["export", run, "--to", "adapter"], ["export", run, "--to", "merged"]):
     assert main([*words, "--json"]) == 0, words
 print("tried:", tried)
 """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment, timeout=300)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment,
+                          timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == "tried: []"

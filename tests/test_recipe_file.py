@@ -181,6 +181,11 @@ def test_the_last_of_two_words_wins() -> None:
     assert parse_recipe(SMALLEST, ["train.lr=1", "train.lr=2"]).train.lr == 2
 
 
+def test_a_word_that_spoils_a_sound_file_is_blamed_itself() -> None:
+    ((where, what, _),) = told(f"{SMALLEST}train: {{epochs: 5}}", "train.epochs=0")
+    assert (where, what.split(":")[0]) == ("command line", "train.epochs")
+
+
 def test_a_word_can_repair_the_file() -> None:
     assert parse_recipe(f"{SMALLEST}train: {{lr: fast}}", ["train.lr=1e-3"]).train.lr == 1e-3
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
 
 from pronghorn.errors import ModelError
@@ -31,6 +32,8 @@ class FastCausalLM:
         self.norm = Norm(self.backbone.norm, family.one_plus)
         self.kinds = sorted({layer_type(config, i) for i in range(len(self.layers))})
         self._adapters: CopyTable | None = None
+        self.paused = False  # the model's own layers, for one call
+        self.trained_with: tuple[Any, ...] | None = None  # adapters of the latest forward that recorded gradients
         self.head_terms = {
             "softcap": float(getattr(config, "final_logit_softcapping", None) or 0.0),
             "logit_scale": 1.0 / float(getattr(config, "logits_scaling", None) or 1.0),
@@ -48,7 +51,10 @@ class FastCausalLM:
         return tables
 
     def embed(self, ids_T: Tensor) -> Tensor:
-        h_TD: Tensor = self.backbone.embed_tokens(ids_T)
+        return self.scaled(self.backbone.embed_tokens(ids_T))
+
+    def scaled(self, h_TD: Tensor) -> Tensor:
+        """Embeddings as the first layer gets them."""
         if torch.is_autocast_enabled(h_TD.device.type):
             h_TD = h_TD.to(torch.get_autocast_dtype(h_TD.device.type))
         return h_TD * getattr(self.config, "embedding_multiplier", 1.0)
@@ -73,7 +79,7 @@ class FastCausalLM:
         """(sum of the losses of `loss_rows`, loss of each of them, detached); norm and head only for those rows."""
         with torch.autocast(h_TD.device.type, enabled=False):
             x_ND, _ = rms_norm(h_TD.index_select(0, loss_rows), self.norm.weight, self.norm.eps, one_plus=self.norm.one_plus)
-            head = self.model.get_output_embeddings()
+            head = head_of(self.model)
             if type(head) is not torch.nn.Linear:
                 raise ModelError(what=f"the head is {type(head).__name__}, not a linear layer", why="its loss has no kernel",
                                  fix="leave lm_head out of lora.targets and modules_to_save")
@@ -93,6 +99,8 @@ def install(model: Any) -> str:
     if why := why_not_fast(base.config.get_text_config()):
         return why
     if not hasattr(base, ENGINE):
+        if "forward" in vars(base) or "forward" in vars(base.model):
+            return "its forward was replaced on the instance already"
         from pronghorn.model.hf_forward import set_forwards
 
         object.__setattr__(base, ENGINE, FastCausalLM(base))
@@ -103,6 +111,14 @@ def install(model: Any) -> str:
 def base_of(model: Any) -> Any:
     """The Hugging Face model inside PEFT's wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def head_of(model: Any) -> Any:
+    """The layer that makes logits: PEFT's trained copy of it, where modules_to_save names it."""
+    head = model.get_output_embeddings()
+    if isinstance(head, ModulesToSaveWrapper):
+        return head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
+    return head
 
 
 def engine_of(model: Any) -> FastCausalLM | None:

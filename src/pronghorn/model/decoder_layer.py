@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from pronghorn.kernels.attention import attention_backward, attention_forward, pick_backend
 from pronghorn.kernels.copy_rows import copy_rows
@@ -113,6 +114,7 @@ class FastDecoderLayer:
                  "before_mlp": self.before_mlp, "after_mlp": self.after_mlp, "q_norm": self.q_norm, "k_norm": self.k_norm}
         self.norms = {name: norm for name, norm in named.items() if norm is not None}
         self.fused = False  # set by `prepare`
+        self.recompute = False  # keep only the layer's input, and run forward again in backward
 
     def prepare(self, dtype: torch.dtype) -> bool:
         """Before every forward: finds out what the modules are now. Returns whether adapters moved."""
@@ -124,6 +126,11 @@ class FastDecoderLayer:
         """Why this layer runs as separate differentiable ops instead of one node; empty if it is one node."""
         return next((why for group in self.groups if (why := group.why_not_fused())), "")
 
+    @property
+    def recomputes(self) -> bool:
+        """Asked for here, or by a trainer on the family's layer (`gradient_checkpointing_enable` sets it there)."""
+        return self.recompute or bool(getattr(self.layer, "gradient_checkpointing", False))
+
     def parameters(self) -> list[Tensor]:
         """Everything the node may return a gradient for, in the order in which backward returns them."""
         return [p for group in self.groups for p in group.parameters] + [norm.weight for norm in self.norms.values()]
@@ -132,6 +139,9 @@ class FastDecoderLayer:
         if not self.fused:
             from pronghorn.model.composed_layer import composed_layer
 
+            if self.recomputes and torch.is_grad_enabled():  # torch's own: it also puts back the random state of dropout
+                again: Tensor = checkpoint(composed_layer, self, h_TD, documents, use_reentrant=False)
+                return again
             return composed_layer(self, h_TD, documents)
         if not torch.is_grad_enabled():
             return self.forward(h_TD, documents)[0]
@@ -303,12 +313,15 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, layer: FastDecoderLayer, documents: Documents, *parameters: Tensor) -> Tensor:
         out, kept = layer.forward(h, documents)
-        ctx.layer, ctx.documents, ctx.kept = layer, documents, kept
+        ctx.layer, ctx.documents = layer, documents
+        ctx.kept = h if layer.recomputes else kept
         return out
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
         kept, ctx.kept = ctx.kept, None  # what was kept is freed as it is used
+        if isinstance(kept, Tensor):
+            kept = ctx.layer.forward(kept, ctx.documents)[1]
         dh, gradients = ctx.layer.backward(incoming[0], kept, ctx.documents)
         needed = ctx.needs_input_grad[3:]
         return (dh, None, None, *(g if wanted else None for g, wanted in zip(gradients, needed, strict=True)))

@@ -1,127 +1,317 @@
 """The `forward` of a Hugging Face model instance, served by fast layers where they apply.
 
-Trainers call the model with a batch of rows, padded or packed, and labels; here such a batch becomes packed documents.
-What is not covered (a cache, attention outputs, masks of four dimensions) goes to the model's own forward.
+Trainers call the model with a batch of rows, padded or packed, and labels; here such a batch becomes packed documents:
+padding is left out before the first layer, so it costs nothing, and comes back as zeros where hidden states are asked for.
+What is not covered (a cache, outputs of attentions, masks with holes or four dimensions) goes to the model's own forward.
+
+Everything is set on the instance as bound methods of it, so that `copy.deepcopy` gives a copy that stands on its own.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from pronghorn.model.causal_lm import FastCausalLM
+from pronghorn.kernels.dispatch import say_once
+from pronghorn.kernels.rms_norm import rms_norm
+from pronghorn.model.causal_lm import ENGINE, FastCausalLM, head_of
 from pronghorn.model.decoder_layer import Documents
 
 IGNORED = -100
-NOT_COVERED = ("past_key_values", "output_attentions", "output_hidden_states", "encoder_hidden_states", "head_mask")
+LOSS = "ForCausalLM"  # transformers' name for the shifted cross-entropy
+# What the fast path reads, and what changes nothing for it; any other argument with a value belongs to the own forward.
+READ = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch",
+        "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache", "return_dict"}
+WITHOUT_EFFECT = {"cache_position", "seq_idx", "token_type_ids"}
+OF_THE_OWN_FORWARD = {"past_key_values", "output_attentions", "output_hidden_states", "logits_to_keep"}  # no notice for these
 
 
 def set_forwards(model: Any, engine: FastCausalLM) -> None:
-    """On this instance only. `functools.wraps` keeps the signature, which generation and trainers read."""
-    own_backbone, own_model = engine.backbone.forward, model.forward
-
-    @functools.wraps(own_backbone)
-    def backbone_forward(*args: Any, **kwargs: Any) -> Any:
-        inputs = _bind(args, kwargs)
-        if not _covered(inputs, model):
-            return own_backbone(*args, **kwargs)
-        h, shape = _run(engine, inputs)
-        normed = engine_norm(engine, h)
-        return BaseModelOutputWithPast(last_hidden_state=normed.view(*shape, -1))
-
-    @functools.wraps(own_model)
-    def model_forward(*args: Any, **kwargs: Any) -> Any:
-        inputs = _bind(args, kwargs)
-        labels, shifted = inputs.get("labels"), inputs.get("shift_labels")
-        if (labels is None and shifted is None) or not _covered(inputs, model) or getattr(model, "loss_type", "") != LOSS:
-            return own_model(*args, **kwargs)
-        h, shape = _run(engine, inputs)
-        targets = (_shifted(labels) if shifted is None else shifted).reshape(-1)
-        rows = (targets != IGNORED).nonzero().flatten()
-        loss_sum, _ = engine.loss(h, rows, targets[rows])
-        count = inputs.get("num_items_in_batch")
-        loss = loss_sum / (len(rows) if count is None else count)
-        return _Output(loss, engine, h, shape)
-
-    engine.backbone.forward = backbone_forward
-    model.forward = model_forward
+    """On this instance only."""
+    for module, forward in ((engine.backbone, _backbone_forward), (model, _model_forward)):
+        object.__setattr__(module, ENGINE, engine)
+        module.forward = types.MethodType(_in_place_of(type(module).forward, forward), module)
+    model.register_state_dict_pre_hook(_separate_weights)
 
 
-LOSS = "ForCausalLM"
+def _in_place_of(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """`functools.wraps` keeps the signature, which generation and trainers read."""
+    names = list(inspect.signature(own).parameters)[1:]
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = dict(zip(names, args, strict=False)) | kwargs
+        result = ours(self, getattr(self, ENGINE), inputs)
+        return own(self, *args, **kwargs) if result is None else result
+
+    return forward
 
 
-class _Output(CausalLMOutputWithPast):
-    """Loss only. Logits are computed if somebody looks at them: most training loops do not."""
+def _separate_weights(model: Any, prefix: str, keep_vars: bool) -> None:
+    """Before `state_dict` of the model itself: saving wants each weight in memory of its own, not views of one buffer.
 
-    def __init__(self, loss: Tensor, engine: FastCausalLM, h: Tensor, shape: torch.Size) -> None:
-        super().__init__(loss=loss)
-        object.__setattr__(self, "_late", (engine, h.detach(), shape))
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "logits":
-            engine, h, shape = object.__getattribute__(self, "_late")
-            with torch.no_grad():
-                return _logits(engine, h).view(*shape, -1)
-        return super().__getattribute__(name)
+    Inside a PEFT model (`prefix` is not empty) nothing happens: its checkpoints hold only the adapter. One group of linears
+    is copied at a time, so the peak rises by the largest (0.24 GB of an 8B model); the next training step joins them again.
+    """
+    if not prefix:
+        getattr(model, ENGINE).release()
 
 
-def _logits(engine: FastCausalLM, h: Tensor) -> Tensor:
-    logits: Tensor = engine.model.get_output_embeddings()(engine_norm(engine, h)) * engine.head_terms["logit_scale"]
-    cap = engine.head_terms["softcap"]
-    return torch.tanh(logits / cap) * cap if cap else logits
+# ---- the two forwards: None means "run your own" ------------------------------------------------------------------------
 
 
-def engine_norm(engine: FastCausalLM, h: Tensor) -> Tensor:
-    from pronghorn.kernels.rms_norm import rms_norm
-
-    return rms_norm(h, engine.norm.weight, engine.norm.eps, one_plus=engine.norm.one_plus)[0]
-
-
-def _bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """transformers' order of positional arguments is the same for all covered families."""
-    names = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds")
-    return dict(zip(names, args, strict=False)) | kwargs
+def _backbone_forward(backbone: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> Any:
+    pack = _pack(engine, inputs) if _covered(engine, inputs) else None
+    if pack is None:
+        return None
+    normed = _normed(engine, _run(engine, inputs, pack))
+    return BaseModelOutputWithPast(last_hidden_state=pack.unpacked(normed))
 
 
-def _covered(inputs: dict[str, Any], model: Any) -> bool:
-    mask = inputs.get("attention_mask")
-    plain_mask = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
-    asks_more = any(inputs.get(name) is not None and inputs.get(name) is not False for name in NOT_COVERED)
-    wants_cache = inputs.get("use_cache") and not model.training
-    return plain_mask and not asks_more and not wants_cache and (model.training or inputs.get("use_cache") is False)
+def _model_forward(model: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> Any:
+    labels, targets = inputs.get("labels"), inputs.get("shift_labels")
+    if (labels is None and targets is None) or not _plain_loss(model) or not _covered(engine, inputs):
+        return None
+    pack = _pack(engine, inputs)
+    if pack is None:
+        return None
+    if targets is None:
+        assert labels is not None
+        targets = _shifted(labels)
+    targets = targets.reshape(-1).to(pack.positions.device)
+    if pack.real is not None:
+        if _counts_padding(targets, pack.real):
+            say_once("labels that padding predicts: such batches run on the model's own layers; set labels of padding, and of "
+                     "the first token after padding on the left, to -100")
+            with _paused(engine):
+                return type(model).forward(model, **inputs)
+        targets = targets[pack.real]
+    h = _run(engine, inputs, pack)
+    rows = (targets != IGNORED).nonzero().flatten()
+    loss_sum, _ = engine.loss(h, rows, targets[rows])
+    count = inputs.get("num_items_in_batch")
+    count = len(rows) if count is None else count.to(loss_sum.device) if isinstance(count, Tensor) else count
+    return Output(loss=loss_sum / count, logits=LateLogits(engine, h, pack))
 
 
 def _shifted(labels: Tensor) -> Tensor:
     """The label of each token is the next token's, within a row."""
-    return torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORED)], dim=1)
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def _run(engine: FastCausalLM, inputs: dict[str, Any]) -> tuple[Tensor, torch.Size]:
-    ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
-    shape = ids.shape if ids is not None else embeds.shape[:2]
-    h = engine.embed(ids.reshape(-1)) if embeds is None else embeds.flatten(0, 1)
-    positions, documents = _documents(engine, inputs, shape, h.device)
-    return engine.hidden(h, Documents(*documents, rotary=engine.rotary(positions))), shape
+def _counts_padding(targets: Tensor, real: Tensor) -> bool:
+    return bool((targets != IGNORED).sum() > (targets[real] != IGNORED).sum())
 
 
-def _documents(engine: FastCausalLM, inputs: dict[str, Any], shape: torch.Size, device: torch.device
-               ) -> tuple[Tensor, tuple[Tensor, int]]:
-    """Positions, and (cu_seqlens, longest). One wait for the device per batch, not one per layer."""
-    rows, length = shape
-    mask, positions, given = inputs.get("attention_mask"), inputs.get("position_ids"), inputs.get("cu_seq_lens_q")
-    flat = torch.arange(length, device=device).repeat(rows) if positions is None else positions.expand(rows, -1).reshape(-1)
-    if given is not None and inputs.get("max_length_q") is not None:
-        return flat, (given.to(torch.int32), int(inputs["max_length_q"]))
-    starts = torch.zeros(rows, length, dtype=torch.bool, device=device)
-    starts[:, 0] = True
+@contextmanager
+def _paused(engine: FastCausalLM) -> Iterator[None]:
+    engine.paused = True
+    try:
+        yield
+    finally:
+        engine.paused = False
+
+
+def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack) -> Tensor:
+    if inputs.get("inputs_embeds") is None:
+        ids = inputs["input_ids"].reshape(-1)
+        h = engine.embed(ids if pack.real is None else ids[pack.real])
+    else:
+        h = inputs["inputs_embeds"].flatten(0, 1)
+        h = engine.scaled(h if pack.real is None else h[pack.real])
+    return engine.hidden(h, Documents(pack.cu_seqlens, pack.longest, engine.rotary(pack.positions)))
+
+
+def _normed(engine: FastCausalLM, h: Tensor) -> Tensor:
+    return rms_norm(h, engine.norm.weight, engine.norm.eps, one_plus=engine.norm.one_plus)[0]
+
+
+# ---- what is covered ------------------------------------------------------------------------------------------------------
+
+
+def _covered(engine: FastCausalLM, inputs: dict[str, Any]) -> bool:
+    """Whether the fast layers compute what the model's own forward would, as far as that can be seen without the device."""
+    model, config = engine.model, engine.config
+    given = {name for name, value in inputs.items() if value is not None and value is not False} - WITHOUT_EFFECT
+    if not isinstance(inputs.get("logits_to_keep", 0), Tensor) and not inputs.get("logits_to_keep", 0):
+        given.discard("logits_to_keep")
+    if not given <= READ:
+        if odd := given - READ - OF_THE_OWN_FORWARD:
+            say_once(f"{', '.join(sorted(odd))}: not known to the fast layers, so such calls run on the model's own")
+        return False
+    if ("input_ids" in given) == ("inputs_embeds" in given):
+        return False  # the own forward says what is wrong with that
+    mask = inputs.get("attention_mask")
+    if engine.paused or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
+        return False
+    if inputs.get("return_dict") is False or not getattr(config, "return_dict", True):
+        return False
+    if getattr(config, "output_attentions", False) or getattr(config, "output_hidden_states", False):
+        return False
+    has_labels = "labels" in given or "shift_labels" in given
+    caches = inputs.get("use_cache")
+    caches = (bool(getattr(config, "use_cache", False)) and not has_labels) if caches is None else bool(caches)
+    return not (caches and not model.training) and _same_adapters(engine) and not _watched(engine)
+
+
+def _plain_loss(model: Any) -> bool:
+    """The usual loss, on a head that is one linear layer."""
+    usual = getattr(model, "loss_type", "") == LOSS and "_loss_function" not in vars(model)
+    return usual and type(head_of(model)) is torch.nn.Linear
+
+
+def _same_adapters(engine: FastCausalLM) -> bool:
+    """A look with other adapters (the reference of DPO: same weights, adapter off) may come between a forward and its
+    backward, which reads the layers' state; such looks run on the own layers."""
+    now = _adapters_in_use(engine)
+    if torch.is_grad_enabled():
+        engine.trained_with = now
+    return engine.trained_with in (None, now)
+
+
+def _adapters_in_use(engine: FastCausalLM) -> tuple[Any, ...]:
+    for layer in engine.layers:
+        for group in layer.groups:
+            for module in group.modules():
+                if isinstance(module, LoraLinear):
+                    return bool(module.disable_adapters), tuple(module.active_adapters)
+    return ()
+
+
+def _watched(engine: FastCausalLM) -> bool:
+    """Somebody's hooks on a layer expect it to be called. transformers' own, which stay after one call with
+    `output_hidden_states`, expect nothing."""
+    for fast in engine.layers:
+        for module in (fast.layer, fast.layer.self_attn, fast.layer.mlp):
+            hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values()]
+            if "_hf_hook" in vars(module) or any(not hook.__module__.startswith("transformers.") for hook in hooks):
+                say_once("hooks on decoder layers: the model runs on its own layers while they are there")
+                return True
+    return False
+
+
+# ---- rows to documents ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pack:
+    """The documents of a batch of rows, one after another, without its padding."""
+
+    shape: tuple[int, int]  # rows, tokens a row with padding
+    real: Tensor | None  # places of the real tokens in the flattened rows; None: all of them
+    positions: Tensor
+    cu_seqlens: Tensor
+    longest: int
+
+    def unpacked(self, x_TD: Tensor) -> Tensor:
+        """As rows again, zeros for padding."""
+        if self.real is None:
+            return x_TD.view(*self.shape, -1)
+        rows = x_TD.new_zeros(self.shape[0] * self.shape[1], x_TD.shape[1])
+        return rows.index_copy(0, self.real, x_TD).view(*self.shape, -1)
+
+
+def _pack(engine: FastCausalLM, inputs: dict[str, Any]) -> Pack | None:
+    """None: a mask with holes. Waits for the device twice a batch, where a mask or positions must be looked at."""
+    ids = inputs.get("input_ids")
+    tokens = inputs["inputs_embeds"] if ids is None else ids
+    rows, length = int(tokens.shape[0]), int(tokens.shape[1])
+    device, mask, positions = tokens.device, inputs.get("attention_mask"), inputs.get("position_ids")
+    in_row = torch.arange(length, device=device)[None] if positions is None else positions
+    flat = in_row.expand(rows, -1).reshape(-1)
     if mask is not None:
-        starts[:, 1:] |= mask[:, 1:] != mask[:, :-1]  # padding is a document of its own
-    elif positions is not None:
-        steps = flat.view(rows, length)
-        starts[:, 1:] |= steps[:, 1:] - steps[:, :-1] != 1  # a packed row: positions start again
-    bounds = torch.cat([starts.view(-1).nonzero().flatten(), torch.tensor([rows * length], device=device)])
-    return flat, (bounds.to(torch.int32), int(bounds.diff().max()))
+        return _without_padding((rows, length), mask.to(device) != 0, flat)
+    given = inputs.get("cu_seq_lens_q")
+    if given is not None and inputs.get("max_length_q") is not None:
+        return Pack((rows, length), None, flat, given.to(torch.int32), int(inputs["max_length_q"]))
+    if positions is None:
+        return _whole_rows((rows, length), flat)
+    starts = torch.ones(rows, length, dtype=torch.bool, device=device)
+    starts[:, 1:] = flat.view(rows, length).diff(dim=1) != 1  # a packed row: positions start again
+    return Pack((rows, length), None, flat, *_bounds(starts.view(-1)))
+
+
+def _bounds(starts_T: Tensor) -> tuple[Tensor, int]:
+    cu_seqlens = torch.nn.functional.pad(starts_T.nonzero().flatten(), (0, 1), value=starts_T.shape[0])
+    return cu_seqlens.to(torch.int32), int(cu_seqlens.diff().max())
+
+
+def _whole_rows(shape: tuple[int, int], flat: Tensor) -> Pack:
+    rows, length = shape
+    cu_seqlens = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=flat.device)
+    return Pack(shape, None, flat, cu_seqlens, length)
+
+
+def _without_padding(shape: tuple[int, int], mask: Tensor, flat: Tensor) -> Pack | None:
+    if tuple(mask.shape) != shape:
+        return None
+    begins = mask.clone()
+    begins[:, 1:] &= ~mask[:, :-1]
+    runs, lengths = begins.sum(1), mask.sum(1)
+    most_runs, fewest_runs, shortest = torch.stack([runs.max(), runs.min(), lengths.min()]).tolist()
+    if most_runs > 1 or fewest_runs < 1:
+        return None
+    if shortest == shape[1]:
+        return _whole_rows(shape, flat)
+    real = mask.reshape(-1).nonzero().flatten()
+    return Pack(shape, real, flat[real], *_bounds(begins.reshape(-1)[real]))
+
+
+# ---- what comes back ------------------------------------------------------------------------------------------------------
+
+
+class LateLogits:
+    """Logits that are computed if somebody looks: most training loops do not, and they are the largest tensor of a step."""
+
+    def __init__(self, engine: FastCausalLM, h: Tensor, pack: Pack) -> None:
+        self._engine, self._h, self._pack = engine, h, pack
+
+    def compute(self) -> Tensor:
+        """With a gradient where one is recorded: a loss on logits beside the model's own trains, too."""
+        engine = self._engine
+        logits: Tensor = engine.model.get_output_embeddings()(self._pack.unpacked(_normed(engine, self._h)))
+        logits = logits * engine.head_terms["logit_scale"]
+        cap = engine.head_terms["softcap"]
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+
+class Output(CausalLMOutputWithPast):  # type: ignore[misc]
+    """Loss, and logits by any of the ways in which a `ModelOutput` is read.
+
+    While gradients are recorded, going through all items leaves the logits uncomputed: accelerate and DDP do so in every
+    training step.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name == "logits" and isinstance(value, LateLogits):
+            value = value.compute()
+            if not torch.is_grad_enabled():
+                self["logits"] = value
+        return value
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return self.logits if key == "logits" and "logits" in self else dict(super().items())[key]
+        return self.to_tuple()[key]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401  (this is `get`)
+
+    def items(self) -> Any:
+        if not torch.is_grad_enabled():
+            _ = self.logits
+        return super().items()
+
+    def values(self) -> Any:
+        return dict(self.items()).values()
