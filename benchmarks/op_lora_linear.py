@@ -13,7 +13,6 @@ import torch
 
 from benchmarks.ops import DEVICE, Line, compare
 from pronghorn.kernels.lora_linear import Adapter, LoraGroup, product
-from pronghorn.kernels.lora_pair import CONFIGS, lora_pair, lora_pair_reference
 from pronghorn.kernels.lora_refresh import CopyTable
 
 SHAPES = {  # input width, rows of each linear
@@ -68,20 +67,6 @@ def run(case: dict[str, Any]) -> list[Line]:
     lines = _each_way(case["name"], buffers, weights, adapters, x, dy)
     group, x_ext, dy_ext = buffers["ours, 64 columns" if len(weights) > 1 else "ours, 16 columns"]
     return lines + _thin(case["name"], group, x_ext, dy_ext) + _refresh(case["name"], group)
-
-
-def sweep(case: dict[str, Any]) -> list[Line]:
-    """dy sB and dB in one reading of dy, over its tile sizes."""
-    weights, adapters, x, dy = _make(case)
-    group, x_ext, dy_ext = _buffers(LoraGroup(weights, adapters), x, dy)
-    xa, dyb = x_ext[:, group.D :], dy_ext[:, group.O :]
-    moved = (dy.numel() + 2 * xa.numel()) * dy.element_size()
-    calls: dict[str, Callable[[], Any] | None] = {
-        " ".join(str(value) for value in tile): lambda tile=tile: [dyb, *lora_pair(group, dy_ext[:, : group.O], xa, dyb, tile)]
-        for tile in CONFIGS
-    }
-    truth = [dy.float() @ group.M[: group.O, group.D :].float(), *lora_pair_reference(group, dy, xa, dyb)]
-    return compare("lora dy sB and dB", case["name"], calls, lambda: truth, moved_bytes=moved)
 
 
 def _each_way(
@@ -140,7 +125,7 @@ def _each_way(
 
 
 def _thin(name: str, group: LoraGroup, x_ext: torch.Tensor, dy_ext: torch.Tensor) -> list[Line]:
-    """The thin products one by one, and dy sB with dB in one reading of dy."""
+    """The thin products one by one."""
     x, xa = x_ext[:, : group.D], x_ext[:, group.D :]
     dy, dyb = dy_ext[:, : group.O], group.extend_grad(dy_ext)
     A, sB = group.M[group.O :, : group.D], group.M[: group.O, group.D :]
@@ -161,10 +146,6 @@ def _thin(name: str, group: LoraGroup, x_ext: torch.Tensor, dy_ext: torch.Tensor
 
     def both() -> list[torch.Tensor]:
         return [group.extend_grad(dy_ext), *grads_each(transposed=True)]
-
-    def pair() -> list[torch.Tensor]:
-        found = lora_pair(group, dy, xa, dyb)
-        return [dyb, *found]
 
     def truth_grads() -> list[torch.Tensor]:
         pairs = zip(group.rows, group.columns, strict=True)

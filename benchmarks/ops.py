@@ -9,8 +9,9 @@ A file benchmarks/op_<op>.py has
     run(case) -> lines, usually what `compare` returns
     sweep(case) -> lines (optional), one a tile size
 A line is {"op", "case", "impl", "ms", "bytes" or "flops", "rate", "share_of_copy", "error"}. `ours` is a kernel of this
-project, other names are peers or tile sizes. Bytes are what must be read and written once; the share is of the copy rate measured in the same run; the error is the largest one against fp32, relative
-to the largest value, so that a wrong kernel cannot look fast.
+project, other names are peers or tile sizes. Bytes are what must be read and written once; the share is of the copy rate
+measured in the same run; the error is the largest one against fp32, relative to the largest value, so that a wrong kernel
+cannot look fast.
 """
 
 from __future__ import annotations

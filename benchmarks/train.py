@@ -131,7 +131,7 @@ def _profile(call: Any) -> None:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         call()
         torch.cuda.synchronize()
-    rows = [(event.self_device_time_total, event.count, event.key) for event in seen.key_averages() if event.self_device_time_total]
+    rows = [(e.self_device_time_total, e.count, e.key) for e in seen.key_averages() if e.self_device_time_total]
     print(f"device {sum(row[0] for row in rows) / 1000:.1f} ms in {sum(row[1] for row in rows)} kernels")
     for time_us, count, name in sorted(rows, reverse=True)[:28]:
         print(f"{time_us / 1000:8.2f} ms {count:5d} x {name[:110]}")

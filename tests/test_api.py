@@ -29,6 +29,26 @@ def _quiet_datasets() -> None:
     datasets.disable_progress_bars()
 
 
+class TorchLogProbs:
+    """What TRL's fused head computes, in plain torch: TRL 1.15 has it as a Triton kernel only, which needs a GPU."""
+
+    @staticmethod
+    def apply(hidden: Any, weight: Any, bias: Any, targets: Any, temperature: float, chunk: int, softcap: float | None,
+              scale: float, outputs: tuple[str, ...]) -> tuple[Any, ...]:
+        logits = torch.nn.functional.linear(hidden, weight, bias).float() * scale
+        logits = (torch.tanh(logits / softcap) * softcap if softcap else logits) / temperature
+        everything = logits.log_softmax(-1)
+        entropy = -(everything.exp() * everything).sum(-1).detach()
+        return everything.gather(1, targets[:, None])[:, 0], entropy, None, None, logits.argmax(-1) == targets
+
+
+@pytest.fixture
+def _trl_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For stock and fast models alike; the script below runs whole on a GPU."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", TorchLogProbs)
+
+
 def load(folder: Path, **options: Any) -> tuple[Any, Any]:
     return FastLanguageModel.from_pretrained(str(folder), max_seq_length=512, **({"load_in_4bit": False} | options))
 
@@ -122,9 +142,10 @@ def test_a_loaded_model_is_frozen_or_trains_whole(tiny_model: Path) -> None:
         FastLanguageModel.get_peft_model(adapted(tiny_model)[0])
 
 
-def test_a_family_without_a_row_trains_on_its_own_layers_with_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_family_without_a_row_trains_on_its_own_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(GPT2Config(vocab_size=259, n_embd=32, n_layer=2, n_head=4, n_positions=64)).save_pretrained(tmp_path)
+    config = GPT2Config(vocab_size=259, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     model, _ = FastLanguageModel.from_pretrained(str(tmp_path), load_in_4bit=False)
     assert "gpt2 trains on transformers' own layers" in capsys.readouterr().err
@@ -159,7 +180,8 @@ def test_what_get_peft_model_does_not_honour_is_an_error(tiny_model: Path, optio
 
 @pytest.mark.parametrize("options", [
     {"bias": "all"}, {"bias": "lora_only"}, {"lora_dropout": 0.2}, {"use_rslora": True}, {"init_lora_weights": "pissa"},
-    {"init_lora_weights": "gaussian"}, {"layers_to_transform": [1]}, {"target_modules": "all-linear", "finetune_last_n_layers": 1},
+    {"init_lora_weights": "gaussian"}, {"layers_to_transform": [1]},
+    {"target_modules": "all-linear", "finetune_last_n_layers": 1},
     {"modules_to_save": ["norm"]}, {"target_modules": ["q_proj", "down_proj", "lm_head", "embed_tokens"]},
 ], ids=str)  # fmt: skip
 def test_options_of_the_adapter_train_as_in_peft(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -282,7 +304,9 @@ def test_merging_a_head_that_was_trained_apart_from_the_embeddings(tiny_model: P
     assert (found - expected).abs().max() < 0.03 * expected.abs().max()
 
 
-@pytest.mark.parametrize(("method", "words"), [("merged_4bit", "not in this version"), ("merged_16bits", "did you mean 'merged_16bit'")])
+@pytest.mark.parametrize(("method", "words"), [
+    ("merged_4bit", "not in this version"), ("merged_16bits", "did you mean 'merged_16bit'"),
+])  # fmt: skip
 def test_ways_to_save_that_are_not_there(method: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(CommandError) as caught:
         FastLanguageModel.save_pretrained_merged(make_model(), tmp_path, save_method=method)
@@ -294,8 +318,17 @@ def test_ways_to_save_that_are_not_there(method: str, words: str, tmp_path: Path
 # ---- trainers -------------------------------------------------------------------------------------------------------------
 
 STEPS = 100
-COMMON: dict[str, Any] = {"max_steps": STEPS, "logging_steps": 1, "learning_rate": 3e-3, "use_cpu": True, "report_to": "none",
+COMMON: dict[str, Any] = {"max_steps": STEPS, "logging_steps": 1, "learning_rate": 5e-3, "use_cpu": True, "report_to": "none",
                           "save_strategy": "no", "seed": 3407, "disable_tqdm": True, "bf16": False}
+
+
+@pytest.fixture(scope="session")
+def lively_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights large enough that an adapter alone can lower the loss of a model that never learned anything."""
+    folder = tmp_path_factory.mktemp("lively-llama")
+    make_model(tie_word_embeddings=False, initializer_range=0.2).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def curve(trainer: Trainer) -> list[float]:
@@ -315,13 +348,14 @@ def assert_same_curve(expected: list[float], found: list[float]) -> None:
         assert abs(one - other) <= 1e-4 * one  # Trainer logs four digits and more of a loss between 1 and 6
 
 
+@pytest.mark.usefixtures("_trl_on_the_cpu")
 @pytest.mark.parametrize("mode", ["padded", "packed", "padding-free"])
-def test_sft_trainer_trains_as_on_stock_libraries(tiny_model: Path, tmp_path: Path, mode: str) -> None:
+def test_sft_trainer_trains_as_on_stock_libraries(lively_model: Path, tmp_path: Path, mode: str) -> None:
     options = {"padded": {"max_length": 96, "per_device_train_batch_size": 4},
                "packed": {"max_length": 128, "packing": True, "per_device_train_batch_size": 2},
                "padding-free": {"max_length": None, "padding_free": True, "per_device_train_batch_size": 4}}[mode]  # fmt: skip
-    fast, tokenizer = adapted(tiny_model)
-    plain = stock(tiny_model, fast)
+    fast, tokenizer = adapted(lively_model)
+    plain = stock(lively_model, fast)
     ran = []
     own = engine_of(fast).hidden
     engine_of(fast).hidden = lambda *args: ran.append(True) or own(*args)
@@ -333,9 +367,9 @@ def test_sft_trainer_trains_as_on_stock_libraries(tiny_model: Path, tmp_path: Pa
     assert len(ran) >= STEPS
 
 
-def test_trainer_with_accumulation_answers_only_and_evaluation(tiny_model: Path, tmp_path: Path) -> None:
-    fast, tokenizer = adapted(tiny_model)
-    plain = stock(tiny_model, fast)
+def test_trainer_with_accumulation_answers_only_and_evaluation(lively_model: Path, tmp_path: Path) -> None:
+    fast, tokenizer = adapted(lively_model)
+    plain = stock(lively_model, fast)
     rows = [{"input_ids": tokenizer(row["text"])["input_ids"]} for row in texts(tokenizer)]
     results = []
     for model in (plain, fast):
@@ -345,20 +379,26 @@ def test_trainer_with_accumulation_answers_only_and_evaluation(tiny_model: Path,
         trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data.select(range(8)),
                           processing_class=tokenizer, data_collator=DataCollatorForSeq2Seq(tokenizer))
         train_on_responses_only(trainer, "<|im_start|>user\n", "<|im_start|>assistant\n")
-        results.append((curve(trainer), [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e], trainer.predict(data)))
+        losses = curve(trainer)
+        held_out = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        results.append((losses, held_out, trainer.predict(data)))
     assert_same_curve(results[0][0], results[1][0])
     assert len(results[0][1]) == 2
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-4)
     logits = [result[2].predictions for result in results]
-    real = results[0][2].label_ids != -100
-    assert abs(logits[0][real] - logits[1][real]).max() < 2e-2
+    labels = results[0][2].label_ids
+    real = (labels[0] if isinstance(labels, tuple) else labels) != -100
+    assert real.sum() > 100
+    assert abs(logits[0][real] - logits[1][real]).max() < 1e-3
 
 
 def test_mixed_precision_keeps_the_logits_late(tiny_model: Path, tmp_path: Path) -> None:
     """accelerate rebuilds the outputs then."""
     fast, tokenizer = adapted(tiny_model)
-    rows = [{"input_ids": ids, "labels": ids} for ids in (tokenizer(row["text"])["input_ids"] for row in texts(tokenizer, 8))]
-    args = TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=2, **(COMMON | {"max_steps": 3, "bf16": True}))
+    coded = [tokenizer(row["text"])["input_ids"] for row in texts(tokenizer, 8)]
+    rows = [{"input_ids": ids, "labels": ids} for ids in coded]
+    options = COMMON | {"max_steps": 3, "bf16": True}
+    args = TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=2, **options)
     trainer = Trainer(model=fast, args=args, train_dataset=rows, processing_class=tokenizer,
                       data_collator=DataCollatorForSeq2Seq(tokenizer))
     losses = curve(trainer)
@@ -430,6 +470,7 @@ model.save_pretrained_merged(OUTPUT + "/model", tokenizer, save_method = "merged
 '''
 
 
+@pytest.mark.usefixtures("_trl_on_the_cpu")
 def test_a_script_runs_with_only_its_import_changed(tiny_model: Path, tmp_path: Path) -> None:
     rows = [{"messages": row["messages"]} for row in chat_rows(60)]
     names: dict[str, Any] = {"MODEL": str(tiny_model), "ROWS": rows, "OUTPUT": str(tmp_path)}
@@ -468,11 +509,12 @@ def test_named_chat_templates() -> None:
 
 @pytest.mark.parametrize("name", ["llama-3", "gemma", "phi-3", "mistral"])
 def test_every_named_template_renders(name: str) -> None:
-    from pronghorn.data.named_templates import TEMPLATES
+    from pronghorn.api import TEMPLATES
 
     tokenizer = make_tokenizer(chat_template=None)
     row = TEMPLATES[name]
-    tokenizer.add_special_tokens({"additional_special_tokens": [t for t in (*row.tokens, row.end_of_turn) if t], "bos_token": "<s>"})
+    extra = [token for token in (*row.tokens, row.end_of_turn) if token]
+    tokenizer.add_special_tokens({"additional_special_tokens": extra, "bos_token": "<s>"})
     text = get_chat_template(tokenizer, name).apply_chat_template(
         [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}], tokenize=False)
     assert text.index("hi") < text.index("ho")

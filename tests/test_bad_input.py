@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import chat_rows, make_model, make_tokenizer, write_rows
 
+from conftest import chat_rows, make_model, make_tokenizer, write_rows
 from pronghorn.cli import main
 from pronghorn.train import run_folder
 

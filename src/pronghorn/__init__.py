@@ -5,14 +5,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pronghorn.api import FastLanguageModel, get_chat_template, is_bfloat16_supported, train_on_responses_only
     from pronghorn.recipe import Recipe
-    from pronghorn.recipe_file import load_recipe
 
 __version__ = "0.1.0"
-__all__ = ["FastLanguageModel", "Recipe", "get_chat_template", "is_bfloat16_supported", "load_recipe", "train_on_responses_only"]
+__all__ = ["FastLanguageModel", "Recipe", "get_chat_template", "is_bfloat16_supported", "train_on_responses_only"]
 
 _HOMES = {
     "FastLanguageModel": "api", "get_chat_template": "api", "is_bfloat16_supported": "api", "train_on_responses_only": "api",
-    "Recipe": "recipe", "load_recipe": "recipe_file",
+    "Recipe": "recipe",
 }  # fmt: skip
 
 

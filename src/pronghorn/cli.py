@@ -110,6 +110,11 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--to", choices=("adapter", "merged"), required=True)
     one.add_argument("--target", help="the folder to write (default: RUN/export-adapter or RUN/export-merged)")
 
+    one = verb("verify", verify, "compare the fast layers with the model's own: loss and every trained gradient")
+    one.add_argument("model", help="hub name or local folder")
+    one.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="(default: %(default)s)")
+    one.add_argument("--method", choices=("lora", "full"), default="lora", help="(default: %(default)s)")
+
     one = verb("runs", runs, "list runs, or compare some")
     one.add_argument("folders", nargs="*", help="compare these runs; without any, list all below --root")
     one.add_argument("--root", default="runs", help="where to look (default: %(default)s)")
@@ -243,6 +248,19 @@ def export(arguments: argparse.Namespace) -> None:
     target = Path(arguments.target or Path(arguments.run) / f"export-{arguments.to}")
     export_run(Path(arguments.run), arguments.checkpoint, target, arguments.to)
     _say(arguments, {"written": str(target)}, f"wrote {target}")
+
+
+def verify(arguments: argparse.Namespace) -> None:
+    from pronghorn.model.load import DTYPES, load_model, pick_device
+    from pronghorn.model.lora import add_adapter
+    from pronghorn.model.verify import verify as compare_layers
+    from pronghorn.recipe import Lora
+
+    model = load_model(arguments.model, DTYPES[arguments.precision], pick_device())
+    if arguments.method == "lora":
+        model = add_adapter(model, Lora(), seed=0)
+    verdict = compare_layers(model)
+    _say(arguments, verdict.as_dict(), verdict.table())
 
 
 def runs(arguments: argparse.Namespace) -> None:

@@ -28,7 +28,8 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 
 SIZES: dict[str, Any] = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+                         "eos_token_id": 1, "bos_token_id": 2}
 GEMMA = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
 FAMILIES = {
     "llama": LlamaConfig(**SIZES, attention_bias=True),
@@ -38,7 +39,8 @@ FAMILIES = {
     "phi3": Phi3Config(**SIZES, partial_rotary_factor=0.5),
     "gemma2": Gemma2Config(**SIZES, **GEMMA),
     "gemma3": Gemma3TextConfig(**SIZES, **GEMMA, layer_types=["sliding_attention", "full_attention"]),
-    "granite": GraniteConfig(**SIZES, residual_multiplier=0.3, embedding_multiplier=3.0, logits_scaling=2.0, attention_multiplier=0.2),
+    "granite": GraniteConfig(**SIZES, residual_multiplier=0.3, embedding_multiplier=3.0, logits_scaling=2.0,
+                             attention_multiplier=0.2),
     "olmo2": Olmo2Config(**SIZES),
 }
 
@@ -154,7 +156,8 @@ def test_the_backbone_alone_as_trl_calls_it(monkeypatch: pytest.MonkeyPatch) -> 
     mask = inputs["attention_mask"]
     states, direction = [], torch.randn(32, generator=torch.Generator().manual_seed(1))
     for model in (plain, fast):
-        hidden = base_of(model).base_model(input_ids=inputs["input_ids"], attention_mask=mask, use_cache=False).last_hidden_state
+        backbone = base_of(model).base_model
+        hidden = backbone(input_ids=inputs["input_ids"], attention_mask=mask, use_cache=False).last_hidden_state
         (hidden[mask.bool()] @ direction).tanh().sum().backward()
         states.append(hidden.detach())
     assert ran
@@ -167,7 +170,8 @@ def test_the_backbone_alone_as_trl_calls_it(monkeypatch: pytest.MonkeyPatch) -> 
 def test_num_items_in_batch_and_shifted_labels(count: Any) -> None:
     plain, fast = pair()
     inputs = batch("full")
-    assert torch.allclose(fast(**inputs, num_items_in_batch=count).loss, plain(**inputs, num_items_in_batch=count).loss, rtol=1e-5)
+    one, other = (model(**inputs, num_items_in_batch=count).loss for model in (plain, fast))
+    assert torch.allclose(one, other, rtol=1e-5)
     labels = inputs.pop("labels")
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     call = {**inputs, "labels": labels, "shift_labels": shifted}

@@ -21,7 +21,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from conftest import chat_rows, write_rows
-
 from pronghorn.recipe import Recipe
 from pronghorn.report.display import JsonDisplay
 from pronghorn.report.stages import Stages
@@ -91,7 +90,7 @@ def main() -> None:
         child = start(recipe("killed"))
         time.sleep(chance.uniform(0.0, duration))
         os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
+        os.waitpid(child, 0)
         newest = latest_checkpoint(run)
         landed.append(int(newest.name.split("-")[1]) if newest else 0)
         finish(start(recipe("killed")))

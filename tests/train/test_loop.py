@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import chat_rows, write_rows
 from safetensors.torch import load_file
 
+from conftest import chat_rows, write_rows
 from pronghorn.errors import CheckpointError, HealthStop, Interrupted, RecipeError
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
@@ -131,7 +131,7 @@ def test_fresh_starts_over_and_keeps_the_old_folder(recipe_for: Callable[..., Re
     display = Silent()
     train(recipe_for(train={"lr": 5e-3}), display=display, fresh=True)
     assert (first.folder.with_name("run.old-1") / "run.jsonl").is_file()
-    assert [e["step"] for e in display.events if e["event"] == "step"][0] == 1
+    assert next(e["step"] for e in display.events if e["event"] == "step") == 1
 
 
 @pytest.mark.parametrize("change", [{"train": {"lr": 5e-3}}, {"lora": {"r": 8}}, {"data": {"max_length": 100}}])
@@ -187,7 +187,9 @@ def broken_at(number: int, monkeypatch: pytest.MonkeyPatch, value: float) -> Non
     monkeypatch.setattr(step, "loss_sum", losses)
 
 
-def test_a_non_finite_loss_never_reaches_the_weights(recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_non_finite_loss_never_reaches_the_weights(
+    recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = recipe_for(checkpoint={"every": 100})
     broken_at(6, monkeypatch, float("nan"))  # two micro-batches a step: the fourth step
     with pytest.raises(HealthStop, match="step 4: the loss is not finite") as caught:

@@ -34,7 +34,7 @@ class FastCausalLM:
         self._adapters: CopyTable | None = None
         self.paused = False  # the model's own layers, for one call
         self.trained_with: tuple[Any, ...] | None = None  # adapters of the latest forward that recorded gradients
-        self.head_terms = {
+        self.head_terms: dict[str, Any] = {
             "softcap": float(getattr(config, "final_logit_softcapping", None) or 0.0),
             "logit_scale": 1.0 / float(getattr(config, "logits_scaling", None) or 1.0),
         }

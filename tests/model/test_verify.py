@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import make_model
+from pronghorn.errors import ModelError
+from pronghorn.model import decoder_layer
+from pronghorn.model.lora import add_adapter
+from pronghorn.model.verify import verify
+from pronghorn.recipe import Lora
+
+
+def test_a_sound_model_passes_and_is_left_as_it_was() -> None:
+    model = add_adapter(make_model(), Lora(r=4), seed=0)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    verdict = verify(model)
+    assert verdict.loss_difference < 1e-6
+    assert verdict.gradients[0].cosine > 0.999999
+    assert len(verdict.gradients) == 2 * 7 * 2  # A and B of seven linears in two layers
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+
+
+def test_full_fine_tuning_is_verified_too() -> None:
+    assert verify(make_model()).gradients[0].cosine > 0.999999
+
+
+@pytest.mark.parametrize("broken", ["rms_norm_backward", "qk_rope_backward", "gated_activation_backward", "attention_backward"])
+def test_a_gradient_broken_in_one_kernel_is_found_and_named(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Any = getattr(decoder_layer, broken)
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        out = real(*args, **kwargs)
+        with torch.no_grad():
+            out[0].mul_(1.1)
+        return out
+
+    monkeypatch.setattr(decoder_layer, broken, wrong)
+    with pytest.raises(ModelError, match="do not compute what this model computes") as caught:
+        verify(add_adapter(make_model(), Lora(r=4), seed=0))
+    assert "lora_" in str(caught.value)
+    assert "layers: own" in caught.value.fix
+
+
+def test_a_wrong_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Any = decoder_layer.attention_forward
+    monkeypatch.setattr(decoder_layer, "attention_forward", lambda q, *a, **k: real(q * 30, *a, **k))
+    with pytest.raises(ModelError, match="loss differs"):
+        verify(add_adapter(make_model(), Lora(r=4), seed=0))
+
+
+def test_a_family_without_fast_layers_has_nothing_to_verify() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with pytest.raises(ModelError, match="nothing to verify"):
+        verify(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50)))
