@@ -66,7 +66,7 @@ def stock(folder: Path, like: Any) -> Any:
     return model.train()
 
 
-# ---- from_pretrained ------------------------------------------------------------------------------------------------------
+# ---- from_pretrained -------------------------------------------------------------------------------------------------
 
 
 def test_defaults_are_those_of_the_interface() -> None:
@@ -142,6 +142,22 @@ def test_a_loaded_model_is_frozen_or_trains_whole(tiny_model: Path) -> None:
         FastLanguageModel.get_peft_model(adapted(tiny_model)[0])
 
 
+@pytest.mark.parametrize("full", [True, False])
+def test_verify_on_load(tiny_model: Path, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pronghorn.model import decoder_layer
+
+    model, _ = load(tiny_model, verify=True, full_finetuning=full)
+    assert all(p.requires_grad == full and p.grad is None for p in model.parameters())
+    own = decoder_layer.gated_activation_backward
+
+    def broken(da: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return own(0.9 * da, *args, **kwargs)
+
+    monkeypatch.setattr(decoder_layer, "gated_activation_backward", broken)
+    with pytest.raises(ModelError, match="do not compute what this model computes"):
+        load(tiny_model, verify=True, full_finetuning=full)
+
+
 def test_a_family_without_a_row_trains_on_its_own_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=259, n_embd=32, n_layer=2, n_head=4, n_positions=64)
@@ -156,7 +172,7 @@ def test_a_family_without_a_row_trains_on_its_own_layers(tmp_path: Path, capsys:
     assert any(p.grad is not None for p in model.parameters())
 
 
-# ---- get_peft_model -------------------------------------------------------------------------------------------------------
+# ---- get_peft_model --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("options", "words"), [
@@ -238,7 +254,7 @@ def test_the_random_state_decides_the_adapter(tiny_model: Path) -> None:
     assert not torch.equal(first(1), first(2))
 
 
-# ---- modes and saving -----------------------------------------------------------------------------------------------------
+# ---- modes and saving ------------------------------------------------------------------------------------------------
 
 
 def test_inference_and_training_modes(tiny_model: Path) -> None:
@@ -315,11 +331,11 @@ def test_ways_to_save_that_are_not_there(method: str, words: str, tmp_path: Path
         FastLanguageModel.save_pretrained_merged(make_model(), tmp_path, save_method="lora")
 
 
-# ---- trainers -------------------------------------------------------------------------------------------------------------
+# ---- trainers --------------------------------------------------------------------------------------------------------
 
 STEPS = 100
-COMMON: dict[str, Any] = {"max_steps": STEPS, "logging_steps": 1, "learning_rate": 5e-3, "use_cpu": True, "report_to": "none",
-                          "save_strategy": "no", "seed": 3407, "disable_tqdm": True, "bf16": False}
+COMMON: dict[str, Any] = {"max_steps": STEPS, "logging_steps": 1, "learning_rate": 5e-3, "use_cpu": True,
+                          "report_to": "none", "save_strategy": "no", "seed": 3407, "disable_tqdm": True, "bf16": False}
 
 
 @pytest.fixture(scope="session")
@@ -353,7 +369,7 @@ def assert_same_curve(expected: list[float], found: list[float]) -> None:
 def test_sft_trainer_trains_as_on_stock_libraries(lively_model: Path, tmp_path: Path, mode: str) -> None:
     options = {"padded": {"max_length": 96, "per_device_train_batch_size": 4},
                "packed": {"max_length": 128, "packing": True, "per_device_train_batch_size": 2},
-               "padding-free": {"max_length": None, "padding_free": True, "per_device_train_batch_size": 4}}[mode]  # fmt: skip
+               "padding-free": {"max_length": None, "padding_free": True, "per_device_train_batch_size": 4}}[mode]
     fast, tokenizer = adapted(lively_model)
     plain = stock(lively_model, fast)
     ran = []
@@ -374,20 +390,20 @@ def test_trainer_with_accumulation_answers_only_and_evaluation(lively_model: Pat
     results = []
     for model in (plain, fast):
         args = TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=3, gradient_accumulation_steps=2,
-                                 remove_unused_columns=False, eval_strategy="steps", eval_steps=50, **COMMON)
+                                 remove_unused_columns=False, label_names=["labels"],
+                                 eval_strategy="steps", eval_steps=50, **COMMON)
         data = datasets.Dataset.from_list(rows)
         trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data.select(range(8)),
                           processing_class=tokenizer, data_collator=DataCollatorForSeq2Seq(tokenizer))
         train_on_responses_only(trainer, "<|im_start|>user\n", "<|im_start|>assistant\n")
         losses = curve(trainer)
         held_out = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-        results.append((losses, held_out, trainer.predict(data)))
+        results.append((losses, held_out, trainer.predict(trainer.eval_dataset)))
     assert_same_curve(results[0][0], results[1][0])
     assert len(results[0][1]) == 2
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-4)
     logits = [result[2].predictions for result in results]
-    labels = results[0][2].label_ids
-    real = (labels[0] if isinstance(labels, tuple) else labels) != -100
+    real = results[0][2].label_ids != -100
     assert real.sum() > 100
     assert abs(logits[0][real] - logits[1][real]).max() < 1e-3
 
@@ -482,7 +498,7 @@ def test_a_script_runs_with_only_its_import_changed(tiny_model: Path, tmp_path: 
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
-# ---- chat helpers ---------------------------------------------------------------------------------------------------------
+# ---- chat helpers ----------------------------------------------------------------------------------------------------
 
 
 def test_named_chat_templates() -> None:
@@ -493,7 +509,8 @@ def test_named_chat_templates() -> None:
     assert changed.apply_chat_template(chat, tokenize=False) == (
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<|im_end|>\n"
     )
-    assert changed.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True).endswith("<|im_start|>assistant\n")
+    asked = changed.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+    assert asked.endswith("<|im_start|>assistant\n")
     assert changed.eos_token == "<|im_end|>"
     assert tokenizer.chat_template is None
     assert get_chat_template(tokenizer, "chatml", map_eos_token=False).eos_token == "<|endoftext|>"
@@ -580,13 +597,14 @@ def test_markers_that_match_nothing_and_collators_that_ignore_labels() -> None:
         train_on_responses_only(FakeTrainer(data, tokenizer), "### Q", "### A")
     with pytest.raises(DataError, match="not tokenized"):
         train_on_responses_only(FakeTrainer(datasets.Dataset.from_list([{"text": "x"}]), tokenizer), "Q", "A")
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     with pytest.raises(CommandError, match="labels of its own"):
-        train_on_responses_only(FakeTrainer(data, tokenizer, DataCollatorForLanguageModeling(tokenizer, mlm=False)), "Q", "A")
+        train_on_responses_only(FakeTrainer(data, tokenizer, collator), "Q", "A")
     with pytest.raises(CommandError, match="no tokenizer"):
         train_on_responses_only(FakeTrainer(data, None), "Q", "A")
 
 
-# ---- the package ----------------------------------------------------------------------------------------------------------
+# ---- the package -----------------------------------------------------------------------------------------------------
 
 
 def test_importing_is_light_and_names_are_found() -> None:

@@ -10,8 +10,8 @@ __version__ = "0.1.0"
 __all__ = ["FastLanguageModel", "Recipe", "get_chat_template", "is_bfloat16_supported", "train_on_responses_only"]
 
 _HOMES = {
-    "FastLanguageModel": "api", "get_chat_template": "api", "is_bfloat16_supported": "api", "train_on_responses_only": "api",
-    "Recipe": "recipe",
+    "FastLanguageModel": "api", "get_chat_template": "api", "is_bfloat16_supported": "api",
+    "train_on_responses_only": "api", "Recipe": "recipe",
 }  # fmt: skip
 
 

@@ -62,8 +62,9 @@ class FastLanguageModel:
 
         dtype None: bf16 on a GPU that has it, else float32. device_map "auto": the GPU if there is one, else the CPU.
         `load_in_16bit` and `full_finetuning` mean unquantized weights, whatever `load_in_4bit` says. Without
-        `full_finetuning` all weights are frozen: `get_peft_model` or a trainer's `peft_config` adds what trains; with it all
-        train, in `dtype` (float32 for master weights). `verify` compares loss and gradients with the family's own layers.
+        `full_finetuning` all weights are frozen: `get_peft_model` or a trainer's `peft_config` adds what trains; with it
+        all train, in `dtype` (float32 for master weights). `verify` compares loss and gradients with the family's own
+        layers.
         """
         _refuse_unknown(FastLanguageModel.from_pretrained, unknown)
         _refuse_quantized(load_in_4bit and not (load_in_16bit or full_finetuning), load_in_8bit, load_in_fp8)
@@ -84,9 +85,7 @@ class FastLanguageModel:
         setattr(model, FULL, full_finetuning)
         _make_fast(model, use_gradient_checkpointing)
         if verify:
-            from pronghorn.model.verify import verify as compare
-
-            compare(model)
+            _verify(model, full_finetuning)
         return model.train(), tokenizer
 
     @staticmethod
@@ -159,7 +158,7 @@ class FastLanguageModel:
     def save_pretrained_merged(
         model: Any, save_directory: str | Path, tokenizer: Any = None, save_method: str = "merged_16bit", **unknown: Any
     ) -> None:
-        """merged_16bit: one model folder, adapter added in float32 and rounded once; lora: the adapter, in PEFT's layout."""
+        """merged_16bit: one model folder, adapter added in float32 and rounded once; lora: the adapter, as PEFT has it."""
         _refuse_unknown(FastLanguageModel.save_pretrained_merged, unknown)
         if save_method.startswith("merged_4bit"):
             raise CommandError(what=f"save_method={save_method!r} is not in this version", why="4-bit weights come later",
@@ -181,7 +180,7 @@ def is_bfloat16_supported() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-# ---- arguments ------------------------------------------------------------------------------------------------------------
+# ---- arguments -------------------------------------------------------------------------------------------------------
 
 
 def _refuse_unknown(function: Any, unknown: dict[str, Any]) -> None:
@@ -210,7 +209,8 @@ def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
 
 def _check_recompute(asked: Any) -> None:
     if asked not in (True, False, "unsloth"):
-        raise CommandError(what=f"use_gradient_checkpointing={asked!r}", fix='True, False, or "unsloth" (which means our own)')
+        raise CommandError(what=f"use_gradient_checkpointing={asked!r}",
+                           fix='True, False, or "unsloth" (which means our own)')
 
 
 def _check_init(asked: bool | str) -> None:
@@ -292,7 +292,7 @@ def _chosen_layers(model: Any, chosen: Sequence[int] | int | None, last: int | N
     return layers
 
 
-# ---- the instance ---------------------------------------------------------------------------------------------------------
+# ---- the instance ----------------------------------------------------------------------------------------------------
 
 
 def _make_fast(model: Any, recompute: Recompute) -> None:
@@ -300,6 +300,21 @@ def _make_fast(model: Any, recompute: Recompute) -> None:
         say_once(f"{base_of(model).config.model_type} trains on transformers' own layers: {why}")
     _set_recompute(model, recompute)
     model.save_pretrained_merged = types.MethodType(FastLanguageModel.save_pretrained_merged, model)
+
+
+def _verify(model: Any, full: bool) -> None:
+    """A frozen model has no gradients to compare: its norms get them for the moment, since they stand in every layer and
+    cost next to no memory."""
+    from pronghorn.model.verify import verify
+
+    norms = [] if full else [parameter for name, parameter in model.named_parameters() if "norm" in name]
+    for parameter in norms:
+        parameter.requires_grad_(True)
+    try:
+        verify(model)
+    finally:
+        for parameter in norms:
+            parameter.requires_grad_(False)
 
 
 def _set_recompute(model: Any, recompute: Recompute) -> None:
@@ -316,7 +331,7 @@ def _set_recompute(model: Any, recompute: Recompute) -> None:
         base.gradient_checkpointing_disable()
 
 
-# ---- chat formats by name -----------------------------------------------------------------------------------------------
+# ---- chat formats by name --------------------------------------------------------------------------------------------
 
 _ROLES = "{% for message in messages %}"
 _END = "{% endfor %}{% if add_generation_prompt %}"
@@ -342,8 +357,9 @@ TEMPLATES = {
         "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>"),
     ),
     "gemma": NamedTemplate(
-        "{{ bos_token }}" + _ROLES + "{% if message['role'] == 'system' %}{{ raise_exception('gemma knows no system role') }}"
-        "{% endif %}{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' "
+        "{{ bos_token }}" + _ROLES
+        + "{% if message['role'] == 'system' %}{{ raise_exception('gemma knows no system role') }}{% endif %}"
+        "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' "
         "+ message['content'] | trim + '<end_of_turn>\n' }}"
         + _END + "{{ '<start_of_turn>model\n' }}{% endif %}",
         "<end_of_turn>", ("<start_of_turn>",),
@@ -365,7 +381,8 @@ TEMPLATES = {
     ),
 }  # fmt: skip
 SAME_AS = {"llama-3.1": "llama-3", "llama-3.2": "llama-3", "llama-3.3": "llama-3", "llama3": "llama-3", "gemma-2": "gemma",
-           "gemma2": "gemma", "gemma-3": "gemma", "gemma3": "gemma", "phi3": "phi-3", "qwen-2.5": "chatml", "qwen2.5": "chatml"}
+           "gemma2": "gemma", "gemma-3": "gemma", "gemma3": "gemma", "phi3": "phi-3", "qwen-2.5": "chatml",
+           "qwen2.5": "chatml"}
 
 
 def get_chat_template(tokenizer: Any, chat_template: str = "chatml", map_eos_token: bool = True) -> Any:
@@ -391,7 +408,7 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", map_eos_tok
     return changed
 
 
-# ---- answers only -------------------------------------------------------------------------------------------------------
+# ---- answers only ----------------------------------------------------------------------------------------------------
 
 IGNORED = -100
 SPACE = "▁"  # SentencePiece puts one before a text that begins a line

@@ -81,7 +81,7 @@ def batch(kind: str, seed: int = 0) -> dict[str, Any]:
     for row, length in enumerate((14, 9, 4)):
         padding = slice(length, None) if kind == "right" else slice(0, 14 - length)
         mask[row, padding] = 0
-    before = torch.nn.functional.pad(mask[:, :-1], (1, 0))  # the first token of a row padded on the left has nothing before it
+    before = torch.nn.functional.pad(mask[:, :-1], (1, 0))  # the first real token has nothing before it
     return {"input_ids": ids * mask, "labels": labels.masked_fill(mask * before == 0, -100), "attention_mask": mask}
 
 
@@ -240,7 +240,8 @@ def test_going_through_the_items_in_training_leaves_the_logits_uncomputed(monkey
     own = hf_forward.LateLogits.compute
     monkeypatch.setattr(hf_forward.LateLogits, "compute", lambda self: computed.append(True) or own(self))
     output = fast(**batch("full"))
-    again = type(output)({name: value.float() if isinstance(value, torch.Tensor) else value for name, value in output.items()})
+    items = {name: value.float() if isinstance(value, torch.Tensor) else value for name, value in output.items()}
+    again = type(output)(items)
     assert not computed
     assert again.logits.shape == (3, 14, 67)
     assert again["loss"] == output["loss"]
@@ -264,7 +265,7 @@ def test_what_the_fast_path_does_not_cover_still_works() -> None:
     assert fast(**inputs).loss == 42
 
 
-def test_hooks_of_others_are_called_and_transformers_own_do_not_keep_the_layers_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_of_others_are_called_and_transformers_own_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     _, fast = pair()
     inputs = batch("full")
     fast(**inputs, output_hidden_states=True)  # leaves hooks of transformers behind

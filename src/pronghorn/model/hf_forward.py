@@ -43,7 +43,7 @@ FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate
          "up_proj": "gate_up_proj"}
 TRAINED_WHOLE = ("embed_tokens", "lm_head")
 HALVES = (torch.bfloat16, torch.float16)
-OF_THE_OWN_FORWARD = {"past_key_values", "output_attentions", "output_hidden_states", "logits_to_keep"}  # no notice for these
+OF_THE_OWN_FORWARD = {"past_key_values", "output_attentions", "output_hidden_states", "logits_to_keep"}  # no notice
 
 
 def set_forwards(model: Any, engine: FastCausalLM) -> None:
@@ -86,7 +86,7 @@ def _separate_weights(model: Any, prefix: str, keep_vars: bool) -> None:
                     linear.weight.data = linear.weight.data.contiguous()
 
 
-# ---- the two forwards: None means "run your own" ------------------------------------------------------------------------
+# ---- the two forwards: None means "run your own" ---------------------------------------------------------------------
 
 
 def _backbone_forward(backbone: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> Any:
@@ -110,8 +110,8 @@ def _model_forward(model: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> 
     targets = targets.reshape(-1).to(pack.positions.device)
     if pack.real is not None:
         if _counts_padding(targets, pack.real):
-            say_once("labels that padding predicts: such batches run on the model's own layers; set labels of padding, and of "
-                     "the first token after padding on the left, to -100")
+            say_once("labels that padding predicts: such batches run on the model's own layers; set labels of padding, and "
+                     "of the first token after padding on the left, to -100")
             with _paused(engine):
                 return type(model).forward(model, **inputs)
         targets = targets[pack.real]
@@ -166,7 +166,7 @@ def _normed(engine: FastCausalLM, h: Tensor) -> Tensor:
     return rms_norm(h, engine.norm.weight, engine.norm.eps, one_plus=engine.norm.one_plus)[0]
 
 
-# ---- what is covered ------------------------------------------------------------------------------------------------------
+# ---- what is covered -------------------------------------------------------------------------------------------------
 
 
 def _covered(engine: FastCausalLM, inputs: dict[str, Any]) -> bool:
@@ -214,10 +214,11 @@ def _same_precision(engine: FastCausalLM) -> bool:
     """Autocast over frozen weights of another dtype: the buffers that hold them and their adapters have one dtype only."""
     weight = engine.backbone.embed_tokens.weight
     kind = weight.device.type
-    if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) == weight.dtype or not _adapters_in_use(engine):
+    asked = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    if asked == weight.dtype or not _adapters_in_use(engine):
         return True
-    say_once(f"autocast to {torch.get_autocast_dtype(kind)} over {weight.dtype} weights with an adapter: such calls run on "
-             "the model's own layers; load the model in that dtype instead")
+    say_once(f"autocast to {asked} over {weight.dtype} weights with an adapter: such calls run on the model's own layers; "
+             "load the model in that dtype instead")
     return False
 
 
@@ -242,7 +243,7 @@ def _watched(engine: FastCausalLM) -> bool:
     return False
 
 
-# ---- rows to documents ----------------------------------------------------------------------------------------------------
+# ---- rows to documents -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -309,7 +310,7 @@ def _without_padding(shape: tuple[int, int], mask: Tensor, flat: Tensor) -> Pack
     return Pack(shape, real, flat[real], *_bounds(begins.reshape(-1)[real]))
 
 
-# ---- what comes back ------------------------------------------------------------------------------------------------------
+# ---- what comes back -------------------------------------------------------------------------------------------------
 
 
 class LateLogits:
@@ -359,7 +360,7 @@ class Output(CausalLMOutputWithPast):  # type: ignore[misc]
         return dict(self.items()).values()
 
 
-# ---- an adapter as users of PEFT ask for it -------------------------------------------------------------------------------
+# ---- an adapter as users of PEFT ask for it --------------------------------------------------------------------------
 
 
 def with_adapter(model: Any, *, target_modules: Sequence[str] | str, modules_to_save: Sequence[str] | None,
@@ -409,7 +410,7 @@ def _linear_names(model: Any) -> list[str]:
     return sorted({path.split(".")[-1] for path in paths} - set(TRAINED_WHOLE))
 
 
-# ---- merged ---------------------------------------------------------------------------------------------------------------
+# ---- merged ----------------------------------------------------------------------------------------------------------
 
 
 def save_merged(model: Any, folder: Path) -> None:
