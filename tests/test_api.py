@@ -16,10 +16,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, GPT2Config, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from conftest import chat_rows, make_model, make_tokenizer
 from pronghorn import FastLanguageModel, get_chat_template, train_on_responses_only
 from pronghorn.errors import CommandError, DataError, ModelError
 from pronghorn.model.causal_lm import base_of, engine_of
+from samples import chat_rows, make_model, make_tokenizer
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

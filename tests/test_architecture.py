@@ -24,7 +24,8 @@ ARROWS = {
     "recipe": set(),
     "errors": set(),
     "folders": set(),
-    "__init__": {"api"},
+    "api": {"model", "data", "kernels"},
+    "__init__": {"api", "recipe_file"},
 }
 MAY_BE_USED_BY_ALL = {"report": {"errors"}, "recipe": set(), "errors": set(), "folders": set(), "kernels": {"errors"}}
 

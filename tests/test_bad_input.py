@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from conftest import chat_rows, make_model, make_tokenizer, write_rows
 from pronghorn.cli import main
 from pronghorn.train import run_folder
+from samples import chat_rows, make_model, make_tokenizer, write_rows
 
 
 class Bench:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import chat_rows, write_rows
 from pronghorn import cli
 from pronghorn.cli import build_parser, main
 from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, RecipeError
 from pronghorn.recipe_file import EXAMPLE, load_recipe
+from samples import chat_rows, write_rows
 
 VERBS = ["demo", "new", "check", "data", "data show", "data stats", "train", "eval", "chat", "export", "runs"]
 HEAVY = {"torch", "transformers", "peft", "numpy", "pyarrow", "rich", "pydantic", "datasets", "safetensors"}

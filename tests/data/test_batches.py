@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import ListTable, random_table
 from pronghorn.data.batches import IGNORED, BatchLoader, Cursor, build_batch, evaluation_batches
 from pronghorn.data.packing import max_documents
+from samples import ListTable, random_table
 
 
 def test_a_batch_by_hand() -> None:

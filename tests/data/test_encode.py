@@ -17,12 +17,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from conftest import CHATML, make_tokenizer
 from pronghorn.data import encode
 from pronghorn.data.encode import Encoder, EncodingPool, example_from_json, example_to_json
 from pronghorn.data.formats import Example
 from pronghorn.data.templates import RowError
 from pronghorn.errors import DataError, EnvironmentFault
+from samples import CHATML, make_tokenizer
 
 # The prompt ends with a space, so that the first token of an answer, " yes", would begin inside the prompt.
 SPACED = (
@@ -205,7 +205,7 @@ def test_a_killed_worker_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_workers_leave_with_a_killed_parent() -> None:
     code = textwrap.dedent("""
         import sys, time; sys.path.insert(0, sys.argv[1])
-        from conftest import make_tokenizer
+        from samples import make_tokenizer
         from pronghorn.data import encode
         from pronghorn.data.formats import Example
         encode.ROWS_WORTH_A_POOL = 0

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from conftest import chat_rows, make_tokenizer, write_rows
 from pronghorn.data import prepare as module
 from pronghorn.data.prepare import Prepared, evaluation_prompts, findings, hold_out, prepare, tokenized_rows
 from pronghorn.data.tokens import TokenizerFiles
 from pronghorn.errors import DataError, EnvironmentFault
 from pronghorn.recipe import Data
+from samples import chat_rows, make_tokenizer, write_rows
 
 
 @pytest.fixture(autouse=True)

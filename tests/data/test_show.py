@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from conftest import make_tokenizer
 from pronghorn.data.encode import Encoder
 from pronghorn.data.formats import Example
 from pronghorn.data.show import LOSS_STYLES, render_row, row_as_dict, row_as_text
 from pronghorn.data.tokens import TokenTable
+from samples import make_tokenizer
 
 MESSAGES = ({"role": "user", "content": "hé\t1\x07"}, {"role": "assistant", "content": "ça va 👍\nyes"})
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from conftest import chat_rows, make_tokenizer, write_rows
 from pronghorn.data import clean
 from pronghorn.data.stats import Stats, _bar, _bins, collect
 from pronghorn.data.tokens import load_tokenizer
 from pronghorn.errors import CommandError
 from pronghorn.recipe import Data
+from samples import chat_rows, make_tokenizer, write_rows
 
 
 def stats_of(path: Path, rows: list[dict[str, Any]], **spec: Any) -> Stats:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import CHATML, make_tokenizer
 from pronghorn.data.templates import ChatTemplate, RowError, render_chat
 from pronghorn.errors import DataError
+from samples import CHATML, make_tokenizer
 
 SPECIALS = ["<s>", "</s>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>",
             "<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|message|>"]  # fmt: skip

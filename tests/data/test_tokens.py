@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from conftest import CHATML, make_tokenizer
 from pronghorn.data.tokens import TokenizerFiles, TokenRow, TokenTable, fingerprint, load_tokenizer, record_batch, write_table
 from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
+from samples import CHATML, make_tokenizer
 
 
 def some_rows(count: int) -> list[TokenRow]:

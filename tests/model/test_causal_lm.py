@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, OPTConfig
 
-from conftest import make_model
 from pronghorn.errors import ModelError
 from pronghorn.model.causal_lm import require_isolated_documents
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
+from samples import make_model
 
 CPU = torch.device("cpu")
 

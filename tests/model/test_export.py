@@ -12,12 +12,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import make_model, make_tokenizer
 from pronghorn.errors import CommandError
 from pronghorn.model import export as export_file
 from pronghorn.model.export import export, merged_model, model_card, save_model, trained_model
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Recipe
+from samples import make_model, make_tokenizer
 
 RecipeFor = Callable[..., Recipe]
 CPU = torch.device("cpu")

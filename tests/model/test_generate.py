@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import make_model, make_tokenizer
 from pronghorn.model.generate import end_tokens, generate_answers
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
+from samples import make_model, make_tokenizer
 
 TEXTS = ["hello", "a much longer prompt than the first one", "x", "two words", "hello", "the end of the list is here"]
 

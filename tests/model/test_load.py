@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import make_model, make_tokenizer
 from pronghorn.errors import ModelError, RecipeError
 from pronghorn.model.load import (
     inspect_model,
@@ -22,6 +21,7 @@ from pronghorn.model.load import (
     without_progress_bars,
 )
 from pronghorn.recipe import Lora
+from samples import make_model, make_tokenizer
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")

@@ -12,11 +12,11 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from conftest import make_model
 from pronghorn.errors import RecipeError
 from pronghorn.model.export import save_model
 from pronghorn.model.lora import add_adapter, load_adapter, restore_adapter
 from pronghorn.recipe import Lora
+from samples import make_model
 
 KINDS = {
     "lora": Lora(r=4, alpha=8),

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import make_model
 from pronghorn.errors import ModelError
 from pronghorn.model import decoder_layer
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora
+from samples import make_model
 
 
 def test_a_sound_model_passes_and_is_left_as_it_was() -> None:

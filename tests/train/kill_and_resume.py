@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from conftest import chat_rows, write_rows
 from pronghorn.recipe import Recipe
 from pronghorn.report.display import JsonDisplay
 from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint import latest_checkpoint, verify_checkpoint
 from pronghorn.train.loop import train
+from samples import chat_rows, write_rows
 
 
 def start(recipe: Recipe) -> int:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import ListTable, make_model, random_table
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Stop
 from pronghorn.train.evaluate import Evaluation, Progress, evaluate
+from samples import ListTable, make_model, random_table
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import ListTable, chat_rows, make_model, write_rows
 from pronghorn.cli import main
 from pronghorn.data.batches import Cursor, StepBatch, build_batch
 from pronghorn.errors import HealthStop, RecipeError
@@ -21,6 +20,7 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from pronghorn.train.health import offending_rows, require_sound, require_trainable
 from pronghorn.train.objectives import loss_sum
+from samples import ListTable, chat_rows, make_model, write_rows
 
 CPU = torch.device("cpu")
 

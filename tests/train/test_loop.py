@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import chat_rows, write_rows
 from pronghorn.errors import CheckpointError, HealthStop, Interrupted, RecipeError
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
@@ -19,6 +18,7 @@ from pronghorn.report.stages import Stages
 from pronghorn.train import loop, step
 from pronghorn.train.loop import train
 from pronghorn.train.setup import prepare_data
+from samples import chat_rows, write_rows
 
 
 class Silent:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import make_model
 from pronghorn.errors import CheckpointError
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Recipe, Train
 from pronghorn.train.optim import lr_scale, make_optimizer, optimizer_tensors, restore_optimizer, set_lr, trainable
+from samples import make_model
 
 RecipeFor = Callable[..., Recipe]
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config, Qwen3Config
 
-from conftest import ListTable, random_table
 from pronghorn.data.batches import Cursor, StepBatch, build_batch
 from pronghorn.data.packing import pack_in_order
 from pronghorn.errors import HealthStop
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from pronghorn.train.step import EagerStep
+from samples import ListTable, random_table
 
 SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
                          "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import chat_rows, make_model, make_tokenizer, write_rows
 from pronghorn.errors import CheckpointError, CommandError
 from pronghorn.recipe import Recipe
 from pronghorn.report.display import JsonDisplay
 from pronghorn.report.run_log import history, read_log
 from pronghorn.train.loop import train
 from pronghorn.train.trained_run import Chat, TrainedRun, evaluate_run, export_run
+from samples import chat_rows, make_model, make_tokenizer, write_rows
 
 
 def recipe_at(folder: Path, model: Path, **changes: Any) -> Recipe:

@@ -145,7 +145,7 @@ def _gradients(model: Any, loss_of: Any) -> tuple[float, dict[str, Tensor]]:
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for name, parameter in model.named_parameters():
         parameter.grad = before[name]
-    return float(loss), found
+    return float(loss.detach()), found
 
 
 def _compare(own: tuple[float, dict[str, Tensor]], fast: tuple[float, dict[str, Tensor]], dtype: torch.dtype) -> Verdict:

@@ -1,0 +1,88 @@
+"""Small real parts for the tests: a model, a tokenizer and data that train in seconds on one core."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer(chat_template: str | None = CHATML) -> Any:
+    """Byte-level: every text has tokens, and no vocabulary has to be learned."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*specials, *alphabet])}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>"]
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def make_model(**changes: Any) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    settings = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True, "eos_token_id": 2,
+                "bos_token_id": None, "pad_token_id": 0}
+    return LlamaForCausalLM(LlamaConfig(**(settings | changes)))
+
+
+def chat_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    random = np.random.default_rng(seed)
+    rows = []
+    for _ in range(count):
+        a, b = (int(n) for n in random.integers(0, 50, 2))
+        words = " ".join("please" for _ in range(int(random.integers(0, 5))))
+        rows.append({"messages": [{"role": "user", "content": f"{words} add {a} and {b}".strip()},
+                                  {"role": "assistant", "content": f"{a} + {b} = {a + b}"}]})
+    return rows
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+class ListTable:
+    """Token rows from plain lists, for tests of packing and loss."""
+
+    def __init__(self, rows: list[list[int]], loss: list[list[bool]] | None = None) -> None:
+        self.rows = [np.array(row, dtype=np.int32) for row in rows]
+        self.marks = [np.array(mark, dtype=np.bool_) for mark in loss or [[True] * len(row) for row in rows]]
+        self.lengths = np.array([len(row) for row in rows], dtype=np.int32)
+        self.loss_counts = np.array([mark[1:].sum() for mark in self.marks], dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def ids(self, i: int) -> np.ndarray:
+        return self.rows[i]
+
+    def loss(self, i: int) -> np.ndarray:
+        return self.marks[i]
+
+
+def random_table(documents: int, *, longest: int = 60, vocabulary: int = 259, seed: int = 0) -> ListTable:
+    random = np.random.default_rng(seed)
+    lengths = random.integers(2, longest, documents)
+    rows = [random.integers(3, vocabulary, n).tolist() for n in lengths]
+    marks = [(random.random(n) < 0.6).tolist() for n in lengths]
+    for mark in marks:
+        mark[-1] = True
+    return ListTable(rows, marks)
