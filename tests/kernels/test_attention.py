@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from pronghorn.kernels import attention as attention_module
 from pronghorn.kernels import attention_torch, dispatch
 from pronghorn.kernels.attention import (
     _Case,
@@ -212,9 +213,20 @@ def test_block_mask_has_exactly_the_blocks_with_something_to_see(lengths: tuple[
 
 def test_the_choice_is_said_once_and_why(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_said", set())
+    monkeypatch.setattr(attention_module, "HAS_TRITON", False)
+    attention_module._pick.cache_clear()
     for _ in range(2):
-        assert pick_backend(torch.device("cpu"), torch.float32, 48, softcap=True) == "torch"
-    assert capsys.readouterr().err == "attention on cpu: plain torch for float32, head width 48, soft-cap\n"
+        assert pick_backend(torch.device("cuda"), torch.float32, 48, softcap=True) == "torch"
+    said = capsys.readouterr().err
+    attention_module._pick.cache_clear()
+    assert said.startswith("attention on a GPU: plain torch for float32, head width 48, soft-cap (flash-attn-4: ")
+    assert said.count("\n") == 1
+
+
+def test_a_cpu_has_nothing_to_tell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_said", set())
+    assert pick_backend(torch.device("cpu"), torch.float32, 47, softcap=True) == "torch"
+    assert capsys.readouterr().err == ""
 
 
 def test_every_refusal_of_a_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from pronghorn.report.summary import advise, render, summary
 
 def run_with(stages=None, **changes):
     run = figures(synthetic_events(20))
-    return dataclasses.replace(run, stages=stages or {"step": 95.0, "load": 5.0}, recipe=RECIPE, **changes)
+    settings = {"step": 800, "stages": stages or {"step": 95.0, "load": 5.0}, "recipe": RECIPE} | changes
+    return dataclasses.replace(run, **settings)
 
 
 def shown(events, width=100):
@@ -46,6 +47,10 @@ def test_each_stage_that_costs_too_much_gets_its_advice(stages, key, word):
 def test_below_the_threshold_there_is_nothing_to_fix(stages):
     advice = advise(run_with(stages))
     assert advice.change == f"nothing to fix: {stages['step']} % of the time went into training"
+
+
+def test_a_single_evaluation_is_not_to_be_made_rarer():
+    assert advise(run_with({"step": 70, "evaluate": 30}, step=58)).key != "eval.every"
 
 
 def test_the_larger_loss_of_time_comes_first():

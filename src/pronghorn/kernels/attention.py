@@ -104,7 +104,8 @@ def _pick(case: _Case) -> Backend:
         reason = why_not(case)
         if reason is None:
             because = f" ({'; '.join(reasons)})" if reasons and case.device.type == "cuda" else ""
-            say_once(f"attention on {case.device.type}: {BACKENDS[backend].title} for {case}{because}")
+            if case.device.type == "cuda":  # on a CPU there is no choice to tell of
+                say_once(f"attention on a GPU: {BACKENDS[backend].title} for {case}{because}")
             return backend
         reasons.append(f"{BACKENDS[backend].title}: {reason}")
     raise AssertionError("plain torch takes every case")

@@ -39,7 +39,7 @@ def advise(run: Figures) -> Advice:
 def summary(events: Sequence[dict[str, Any]], gpus: int | None = None, price_per_hour: float | None = None) -> dict[str, Any]:
     """The figures, for `--json` and for `render`. `gpus`: by default one if the run's device is a GPU."""
     run = figures(events)
-    number = (0 if run.device.startswith("cpu") or not run.device else 1) if gpus is None else gpus
+    number = (0 if run.device.lower().startswith("cpu") or not run.device else 1) if gpus is None else gpus
     spent = cost(run.stages, number, price_per_hour)
     largest = max(run.stages, key=lambda stage: run.stages[stage]) if any(run.stages.values()) else None
     facts = asdict(run)
@@ -143,8 +143,8 @@ def _waiting(run: Figures) -> Advice | None:
 
 
 def _evaluating(run: Figures) -> Advice | None:
-    share = run.share("evaluate")
-    if share <= 0.15:
+    share, every = run.share("evaluate"), _setting(run, "eval", "every")
+    if share <= 0.15 or (isinstance(every, int) and run.step and every >= run.step):  # one evaluation cannot be fewer
         return None
     why = f"evaluation took {wording.percent(share)} of the time; fewer eval.generations help as well"
     return Advice(_raise_to(run, "eval", "every", 2), why, share, "eval.every")

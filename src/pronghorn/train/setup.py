@@ -218,7 +218,7 @@ def _restore(session: Session, state: TrainState) -> None:
 def notices(recipe: Recipe, data: RunData, device: torch.device, precision: Precision, facts: ModelFacts) -> list[str]:
     """What is allowed but probably not meant."""
     said = list(data.remarks)
-    if data.total_steps < FEW_STEPS:
+    if data.total_steps < FEW_STEPS and not recipe.train.steps:
         said.append(f"only {data.total_steps} steps; a train.batch_tokens below {recipe.train.batch_tokens:,} gives more")
     if device.type == "cpu" and precision != "fp32":
         said.append(f"precision {precision} is honoured, but most CPUs compute it far slower than fp32")
