@@ -74,17 +74,16 @@ def test_compare_tells_what_differs_and_the_loss_at_equal_tokens(tmp_path):
     assert "best evaluation" in text
 
 
-def test_compare_of_equal_recipes_and_of_runs_without_steps(tmp_path):
-    a, b = (
-        write_run(tmp_path / "x" / "run", synthetic_events(20)),
-        write_run(tmp_path / "y" / "run", synthetic_events(20)[:1]),
-    )
+def test_compare_of_equal_recipes_and_of_runs_without_steps(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # short names: how the table breaks long ones is not the matter here
+    a, b = write_run(Path("x/run"), synthetic_events(20)), write_run(Path("y/run"), synthetic_events(20)[:1])
     found = compare([a, b])
     assert found["loss_at_tokens"] == []
     assert found["best_eval"][1] is None
     text = shown(comparison_table(found))
     assert "the recipes are the same" in text
-    assert str(tmp_path / "x" / "run") in text.replace("\n", "") or "x/run" in text
+    assert "x/run" in text
+    assert "y/run" in text
 
 
 def test_compare_refuses_one_run_and_folders_that_are_none(tmp_path):
