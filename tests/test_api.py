@@ -526,7 +526,7 @@ def test_named_chat_templates() -> None:
 
 @pytest.mark.parametrize("name", ["llama-3", "gemma", "phi-3", "mistral"])
 def test_every_named_template_renders(name: str) -> None:
-    from pronghorn.api import TEMPLATES
+    from pronghorn.data.named_templates import TEMPLATES
 
     tokenizer = make_tokenizer(chat_template=None)
     row = TEMPLATES[name]

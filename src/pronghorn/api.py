@@ -7,22 +7,21 @@ An argument that is not honoured is an error, never silence.
 
 from __future__ import annotations
 
-import copy
 import difflib
 import types
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from pronghorn.data.named_templates import get_chat_template
+from pronghorn.data.responses import train_on_responses_only
 from pronghorn.data.tokens import load_tokenizer
-from pronghorn.errors import CommandError, DataError, ModelError
+from pronghorn.errors import CommandError, ModelError
 from pronghorn.kernels.dispatch import say_once
 from pronghorn.model.causal_lm import base_of, engine_of, install
-from pronghorn.model.hf_forward import save_merged, with_adapter
+from pronghorn.model.hf_adapter import save_merged, with_adapter
 from pronghorn.model.load import load_model, pick_device, require_tokenizer_fits, resolve_precision, without_progress_bars
 
 __all__ = ["FastLanguageModel", "get_chat_template", "is_bfloat16_supported", "train_on_responses_only"]
@@ -329,161 +328,3 @@ def _set_recompute(model: Any, recompute: Recompute) -> None:
         base.enable_input_require_grads()
     elif base.is_gradient_checkpointing:
         base.gradient_checkpointing_disable()
-
-
-# ---- chat formats by name --------------------------------------------------------------------------------------------
-
-_ROLES = "{% for message in messages %}"
-_END = "{% endfor %}{% if add_generation_prompt %}"
-
-
-@dataclass(frozen=True)
-class NamedTemplate:
-    template: str
-    end_of_turn: str = ""
-    tokens: tuple[str, ...] = ()  # besides end_of_turn
-
-
-TEMPLATES = {
-    "chatml": NamedTemplate(
-        _ROLES + "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-        + _END + "{{ '<|im_start|>assistant\n' }}{% endif %}",
-        "<|im_end|>", ("<|im_start|>",),
-    ),
-    "llama-3": NamedTemplate(
-        "{{ bos_token }}" + _ROLES + "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' "
-        "+ message['content'] | trim + '<|eot_id|>' }}"
-        + _END + "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
-        "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>"),
-    ),
-    "gemma": NamedTemplate(
-        "{{ bos_token }}" + _ROLES
-        + "{% if message['role'] == 'system' %}{{ raise_exception('gemma knows no system role') }}{% endif %}"
-        "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' "
-        "+ message['content'] | trim + '<end_of_turn>\n' }}"
-        + _END + "{{ '<start_of_turn>model\n' }}{% endif %}",
-        "<end_of_turn>", ("<start_of_turn>",),
-    ),
-    "phi-3": NamedTemplate(
-        _ROLES + "{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}"
-        + _END + "{{ '<|assistant|>\n' }}{% endif %}",
-        "<|end|>", ("<|user|>", "<|assistant|>"),
-    ),
-    "mistral": NamedTemplate(
-        "{{ bos_token }}" + _ROLES + "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
-        "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}"
-        "{% else %}{{ raise_exception('mistral knows the roles user and assistant') }}{% endif %}{% endfor %}",
-    ),
-    "alpaca": NamedTemplate(
-        _ROLES + "{% if message['role'] == 'user' %}{{ '### Instruction:\n' + message['content'] + '\n\n' }}"
-        "{% elif message['role'] == 'assistant' %}{{ '### Response:\n' + message['content'] + eos_token + '\n\n' }}"
-        "{% else %}{{ message['content'] + '\n\n' }}{% endif %}" + _END + "{{ '### Response:\n' }}{% endif %}",
-    ),
-}  # fmt: skip
-SAME_AS = {"llama-3.1": "llama-3", "llama-3.2": "llama-3", "llama-3.3": "llama-3", "llama3": "llama-3", "gemma-2": "gemma",
-           "gemma2": "gemma", "gemma-3": "gemma", "gemma3": "gemma", "phi3": "phi-3", "qwen-2.5": "chatml",
-           "qwen2.5": "chatml"}
-
-
-def get_chat_template(tokenizer: Any, chat_template: str = "chatml", map_eos_token: bool = True) -> Any:
-    """A copy of the tokenizer with this template; `map_eos_token` makes the format's end of turn its end token."""
-    name = SAME_AS.get(chat_template, chat_template)
-    if name not in TEMPLATES:
-        known = [*TEMPLATES, *SAME_AS]
-        close = difflib.get_close_matches(chat_template, known, n=1)
-        raise CommandError(what=f"chat_template={chat_template!r}",
-                           fix=(f"did you mean {close[0]!r}? " if close else "") + f"one of: {', '.join(TEMPLATES)}")
-    chosen, vocabulary = TEMPLATES[name], tokenizer.get_vocab()
-    missing = [token for token in (*chosen.tokens, chosen.end_of_turn) if token and token not in vocabulary]
-    if missing:
-        able = [other for other, row in TEMPLATES.items()
-                if all(token in vocabulary for token in (*row.tokens, row.end_of_turn) if token)]
-        raise CommandError(what=f"chat_template={chat_template!r}: this tokenizer has no token {missing[0]}",
-                           why="as plain text it would be several tokens, and generation would not stop there",
-                           fix=f"one of: {', '.join(able)}; or tokenizer.chat_template = a template of your own")
-    changed = copy.deepcopy(tokenizer)
-    changed.chat_template = chosen.template
-    if map_eos_token and chosen.end_of_turn:
-        changed.eos_token = chosen.end_of_turn
-    return changed
-
-
-# ---- answers only ----------------------------------------------------------------------------------------------------
-
-IGNORED = -100
-SPACE = "▁"  # SentencePiece puts one before a text that begins a line
-
-
-def train_on_responses_only(trainer: Any, instruction_part: str, response_part: str) -> Any:
-    """Sets every label of the trainer's data to -100 but those between `response_part` and the next `instruction_part`."""
-    collator = type(trainer.data_collator)
-    if collator.__name__ == "DataCollatorForLanguageModeling" and collator.__module__.startswith("transformers."):
-        raise CommandError(what="this trainer's collator makes labels of its own", why="they would replace these",
-                           fix="pass data_collator=DataCollatorForSeq2Seq(tokenizer), or use SFTTrainer")
-    tokenizer = getattr(trainer, "processing_class", None)
-    if tokenizer is None:
-        raise CommandError(what="this trainer has no tokenizer", fix="pass processing_class=tokenizer to the trainer")
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-    marker = Marker(tokenizer, instruction_part, response_part)
-    if trainer.train_dataset is not None:
-        trainer.train_dataset = _labelled(trainer.train_dataset, marker, "train_dataset")
-    held_out = getattr(trainer, "eval_dataset", None)
-    if isinstance(held_out, dict):
-        trainer.eval_dataset = {name: _labelled(data, marker, f"eval_dataset[{name!r}]") for name, data in held_out.items()}
-    elif held_out is not None:
-        trainer.eval_dataset = _labelled(held_out, marker, "eval_dataset")
-    return trainer
-
-
-def _labelled(data: Any, marker: Marker, name: str) -> Any:
-    if "input_ids" not in (data.column_names or ()):
-        raise DataError(what="the data set is not tokenized", where=name, why="it has no column input_ids",
-                        fix="let SFTTrainer prepare it first, or tokenize it")
-    labelled = data.map(marker.label_row)
-    if hasattr(labelled, "__len__"):
-        without = sum(all(label == IGNORED for label in row["labels"]) for row in labelled)
-        if without == len(labelled):
-            raise DataError(what=f"no answer in any of {without:,} rows", where=name,
-                            why=f"{marker.response!r} does not occur in them, or nothing follows it",
-                            fix="give the exact text that the chat template writes before an answer")
-    return labelled
-
-
-class Marker:
-    def __init__(self, tokenizer: Any, instruction_part: str, response_part: str) -> None:
-        self.tokenizer, self.instruction, self.response = tokenizer, instruction_part, response_part
-        self._instruction, self._response = (self._spelling(part) for part in (instruction_part, response_part))
-
-    def _spelling(self, part: str) -> str:
-        tokens = self.tokenizer.convert_ids_to_tokens(self.tokenizer(part, add_special_tokens=False)["input_ids"])
-        text = "".join(tokens)
-        if not text:
-            raise CommandError(what="instruction_part and response_part may not be empty")
-        return text if part.startswith(" ") else text.removeprefix(SPACE)
-
-    def label_row(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Packed rows are looked at document by document: an answer ends with its document."""
-        ids = list(row["input_ids"])
-        before = row.get("labels")
-        labels = [IGNORED] * len(ids)
-        begin = 0
-        for length in row.get("seq_lengths") or [len(ids)]:
-            for start, stop in self._answers(ids[begin : begin + length]):
-                places = slice(begin + start, begin + stop)
-                labels[places] = ids[places] if before is None else before[places]
-            begin += length
-        return {"labels": labels}
-
-    def _answers(self, ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """(first token, token behind the last) of each answer."""
-        tokens = self.tokenizer.convert_ids_to_tokens(ids)
-        ends = list(accumulate(len(token) for token in tokens))
-        text, at = "".join(tokens), 0
-        while (found := text.find(self._response, at)) >= 0:
-            begin = found + len(self._response)
-            following = text.find(self._instruction, begin)
-            at = following if following >= 0 else len(text)
-            start = sum(end - len(token) < begin for end, token in zip(ends, tokens, strict=True))  # no part of the marker
-            stop = sum(end <= at for end in ends)  # no part of the next marker
-            if start < stop:
-                yield start, stop

@@ -1,0 +1,87 @@
+"""Labels on answers only, for the data of a Hugging Face trainer: found by the texts that stand around an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+from pronghorn.errors import CommandError, DataError
+
+IGNORED = -100
+SPACE = "▁"  # SentencePiece puts one before a text that begins a line
+
+
+def train_on_responses_only(trainer: Any, instruction_part: str, response_part: str) -> Any:
+    """Sets every label of the trainer's data to -100 but those between `response_part` and the next `instruction_part`."""
+    collator = type(trainer.data_collator)
+    if collator.__name__ == "DataCollatorForLanguageModeling" and collator.__module__.startswith("transformers."):
+        raise CommandError(what="this trainer's collator makes labels of its own", why="they would replace these",
+                           fix="pass data_collator=DataCollatorForSeq2Seq(tokenizer), or use SFTTrainer")
+    tokenizer = getattr(trainer, "processing_class", None)
+    if tokenizer is None:
+        raise CommandError(what="this trainer has no tokenizer", fix="pass processing_class=tokenizer to the trainer")
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    marker = Marker(tokenizer, instruction_part, response_part)
+    if trainer.train_dataset is not None:
+        trainer.train_dataset = _labelled(trainer.train_dataset, marker, "train_dataset")
+    held_out = getattr(trainer, "eval_dataset", None)
+    if isinstance(held_out, dict):
+        trainer.eval_dataset = {name: _labelled(data, marker, f"eval_dataset[{name!r}]") for name, data in held_out.items()}
+    elif held_out is not None:
+        trainer.eval_dataset = _labelled(held_out, marker, "eval_dataset")
+    return trainer
+
+
+def _labelled(data: Any, marker: Marker, name: str) -> Any:
+    if "input_ids" not in (data.column_names or ()):
+        raise DataError(what="the data set is not tokenized", where=name, why="it has no column input_ids",
+                        fix="let SFTTrainer prepare it first, or tokenize it")
+    labelled = data.map(marker.label_row)
+    if hasattr(labelled, "__len__"):
+        without = sum(all(label == IGNORED for label in row["labels"]) for row in labelled)
+        if without == len(labelled):
+            raise DataError(what=f"no answer in any of {without:,} rows", where=name,
+                            why=f"{marker.response!r} does not occur in them, or nothing follows it",
+                            fix="give the exact text that the chat template writes before an answer")
+    return labelled
+
+
+class Marker:
+    def __init__(self, tokenizer: Any, instruction_part: str, response_part: str) -> None:
+        self.tokenizer, self.instruction, self.response = tokenizer, instruction_part, response_part
+        self._instruction, self._response = (self._spelling(part) for part in (instruction_part, response_part))
+
+    def _spelling(self, part: str) -> str:
+        tokens = self.tokenizer.convert_ids_to_tokens(self.tokenizer(part, add_special_tokens=False)["input_ids"])
+        text = "".join(tokens)
+        if not text:
+            raise CommandError(what="instruction_part and response_part may not be empty")
+        return text if part.startswith(" ") else text.removeprefix(SPACE)
+
+    def label_row(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Packed rows are looked at document by document: an answer ends with its document."""
+        ids = list(row["input_ids"])
+        before = row.get("labels")
+        labels = [IGNORED] * len(ids)
+        begin = 0
+        for length in row.get("seq_lengths") or [len(ids)]:
+            for start, stop in self._answers(ids[begin : begin + length]):
+                places = slice(begin + start, begin + stop)
+                labels[places] = ids[places] if before is None else before[places]
+            begin += length
+        return {"labels": labels}
+
+    def _answers(self, ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """(first token, token behind the last) of each answer."""
+        tokens = self.tokenizer.convert_ids_to_tokens(ids)
+        ends = list(accumulate(len(token) for token in tokens))
+        text, at = "".join(tokens), 0
+        while (found := text.find(self._response, at)) >= 0:
+            begin = found + len(self._response)
+            following = text.find(self._instruction, begin)
+            at = following if following >= 0 else len(text)
+            start = sum(end - len(token) < begin for end, token in zip(ends, tokens, strict=True))  # no part of the marker
+            stop = sum(end <= at for end in ends)  # no part of the next marker
+            if start < stop:
+                yield start, stop

@@ -1,0 +1,139 @@
+"""An adapter as users of PEFT ask for it, and the weights with it merged in, as stock transformers loads them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+
+from pronghorn.errors import CommandError, ModelError
+from pronghorn.kernels.dispatch import say_once
+from pronghorn.model.causal_lm import base_of
+from pronghorn.model.load import without_progress_bars
+
+FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
+         "up_proj": "gate_up_proj"}
+TRAINED_WHOLE = ("embed_tokens", "lm_head")
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def with_adapter(model: Any, *, target_modules: Sequence[str] | str, modules_to_save: Sequence[str] | None,
+                 layers: Sequence[int] | None, seed: int, **config: Any) -> PeftModel:
+    """PEFT's model around ours; adapter weights are float32, because small updates vanish in 8 bits of mantissa."""
+    linears, other = _targets(model, target_modules)
+    whole = [*other, *(name for name in modules_to_save or () if name not in other)]
+    for name in whole:
+        if not any(path.split(".")[-1] == name for path, _ in model.named_modules()):
+            raise ModelError(what=f"modules_to_save: this model has no module `{name}`", why="it would train nothing")
+    targets = linears
+    if linears == "all-linear" and layers is not None:
+        targets = _linear_names(model)  # PEFT wants names to choose layers
+    torch.manual_seed(seed)
+    return get_peft_model(model, LoraConfig(
+        task_type="CAUSAL_LM", target_modules=targets, modules_to_save=whole or None,
+        layers_to_transform=None if layers is None else list(layers), **config,
+    ), autocast_adapter_dtype=True)  # fmt: skip
+
+
+def _targets(model: Any, asked: Sequence[str] | str) -> tuple[list[str] | str, list[str]]:
+    """(names of linears for an adapter, modules to train whole)."""
+    if isinstance(asked, str):
+        if asked != "all-linear":
+            raise CommandError(what=f"target_modules={asked!r}", fix='give a list of names, or "all-linear"')
+        return asked, []
+    known, names, whole = _linear_names(model), [], []
+    for name in asked:
+        if name in TRAINED_WHOLE:
+            say_once(f"target_modules: {name} is trained as a whole, without an adapter")
+            whole.append(name)
+        elif name in known:
+            names.append(name)
+        elif FUSED.get(name) in known:
+            say_once(f"target_modules: this model stores {name} inside {FUSED[name]}, whose adapter covers all of it")
+            names.append(FUSED[name])
+        else:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise ModelError(what=f"target_modules: `{name}` matches no linear layer of this model",
+                             why="an adapter there would train nothing",
+                             fix=(f"did you mean `{close[0]}`? " if close else "") + f"this model has: {', '.join(known)}")
+    return list(dict.fromkeys(names)), whole
+
+
+def _linear_names(model: Any) -> list[str]:
+    paths = [path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return sorted({path.split(".")[-1] for path in paths} - set(TRAINED_WHOLE))
+
+
+
+def save_merged(model: Any, folder: Path) -> None:
+    """One Hugging Face folder in 16 bits. The model itself stays as it is: weights are merged one by one, onto the CPU."""
+    base = base_of(model)
+    weights = merged_weights(model)
+    with without_progress_bars():
+        base.save_pretrained(str(folder), state_dict=weights)
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config["dtype"] = str(_half(base.dtype)).removeprefix("torch.")
+    if base.config.get_text_config().tie_word_embeddings and not _still_tied(base, weights):
+        config["tie_word_embeddings"] = False  # they were trained apart
+    config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def merged_weights(model: Any) -> dict[str, Tensor]:
+    """Names as the model was loaded with. Adapters are added in float32 and rounded once."""
+    base = base_of(model)
+    half = _half(base.dtype)
+    adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
+    found: dict[str, Tensor] = {}
+    seen: dict[int, Tensor] = {}  # tied weights stay tied
+    for name, value in _plain_names(base.state_dict(keep_vars=True).items()):
+        if id(value) in seen:
+            found[name] = seen[id(value)]
+            continue
+        weight = value.detach()
+        if (module := adapted.get(name.removesuffix(".weight"))) is not None:
+            weight = _with_deltas(weight, module)
+        found[name] = seen[id(value)] = weight.to("cpu", half if weight.is_floating_point() else weight.dtype, copy=True)
+    return found
+
+
+def _plain_names(state: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    """Without PEFT's additions: what it added is left out, what it wrapped has its old name back."""
+    for name, value in state:
+        if ".lora_" in name or ".original_module." in name:
+            continue
+        parts = name.split(".")
+        if "modules_to_save" in parts:
+            at = parts.index("modules_to_save")
+            parts = parts[:at] + parts[at + 2 :]  # and the adapter's name behind it
+        yield ".".join(part for part in parts if part != "base_layer"), value
+
+
+def _with_deltas(weight: Tensor, module: Any) -> Tensor:
+    if module.merged or module.disable_adapters:
+        return weight
+    total = weight.float()
+    for adapter in module.active_adapters:
+        if adapter in module.lora_A:
+            if module.use_dora.get(adapter, False) or adapter in module.lora_variant:
+                raise ModelError(what="this adapter is a variant of LoRA, not a sum", why="DoRA merges in its own way",
+                                 fix="model.merge_and_unload().save_pretrained(folder)")
+            total = total + module.get_delta_weight(adapter).float()
+    return total
+
+
+def _half(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in HALVES else torch.bfloat16
+
+
+def _still_tied(base: Any, weights: dict[str, Tensor]) -> bool:
+    names = {id(module): name for name, module in base.named_modules()}
+    head = weights.get(f"{names[id(base.get_output_embeddings())]}.weight")
+    embeddings = weights.get(f"{names[id(base.get_input_embeddings())]}.weight")
+    return head is None or embeddings is None or head is embeddings or torch.equal(head, embeddings)
