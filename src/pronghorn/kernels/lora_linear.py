@@ -100,7 +100,7 @@ class LoraGroup:
             used += adapter.rank
         self.M = self._joined(weights)
         self._table = CopyTable([job for pair in self._jobs() for job in pair])
-        self.refresh_now()
+        self.refresh()
 
     def _joined(self, weights: Sequence[Tensor]) -> Tensor:
         if len(weights) == 1 and not self.adapters:
@@ -125,15 +125,9 @@ class LoraGroup:
         """For one `CopyTable` over all the groups of a model: one launch an optimizer step."""
         return self._table.jobs
 
-    def refresh(self) -> bool:
-        """Copies A and sB into M if a parameter changed since the last copy. Says whether it did.
-
-        It goes by torch's version counters: an optimizer that writes through raw pointers calls `refresh_now` instead.
-        """
-        return self._table.run_if_changed()
-
-    def refresh_now(self) -> None:
-        """The same without the question: what a CUDA graph captures."""
+    def refresh(self) -> None:
+        """Copies A and sB into M. Always: torch's version counters do not tell of a change, since its fused optimizers leave
+        them as they are. A CUDA graph can capture it."""
         self._table.run()
 
     def weight_view(self, linear: int) -> Tensor:

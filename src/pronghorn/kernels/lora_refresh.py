@@ -54,22 +54,13 @@ class CopyTable:
 
     def __init__(self, jobs: Sequence[CopyJob]) -> None:
         self.jobs = list(jobs)
-        self._seen: list[int] = []
         self._addresses: list[int] = []
         self._table: tuple[Tensor, Tensor, Tensor] | None = None  # None: these jobs are copied one by one
-
-    def run_if_changed(self) -> bool:
-        """Runs if torch counted a change to any source since the last run, or one moved. Says whether it ran."""
-        if self._seen == self._versions_now() and self._addresses == self._addresses_now():
-            return False
-        self.run()
-        return True
 
     def run(self) -> None:
         now = self._addresses_now()
         if now != self._addresses:
             self._addresses, self._table = now, self._build()
-        self._seen = self._versions_now()
         if self._table is not None:
             jobs, scales, tiles = self._table
             first = self.jobs[0]
@@ -78,9 +69,6 @@ class CopyTable:
         with torch.no_grad():
             for job in self.jobs:
                 job.target.copy_(job.source * job.scale)
-
-    def _versions_now(self) -> list[int]:
-        return [job.source._version for job in self.jobs]
 
     def _addresses_now(self) -> list[int]:
         return [job.source.data_ptr() for job in self.jobs]

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from pronghorn.kernels.lora_linear import Adapter, LoraGroup, linear_backward_weight
 from pronghorn.kernels.lora_refresh import CopyJob
 
-ADAPTER = "default"
-
 
 class Projections:
     def __init__(self, parent: nn.Module, names: tuple[str, ...]) -> None:
