@@ -51,6 +51,9 @@ def test_memory_is_the_sum_of_its_parts_and_follows_the_recipe(recipe_for: Recip
     assert full.memory_training == 12 * full.parameters  # gradient and two moments; the weights are counted already
     twice = check(recipe_for(train={"capacity": 512}))
     assert twice.memory_activations == 2 * lora.memory_activations
+    # two layers of 32: residuals 64, q, k, v and out 96, gate and up 128 numbers a token, and a logit for each of 259 tokens
+    assert lora.memory_activations == 256 * 4 * (2 * (64 + 96 + 128) + 259)
+    assert check(recipe_for(layers="own")).memory_activations > lora.memory_activations
     assert check(recipe_for(precision="bf16")).memory_weights == 2 * lora.parameters
 
 

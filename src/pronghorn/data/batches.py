@@ -123,8 +123,8 @@ class StepBatch:
 class BatchLoader:
     """Optimizer steps from `start` on, for ever, each built ahead of time by background threads.
 
-    Threads rather than processes: building 16,384 tokens takes 0.5 ms, nearly all of it in numpy, so a thread never
-    holds the step up, starts at once, and can pin memory. The order does not depend on how many there are.
+    Threads rather than processes: building 16,384 tokens of 79 documents takes 0.3 ms, nearly all of it in numpy, so a
+    thread never holds the step up, starts at once, and can pin memory. The order does not depend on how many there are.
     """
 
     def __init__(self, table: TokenRows, *, capacity: int, packs_per_step: int, seed: int, workers: int,

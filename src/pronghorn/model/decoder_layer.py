@@ -6,7 +6,7 @@ The layer is a plain object beside the model's own layer module: it reads that m
 it, so names, hooks, checkpoints and generation stay the family's. Forward, with what is kept for backward marked *:
 
     *h_TD                                     the residual stream
-    x = norm(h)                               computed again in backward: two passes over T x D, 0.4 % of an 8B layer
+    x = norm(h)                               computed again in backward: two passes over T x D, 0.5 % of an 8B layer
     qkv_TX = x Wqkv                           one product; LoRA rides along as extra columns (kernels/lora_linear.py)
    *q, k, v = rope(qk_norm(qkv))              in place where there is no qk-norm (else *qkv too)
    *o, lse = attention(q, k, v)

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from pronghorn.errors import ModelError, RecipeError
+from pronghorn.model.families import why_not_fast
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 
@@ -32,6 +33,8 @@ class ModelFacts:
     layers: int
     width: int
     mlp_width: int
+    attention_width: int  # of q, k, v and the attention's output together
+    fast: bool  # whether our layers serve it
     vocabulary: int
     longest: int  # positions the model was made for; 0 when the config does not say
 
@@ -63,6 +66,8 @@ def inspect_model(name: str, lora: Lora | None = None) -> ModelFacts:
     if lora:
         with torch.device("meta"):
             model = add_adapter(model, lora, seed=0)
+    heads, kv_heads = int(text.num_attention_heads), int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    head_width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
     return ModelFacts(
         model_type=config.model_type,
         parameters=parameters,
@@ -70,6 +75,8 @@ def inspect_model(name: str, lora: Lora | None = None) -> ModelFacts:
         layers=int(text.num_hidden_layers),
         width=int(text.hidden_size),
         mlp_width=int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size),
+        attention_width=2 * (heads + kv_heads) * head_width,
+        fast=not why_not_fast(text),
         vocabulary=vocabulary,
         longest=int(getattr(text, "max_position_embeddings", 0) or 0),
     )

@@ -13,6 +13,7 @@ from pronghorn.model.load import ModelFacts, Precision, inspect_model, pick_devi
 from pronghorn.recipe import Recipe
 from pronghorn.train.setup import notices, packs_per_step, prepare_data, refuse_what_is_not_built
 
+LOGITS_CHUNK = 640_000_000  # the most that linear + cross-entropy holds at once (kernels/linear_cross_entropy.py)
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -89,7 +90,15 @@ def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Fac
 
 
 def _activations(recipe: Recipe, facts: ModelFacts, precision: Precision) -> int:
-    """What transformers' own layers keep for the backward pass, a token and layer: about 16 widths (norms in and out in
-    fp32, q, k, v, attention out, residuals) and 5 MLP widths; and the logits, in fp32 and once more for their gradient."""
+    """What is kept for the backward pass.
+
+    Our layers, a token and layer: two residuals, q, k, v and attention out, gate and up; no logits, only a chunk of them.
+    With weights and adapters that is 16.7 and 66.8 GB for Llama 1B and 8B at 16,384 tokens in bf16, where 17.5 and 68.6 GB
+    were measured. transformers' own: about 16 widths and 5 MLP widths, and the logits twice in float32; 30.4 GB for Llama 1B
+    at 8,192 tokens, where 33.6 were measured (H200, benchmarks/results/train-first-runs.json)."""
+    if facts.fast and recipe.layers == "fast":
+        kept = 2 * facts.width + facts.attention_width + 2 * facts.mlp_width
+        logits = min(LOGITS_CHUNK, recipe.train.capacity * facts.vocabulary * BYTES[precision])
+        return recipe.train.capacity * facts.layers * kept * BYTES[precision] + logits
     per_token = facts.layers * (16 * facts.width + 5 * facts.mlp_width) * BYTES[precision] + facts.vocabulary * 4 * 2
     return recipe.train.capacity * per_token

@@ -130,7 +130,7 @@ class _Run:
     def _one_step(self, step_batch: StepBatch, began: float) -> None:
         session = self.session
         lr = set_lr(session.optimizer, lr_scale(session.step, session.data.total_steps, session.recipe.train))
-        before = capture_rng()  # 60 µs: a step that is refused leaves no trace, not even in the random numbers
+        before = capture_rng()  # 160 µs: a step that is refused leaves no trace, not even in the random numbers
 
         def judge(loss: float, grad_norm: float) -> None:
             require_sound(loss, grad_norm, session.step + 1, lambda: self._offenders(step_batch), folder=str(self.folder))
