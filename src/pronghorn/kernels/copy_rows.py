@@ -1,7 +1,7 @@
 """target[t, :D] = scale * source[t, :D], where rows of either may be strided: activations into rows with extra columns.
 
-T = rows, D = width. torch's copy between rows of different stride moves single elements: 0.19 ms for 16,384 x 4,096 bf16 on an
-H200, three times what the bytes take. This one moves 16 bytes a thread.
+T = rows, D = width. torch's copy between rows of different stride moves single elements: about 1.2 TB/s in the profile of a
+training step on an H200 (31 ms for 19 GB). This one moves 16 bytes a thread: 0.062 ms for 16,384 x 4,096 bf16, 4.3 TB/s.
 """
 
 from __future__ import annotations
