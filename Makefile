@@ -15,8 +15,11 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# BENCH passes options on, for instance BENCH='--workloads llama-1b --path unsloth=/opt/peers'; what is there is not measured again.
 bench: $(READY)
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.ops --json benchmarks/results/ops.json
+	$(BIN)/pronghorn bench --out benchmarks/results $(BENCH)
+	$(BIN)/python -m benchmarks.table --write
 
 # torch goes first and alone: its pin finds the CPU build on machines that offer one, before anything else asks for a range.
 $(READY): pyproject.toml constraints.txt

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.ops import DEVICE, Line, compare, replaced
 from pronghorn.kernels import adamw as op
+from pronghorn.train.fused_adamw import FusedAdamW
 
 RANK = 16
 CLIP = 1.0
@@ -54,7 +55,7 @@ def _ours(data: _Data, *, as_optimizer: bool = False) -> Any:
     """The raw step with its table built, as a captured graph has it; or the optimizer, which looks up every tensor."""
     leaves = data.leaves()
     shadows = [op.Shadow(tensor) for tensor in data.shadows(leaves)]
-    optimizer = op.FusedAdamW(leaves, lr=1e-3, clip_norm=CLIP, shadows=dict(zip(leaves, shadows, strict=False)))
+    optimizer = FusedAdamW(leaves, lr=1e-3, clip_norm=CLIP, shadows=dict(zip(leaves, shadows, strict=False)))
     tensors = optimizer._gather()
     assert tensors is not None
 

@@ -112,10 +112,17 @@ def run(case: dict[str, Any]) -> list[Line]:
 def sweep(case: dict[str, Any]) -> list[Line]:
     data = _Data(case)
     lines = []
-    for tile in op.CONFIGS:
-        if not 4 <= tile.rows * case["D"] // (32 * tile.warps) <= 64:  # values a thread: neither idle nor spilling
-            continue
-        with replaced(op, "_tile", lambda *_, tile=tile: tile):
-            calls = {f"rows {tile.rows} warps {tile.warps}": lambda: _ours(case, data)}
-            lines += compare("rms_norm", data.name, calls, _plain(case, data, wide=True), moved_bytes=data.moved_bytes)
+    weight_grad = case["pass"].endswith("weight")
+    whole = op.triton.next_power_of_2(case["D"])
+    for blocks in dict.fromkeys([op._blocks(case["D"]), (whole, 0)]):  # a row in two blocks, where that is the rule, or in one
+        for tile in op.WEIGHT_GRAD_CONFIGS if weight_grad else op.CONFIGS:
+            if not 4 <= tile.rows * sum(blocks) // (32 * tile.warps) <= 64:  # values a thread: neither idle nor spilling
+                continue
+            with (
+                replaced(op, "_weight_grad_tile" if weight_grad else "_tile", lambda *_, tile=tile: tile),
+                replaced(op, "_blocks", lambda _, blocks=blocks: blocks),
+            ):
+                words = f"{blocks[0]}+{blocks[1]} " + " ".join(str(value) for value in tile)
+                calls = {words: lambda: _ours(case, data)}
+                lines += compare("rms_norm", data.name, calls, _plain(case, data, wide=True), moved_bytes=data.moved_bytes)
     return lines

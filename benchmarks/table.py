@@ -1,4 +1,4 @@
-"""The README's measured tables, from the results that the benchmarks wrote.
+"""The README's measured tables and picture, from the results that `make bench` wrote.
 
     python -m benchmarks.table            # print them
     python -m benchmarks.table --write    # put them into README.md, between its two markers
@@ -11,47 +11,60 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pronghorn.bench.picture import draw
+from pronghorn.bench.results import NAME, Results
+from pronghorn.bench.side_by_side import PICTURE
+from pronghorn.bench.table import markdown
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- measured: python -m benchmarks.table --write -->", "<!-- end of measured -->"
+VERSIONS = ("torch", "triton", "transformers", "unsloth", "liger_kernel")
 KERNELS = (  # of the many cases, those of an 8B model
-    ("op-rms_norm-linear_cross_entropy.json", "T=16384 D=4096 bf16 forward+residual"),
-    ("op-rms_norm-linear_cross_entropy.json", "T=16384 D=4096 bf16 backward+add"),
-    ("op-gated_mlp-rope.json", "T=16384 N=32 K=8 H=128 bf16 forward"),
-    ("op-gated_mlp-rope.json", "T=16384 N=32 K=8 H=128 bf16 norm backward"),
-    ("op-gated_mlp-rope.json", "T=16384 F=14336 bf16 silu forward"),
-    ("op-gated_mlp-rope.json", "T=16384 F=14336 bf16 silu backward"),
-    ("op-rms_norm-linear_cross_entropy.json", "T=16384 D=4096 V=128256 bf16 trained"),
+    ("rms_norm", "T=16384 D=4096 bf16 forward+residual"),
+    ("rms_norm", "T=16384 D=4096 bf16 backward+add"),
+    ("rope", "T=16384 N=32 K=8 H=128 bf16 forward"),
+    ("rope", "T=16384 N=32 K=8 H=128 bf16 norm backward"),
+    ("gated_mlp", "T=16384 F=14336 bf16 silu forward"),
+    ("gated_mlp", "T=16384 F=14336 bf16 silu backward"),
+    ("linear_cross_entropy", "T=16384 D=4096 V=128256 bf16 trained"),
 )
 
 
-def load(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
-    return content
+def training_part(folder: Path = RESULTS) -> str:
+    """Picture and table of `pronghorn bench --out benchmarks/results`; the picture is drawn anew, to fit the table."""
+    results = Results(folder / NAME)
+    rows = [row for row in results.rows if row["workload"] != "tiny"]
+    measured = [row["machine"] for row in rows if row.get("machine")]
+    if not measured:
+        raise SystemExit(f"no measurements in {folder / NAME}: run `make bench` on a GPU machine first")
+    (folder / PICTURE).write_text(draw(rows), encoding="utf-8")
+    versions = {name: text for one in measured for name, text in one["versions"].items()}
+    said = ", ".join(f"{name} {versions[name]}" for name in VERSIONS if name in versions)
+    dates = sorted({one["date"][:10] for one in measured})
+    what = json.loads((folder / NAME).read_text(encoding="utf-8"))["what"]
+    head = f"One {measured[0]['hardware']}, {said}, {' and '.join(dates)}. {what}."
+    place = (folder / PICTURE).relative_to(ROOT) if folder.is_relative_to(ROOT) else folder / PICTURE
+    return f"![real tokens per second, side by side]({place})\n\n{head}\n\n{markdown(rows)}"
 
 
-def training_table() -> str:
-    run = load("train-side-by-side.json")
-    rows = ["| model | system | real tokens/s | peak memory | loss after the run |", "|---|---|---|---|---|"]
-    for result in sorted(run["results"], key=lambda r: (r["model"], -r["tokens_per_second"])):
-        rows.append(f"| {result['model']} | {result['system']} | {result['tokens_per_second']:,} | {result['peak_gb']} GB"
-                    f" | {result['loss_last']:.2f} |")
-    versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("torch", "triton", "transformers"))
-    head = f"One {run['hardware']}, {versions}, {run['date'][:10]}. {run['what']}."
-    return f"{head}\n\n" + "\n".join(rows)
-
-
-def kernel_table() -> str:
+def kernel_table(folder: Path = RESULTS) -> str:
     rows = ["| kernel | ours | torch.compile | Liger |", "|---|---|---|---|"]
-    for name, case in KERNELS:
-        lines = {line["impl"]: line for line in load(name)["lines"] if line["case"] == case}
-        cells = [_cell(lines.get(system)) for system in ("ours", "torch.compile", "liger")]
-        rows.append(f"| {lines['ours']['op']} {case} | {' | '.join(cells)} |")
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("op*.json")]
+    newest = sorted(files, key=lambda content: str(content["date"]))
+    for op, case in KERNELS:
+        lines: dict[str, Any] = {}
+        for content in newest:
+            found = {line["impl"]: line for line in content["lines"] if (line["op"], line["case"]) == (op, case)}
+            lines = found or lines
+        if lines:
+            cells = [_cell(lines.get(system)) for system in ("ours", "torch.compile", "liger")]
+            rows.append(f"| {op} {case} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
 def _cell(line: dict[str, Any] | None) -> str:
-    if line is None:
+    if line is None or not line.get("ms"):
         return ""
     share = line.get("share_of_copy")
     of_copy = f", {share:.0%} of a copy's rate" if share else f", {line['rate']:.0f} {line['unit']}"
@@ -61,12 +74,15 @@ def _cell(line: dict[str, Any] | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true")
-    text = f"{BEGIN}\n{training_table()}\n\n{kernel_table()}\n{END}"
-    if not parser.parse_args().write:
+    write = parser.parse_args().write
+    text = f"{BEGIN}\n{training_part()}\n\n{kernel_table()}\n{END}"
+    if not write:
         print(text)
         return
     readme = ROOT / "README.md"
-    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    if not begin or END not in rest:
+        raise SystemExit(f"README.md has lost its markers {BEGIN} and {END}")
     readme.write_text(before + text + rest.partition(END)[2], encoding="utf-8")
 
 

@@ -119,10 +119,26 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="(default: %(default)s)")
     one.add_argument("--method", choices=("lora", "full"), default="lora", help="(default: %(default)s)")
 
+    _bench_options(verb("bench", bench, "this machine: Pronghorn beside other systems, each where it is installed"))
     one = verb("runs", runs, "list runs, or compare some")
     one.add_argument("folders", nargs="*", help="compare these runs; without any, list all below --root")
     one.add_argument("--root", default="runs", help="where to look (default: %(default)s)")
     return parser
+
+
+def _bench_options(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--workloads", default="", metavar="A,B", help="(default: all but tiny, which is for CPUs)")
+    one.add_argument("--systems", default="", metavar="A,B", help="(default: those of each workload)")
+    one.add_argument("--steps", type=int, default=20, help="timed steps (default: %(default)s)")
+    one.add_argument("--warmup", type=int, default=10, help="steps before them (default: %(default)s)")
+    one.add_argument("--out", default="runs/bench", help="folder of the results; the same one goes on (default: %(default)s)")
+    one.add_argument("--time-limit", type=float, default=600.0, metavar="SECONDS", help="of a process (default: %(default)s)")
+    one.add_argument("--resume", metavar="FILE", help="take over results of an earlier side-by-side.json")
+    one.add_argument("--again", default="", metavar="A,B",
+                     help="measure these systems once more; `failed`: what has no figures")
+    one.add_argument("--path", action="append", default=[], metavar="SYSTEM=DIR[:DIR]",
+                     help="where a system's process finds its packages; SYSTEM may be `all`")
+    one.add_argument("--lengths", metavar="FILE", help="a JSON list of document lengths to draw from")
 
 
 def demo(arguments: argparse.Namespace) -> None:
@@ -265,6 +281,35 @@ def verify(arguments: argparse.Namespace) -> None:
         model = add_adapter(model, Lora(), seed=0)
     verdict = compare_layers(model)
     _say(arguments, verdict.as_dict(), verdict.table())
+
+
+def bench(arguments: argparse.Namespace) -> None:
+    from pronghorn.bench.side_by_side import PICTURE, Plan, parse_paths, run
+    from pronghorn.bench.table import terminal
+    from pronghorn.bench.workloads import DEFAULT_WORKLOADS, SYSTEMS, WORKLOADS, pick
+
+    if arguments.steps < 1 or arguments.warmup < 1:
+        raise CommandError(what="--steps and --warmup are at least 1", fix="leave them out for 20 after 10")
+    plan = Plan(
+        out=Path(arguments.out), workloads=pick(arguments.workloads, list(WORKLOADS), "workload") or DEFAULT_WORKLOADS,
+        systems=pick(arguments.systems, list(SYSTEMS), "system"), warmup=arguments.warmup, steps=arguments.steps,
+        time_limit=arguments.time_limit, paths=parse_paths(arguments.path),
+        lengths=Path(arguments.lengths) if arguments.lengths else None,
+        resume=Path(arguments.resume) if arguments.resume else None,
+        again=pick(arguments.again, [*SYSTEMS, "ceiling", "failed"], "system"), command=_bench_command(arguments),
+    )
+    if arguments.json:
+        run(plan, lambda text: None, lambda row: print(json.dumps(row), flush=True))
+        return
+    results = run(plan, lambda text: print(text, end="", flush=True))
+    _print(terminal(results.rows))
+    print(f"results: {results.path}\npicture: {plan.out / PICTURE}")
+
+
+def _bench_command(arguments: argparse.Namespace) -> str:
+    """For the results file: how often and how long; folders are this machine's own business."""
+    return f"pronghorn bench --steps {arguments.steps} --warmup {arguments.warmup}" + "".join(
+        f" --{name} {value}" for name in ("workloads", "systems") if (value := getattr(arguments, name)))
 
 
 def runs(arguments: argparse.Namespace) -> None:

@@ -73,6 +73,7 @@ class Train(Section):
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.0
     clip: Positive = 1.0
+    graph: Literal["auto", "on", "off"] = "auto"  # a step as CUDA graphs: where it can be, or an error, or never
     seed: NonNegativeInt = 3407
 
 
@@ -144,7 +145,7 @@ class Recipe(Section):
 
 
 # What does not touch the numbers of the run may change between two starts of it.
-MAY_CHANGE_ON_RESUME = ("checkpoint.", "eval.", "memory.", "output", "data.workers")
+MAY_CHANGE_ON_RESUME = ("checkpoint.", "eval.", "memory.", "output", "data.workers", "train.graph")
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:

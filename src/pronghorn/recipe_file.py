@@ -55,6 +55,7 @@ train:
   warmup: 0.03
   weight_decay: 0.0
   clip: 1.0
+  graph: auto                                # auto | on | off: the step as CUDA graphs, with no host in it
   seed: 3407
 checkpoint: {every: 200, keep: 3}
 eval:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from pronghorn.data.batches import IGNORED, BatchLoader, Cursor, build_batch, evaluation_batches
-from pronghorn.data.packing import max_documents
+from pronghorn.data.batches import IGNORED, BatchLoader, Cursor, Shapes, build_batch, evaluation_batches
+from pronghorn.data.packing import max_documents, pack
 from samples import ListTable, random_table
 
 
@@ -24,13 +24,43 @@ def test_a_batch_by_hand() -> None:
     assert (batch.longest, batch.tokens, batch.documents) == (3, 5, (0, 1))
 
 
-def test_shapes_are_the_same_for_every_batch() -> None:
-    table = random_table(200)
-    batches = list(evaluation_batches(table, 256))
-    assert len(batches) > 5
-    assert {tuple(b.ids_T.shape) for b in batches} == {(256,)}
-    assert {tuple(b.cu_seqlens.shape) for b in batches} == {(max_documents(256) + 2,)}
-    assert {b.cu_seqlens.dtype for b in batches} == {torch.int32}
+def test_the_batches_of_a_run_have_few_shapes_whatever_the_epoch() -> None:
+    table = random_table(400)
+    shapes = Shapes.planned(table, pack(table.lengths, 256, seed=5, epoch=0), 256)
+    loader = BatchLoader(table, capacity=256, packs_per_step=2, seed=5, workers=0, shapes=shapes)
+    batches = [batch for step in islice(loader, 150) for batch in step.batches]
+    assert batches[-1].documents  # several epochs
+    assert len({batch.shape for batch in batches}) <= 4
+    plain = [build_batch(table, np.array(batch.documents), 256) for batch in batches]
+    for batch, exact in zip(batches, plain, strict=True):
+        rows = batch.loss_rows[batch.labels_T[batch.loss_rows] != IGNORED]
+        assert rows.tolist() == exact.loss_rows.tolist()
+        assert (batch.loss_tokens, batch.tokens) == (exact.loss_tokens, exact.tokens)
+        assert torch.equal(batch.ids_T, exact.ids_T)
+        assert torch.equal(batch.labels_T, exact.labels_T)
+        assert batch.longest >= batch.cu_seqlens.diff().max()
+        assert batch.cu_seqlens.dtype == torch.int32
+        assert (batch.cu_seqlens.diff() >= 0).all()
+        assert batch.cu_seqlens[-1] == 256
+
+
+def test_padding_rows_name_a_token_without_a_label_and_every_row_needs_none() -> None:
+    table = ListTable([[5, 6, 7, 8]] * 16, [[False, False, True, True]] * 16)
+    few = Shapes(entries=(32,), rows=(48, 64), longest=16)
+    half = build_batch(table, np.arange(16), 64, shapes=few)
+    assert not half.every_row
+    assert half.loss_rows[32:].tolist() == [63] * 16
+    assert half.labels_T[63] == IGNORED
+    whole = build_batch(table, np.arange(16), 64, shapes=Shapes(entries=(32,), rows=(64,), longest=16))
+    assert whole.every_row
+    assert whole.loss_rows.tolist() == list(range(64))
+
+
+def test_padding_is_cut_into_documents_no_longer_than_the_longest() -> None:
+    table = ListTable([[5, 6, 7]])
+    batch = build_batch(table, np.array([0]), 64, shapes=Shapes(entries=(32,), rows=(64,), longest=16))
+    assert batch.cu_seqlens[:6].tolist() == [0, 3, 19, 35, 51, 64]
+    assert batch.positions_T.max() == 15
 
 
 def test_a_full_pack_of_the_most_documents_fits_its_metadata() -> None:

@@ -79,7 +79,7 @@ def own_loss(model: Any, batch: PackedBatch) -> torch.Tensor:
 def fast_loss(model: Any, batch: PackedBatch) -> torch.Tensor:
     engine = engine_of(model)
     assert engine is not None
-    return engine.packed_loss(batch.ids_T, batch.positions_T, batch.bounds(), batch.longest, loss_rows=batch.loss_rows,
+    return engine.packed_loss(batch.ids_T, batch.positions_T, batch.cu_seqlens, batch.longest, loss_rows=batch.loss_rows,
                               labels_T=batch.labels_T)[0]
 
 

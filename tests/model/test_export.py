@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pronghorn.errors import CommandError
 from pronghorn.model import export as export_file
-from pronghorn.model.export import export, merged_model, model_card, save_model, trained_model
+from pronghorn.model.export import adapter_files, export, merged_model, model_card, save_model, trained_model
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Recipe
+from pronghorn.train.checkpoint import TrainState
+from pronghorn.train.checkpoint_writer import CheckpointWriter
 from samples import make_model, make_tokenizer
 
 RecipeFor = Callable[..., Recipe]
@@ -61,6 +63,40 @@ def test_stock_libraries_give_the_same_logits(kind: str, recipe_for: RecipeFor, 
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.dtype == torch.float32
     assert (logits(merged) - ours).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_background_writer_gives_the_folder_that_the_libraries_would_write(
+    kind: str, recipe_for: RecipeFor, tmp_path: Path
+) -> None:
+    model, tokenizer = add_adapter(make_model(), recipe_for(lora=KINDS[kind]).lora, seed=1), make_tokenizer()
+    files = adapter_files(model, tokenizer)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data + torch.randn_like(parameter)  # in other memory: the parameter is what counts
+    (tmp_path / "stock").mkdir()
+    save_model(model, tmp_path / "stock")
+    tokenizer.save_pretrained(str(tmp_path / "stock"))
+    with CheckpointWriter(tmp_path, CPU, say=print) as writer:
+        writer.write(writer.snapshot(files, TrainState(1, {"a": torch.ones(3)}, {}, {})), keep=1, best_step=None)
+    written = {path.name: path.read_bytes() for path in (tmp_path / "checkpoint-1").iterdir()}
+    assert written.pop("manifest.json")
+    assert written.pop("training_state.safetensors")
+    assert written == {path.name: path.read_bytes() for path in (tmp_path / "stock").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "README.md", "tokenizer.json"} <= written.keys()
+
+
+def test_what_peft_would_store_beside_the_parameters_is_refused(recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy would be written as it was at the start, for the whole run."""
+    model = add_adapter(make_model(), recipe_for().lora, seed=1)
+    stored = export_file.get_peft_model_state_dict
+
+    def copied(*arguments: Any, **options: Any) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in stored(*arguments, **options).items()}
+
+    monkeypatch.setattr(export_file, "get_peft_model_state_dict", copied)
+    with pytest.raises(RuntimeError, match="not parameters of the model"):
+        adapter_files(model, make_tokenizer())
 
 
 def test_a_full_run_is_exported_whole_and_has_no_adapter(recipe_for: RecipeFor, tmp_path: Path) -> None:

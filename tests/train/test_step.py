@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Co
 
 from pronghorn.data.batches import Cursor, StepBatch, build_batch
 from pronghorn.data.packing import pack_in_order
-from pronghorn.errors import HealthStop
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
-from pronghorn.train.step import EagerStep
+from pronghorn.train.step import EagerStep, StepResult
 from samples import ListTable, random_table
 
 SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -42,6 +40,11 @@ def model_of(family: str, lora: bool = True) -> Any:
 def step_of(table: ListTable, capacity: int) -> StepBatch:
     batches = [build_batch(table, rows, capacity) for rows in pack_in_order(table.lengths, capacity)]
     return StepBatch(tuple(batches), after=Cursor(), epoch=0.0)
+
+
+def take(step: EagerStep, step_batch: StepBatch) -> StepResult:
+    step.begin(step_batch)
+    return step.finish()
 
 
 def gradients(model: Any, step_batch: StepBatch) -> tuple[float, dict[str, torch.Tensor]]:
@@ -105,23 +108,27 @@ def test_weights_move_and_the_loss_falls() -> None:
     model, step_batch = model_of("llama"), step_of(random_table(12), 512)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     step = EagerStep(model, optimizer, device=torch.device("cpu"), precision="fp32", clip=1.0)
-    losses = [step(step_batch, lambda loss, norm: None, lambda _: nullcontext()).loss for _ in range(8)]
+    losses = [take(step, step_batch).loss for _ in range(8)]
     assert losses[-1] < losses[0] - 0.05
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_nothing_is_updated_when_the_judge_refuses() -> None:
+@pytest.mark.parametrize("broken", ["loss", "gradient", "zero"])
+def test_nothing_is_updated_by_a_step_that_is_not_sound(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, step_batch = model_of("llama"), step_of(random_table(12), 512)
     before = {name: p.clone() for name, p in model.named_parameters()}
     step = EagerStep(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2),
                      device=torch.device("cpu"), precision="fp32", clip=1.0)
+    factors = {"loss": (float("nan"), 1.0), "gradient": (1.0, float("inf")), "zero": (1.0, 0.0)}[broken]
+    real = step._forward_backward
 
-    def refuse(loss: float, norm: float) -> None:
-        raise HealthStop("no")
+    def spoilt(batch: StepBatch) -> tuple[torch.Tensor, ...]:
+        return tuple(value * factor for value, factor in zip(real(batch), factors, strict=True))
 
-    with pytest.raises(HealthStop):
-        step(step_batch, refuse, lambda _: nullcontext())
+    monkeypatch.setattr(step, "_forward_backward", spoilt)
+    take(step, step_batch)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_clipping_bounds_the_update() -> None:
@@ -129,7 +136,7 @@ def test_clipping_bounds_the_update() -> None:
     parameters = [p for p in model.parameters() if p.requires_grad]
     before = [p.detach().clone() for p in parameters]
     step = EagerStep(model, torch.optim.SGD(parameters, lr=1.0), device=torch.device("cpu"), precision="fp32", clip=0.01)
-    result = step(step_batch, lambda loss, norm: None, lambda _: nullcontext())
+    result = take(step, step_batch)
     moved = torch.cat([(p - b).flatten() for p, b in zip(parameters, before, strict=True)]).norm().detach()
     assert result.grad_norm > 0.01
     assert float(moved) == pytest.approx(0.01, rel=1e-3)
@@ -143,7 +150,7 @@ def test_products_run_in_the_precision_asked_for(precision: Any, dtype: torch.dt
     seen = []
     layer = model.base_model.model.model.layers[0].mlp.down_proj
     layer.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    step(step_batch, lambda loss, norm: None, lambda _: nullcontext())
+    take(step, step_batch)
     assert set(seen) == {dtype}
 
 
@@ -154,7 +161,21 @@ def test_fp16_overflow_skips_the_update_and_lowers_the_scale() -> None:
     before = {name: p.clone() for name, p in model.named_parameters()}
     step.scaler.scale(torch.zeros(1))  # makes the scale exist
     step.scaler._scale.fill_(2.0**40)
-    result = step(step_batch, lambda loss, norm: None, lambda _: nullcontext())
+    result = take(step, step_batch)
     assert result.skipped
     assert step.scaler.get_scale() == 2.0**39
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_checkpoint_s_copies_are_waited_for_before_the_weights_change() -> None:
+    model, step_batch = model_of("llama"), step_of(random_table(4), 256)
+    weight = next(p for p in model.parameters() if p.requires_grad)
+    step = EagerStep(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), device=torch.device("cpu"),
+                     precision="fp32", clip=1.0)
+    before, seen = weight.detach().clone(), []
+    step.hold_update(lambda: seen.append(weight.detach().clone()))
+    take(step, step_batch)
+    take(step, step_batch)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], before)
+    assert not torch.equal(weight, before)

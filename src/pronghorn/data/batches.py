@@ -1,6 +1,7 @@
 """Packs into tensors: one `PackedBatch` a micro-batch, with all metadata built once, on the host, ahead of the step.
 
-T = capacity (tokens in a pack, padding included). Every batch of a run has the same shapes apart from `loss_rows`.
+T = capacity (tokens in a pack, padding included). The batches of a run have one of a few shapes (`Shapes`), so that a step can
+be captured once and replayed for ever.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import torch
 
 from pronghorn.data.packing import Packs, max_documents, pack, pack_in_order
 
-ENTRIES = 32  # document boundaries are handed to kernels in multiples of this many
+# Document boundaries come in multiples of this many. Kernels pay for each entry (FlashAttention-2's backward holds 128 rows of
+# float32 for every one of them, 2 GB for 1,026 entries of an 8B layer), so there is little padding.
+ENTRIES = 32
+ROW_STEPS = 16  # loss rows come in sixteenths of the capacity: the head computes 3 % too many rows on average, at most 6 %
 IGNORED = -100  # torch's cross-entropy skips this label
 
 
@@ -37,56 +41,110 @@ class PackedBatch:
     ids_T: torch.Tensor  # int64
     labels_T: torch.Tensor  # int64, already shifted: labels_T[t] is the token to predict at t, or IGNORED
     positions_T: torch.Tensor  # int64, from 0 in each document
-    cu_seqlens: torch.Tensor  # int32, document boundaries, padded to a fixed length by repeating T
-    loss_rows: torch.Tensor  # int64, the t with a label
+    cu_seqlens: torch.Tensor  # int32, document boundaries, padded by repeating T
+    loss_rows: torch.Tensor  # int64, the t with a label, padded with T - 1, which never has one
     longest: int  # tokens in the longest document
     tokens: int  # real tokens: T less padding
+    loss_tokens: int  # labels: `loss_rows` less padding
     documents: tuple[int, ...]  # row numbers in the table
 
-    def bounds(self) -> torch.Tensor:
-        """`cu_seqlens` with little padding, a view: kernels pay for each entry (FlashAttention-2's backward holds 128 rows of
-        float32 for every one of them, 2 GB for 1,026 entries of an 8B layer), and a few sizes still are static."""
-        used = len(self.documents) + 2
-        return self.cu_seqlens[: -(-used // ENTRIES) * ENTRIES]
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """What makes two batches the same work: they may run through the same captured step."""
+        return len(self.ids_T), len(self.cu_seqlens), len(self.loss_rows), self.longest
+
+    @property
+    def every_row(self) -> bool:
+        """Whether `loss_rows` is simply every t: nothing has to be gathered."""
+        return len(self.loss_rows) == len(self.ids_T)
 
     def map(self, change: Any) -> PackedBatch:
         """The same batch with `change` done to each tensor."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{name: change(t) for name, t in tensors.items() if isinstance(t, torch.Tensor)})
 
+    def copy_from(self, other: PackedBatch) -> None:
+        """Overwrite the tensors, in place, with those of a batch of the same shape."""
+        for field in fields(self):
+            mine = getattr(self, field.name)
+            if isinstance(mine, torch.Tensor):
+                mine.copy_(getattr(other, field.name), non_blocking=True)
+
     def to(self, device: torch.device | str) -> PackedBatch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def build_batch(table: TokenRows, rows: npt.NDArray[np.int64], capacity: int, pad_id: int = 0) -> PackedBatch:
-    """Padding at the end is one more document, without labels, so that attention needs no special case for it."""
+@dataclass(frozen=True)
+class Shapes:
+    """The sizes that the batches of a run are padded to: smallest that fits, ascending.
+
+    A function of the data, the seed and the capacity, never of what the run has seen: a resumed run computes every batch in the
+    same shape as the run it goes on with, so its sums have the same order.
+    """
+
+    entries: tuple[int, ...]  # of cu_seqlens
+    rows: tuple[int, ...]  # of loss_rows; the last one is the capacity
+    longest: int
+
+    @classmethod
+    def planned(cls, table: TokenRows, packs: Packs, capacity: int) -> Shapes:
+        """Two sizes fit all packs of this epoch (the first fits three of four), one more fits any pack there can be."""
+        starts = packs.starts[:-1]
+        documents = np.diff(packs.starts)
+        rows = np.add.reduceat(table.loss_counts[packs.order], starts) if len(starts) else np.zeros(1)
+        step = max(16, capacity // ROW_STEPS)
+        sizes = {min(capacity, _rounded(float(np.quantile(rows, q)), step)) for q in (0.75, 1.0)} | {capacity}
+        entries = {_rounded(float(np.quantile(documents, q)) + 2, ENTRIES) for q in (0.75, 1.0)}
+        longest = min(capacity, _rounded(int(table.lengths.max()), 128))
+        entries.add(_rounded(max_documents(capacity) + 2 + capacity // longest, ENTRIES))
+        return cls(tuple(sorted(entries)), tuple(sorted(sizes)), longest)
+
+
+def _rounded(value: float, multiple: int) -> int:
+    return max(1, -(-int(np.ceil(value)) // multiple)) * multiple
+
+
+def _padded(values: npt.NDArray[Any], size: int, fill: int) -> npt.NDArray[Any]:
+    return np.concatenate([values, np.full(size - len(values), fill, dtype=values.dtype)])
+
+
+def build_batch(table: TokenRows, rows: npt.NDArray[np.int64], capacity: int, pad_id: int = 0,
+                shapes: Shapes | None = None) -> PackedBatch:
+    """Padding at the end is one more document, or several of the longest's length, without labels: attention needs no special
+    case for it. Without `shapes` the loss rows are not padded, and `longest` is this pack's own.
+    """
     documents = tuple(int(row) for row in rows)
     lengths = table.lengths[rows].astype(np.int64)
     tokens = int(lengths.sum())
-    padding = capacity - tokens
     ids = np.full(capacity, pad_id, dtype=np.int64)
     ids[:tokens] = np.concatenate([table.ids(row) for row in documents])
     trained = np.zeros(capacity, dtype=np.bool_)
     trained[:tokens] = np.concatenate([table.loss(row) for row in documents])
 
-    ends = np.cumsum(lengths)
-    bounds = np.concatenate([[0], ends, [capacity] if padding else []]).astype(np.int64)
+    padding = np.arange(tokens, capacity, shapes.longest if shapes else capacity)  # where each piece of it begins
+    bounds = np.concatenate([[0], np.cumsum(lengths)[:-1], padding, [capacity]]).astype(np.int32)
     trained[bounds[:-1]] = False  # a document's first token has nothing before it that could predict it
     labels = np.full(capacity, IGNORED, dtype=np.int64)
     labels[:-1][trained[1:]] = ids[1:][trained[1:]]
     document_lengths = np.diff(bounds)
     positions = np.arange(capacity) - np.repeat(bounds[:-1], document_lengths)
 
-    cu_seqlens = np.full(max_documents(capacity) + 2, capacity, dtype=np.int32)
-    cu_seqlens[: len(bounds)] = bounds
+    loss_rows = np.flatnonzero(labels != IGNORED)
+    count, entries, longest = len(loss_rows), _rounded(len(bounds), ENTRIES), int(document_lengths.max())
+    if shapes is not None:
+        size = next(size for size in shapes.rows if size >= count)
+        loss_rows = np.arange(capacity) if size == capacity else _padded(loss_rows, size, capacity - 1)
+        entries = next(size for size in shapes.entries if size >= len(bounds))
+        longest = shapes.longest
     return PackedBatch(
         ids_T=torch.from_numpy(ids),
         labels_T=torch.from_numpy(labels),
         positions_T=torch.from_numpy(positions),
-        cu_seqlens=torch.from_numpy(cu_seqlens),
-        loss_rows=torch.from_numpy(np.flatnonzero(labels != IGNORED)),
-        longest=int(document_lengths.max()),
+        cu_seqlens=torch.from_numpy(_padded(bounds, entries, capacity)),
+        loss_rows=torch.from_numpy(loss_rows),
+        longest=longest,
         tokens=tokens,
+        loss_tokens=count,
         documents=documents,
     )
 
@@ -117,7 +175,7 @@ class StepBatch:
     @property
     def loss_tokens(self) -> int:
         """What the step's summed loss is divided by, however its tokens fell into micro-batches."""
-        return sum(len(batch.loss_rows) for batch in self.batches)
+        return sum(batch.loss_tokens for batch in self.batches)
 
 
 class BatchLoader:
@@ -128,9 +186,9 @@ class BatchLoader:
     """
 
     def __init__(self, table: TokenRows, *, capacity: int, packs_per_step: int, seed: int, workers: int,
-                 start: Cursor | None = None, pad_id: int = 0, pin: bool = False) -> None:
+                 start: Cursor | None = None, pad_id: int = 0, pin: bool = False, shapes: Shapes | None = None) -> None:
         self._table, self._capacity, self._packs_per_step = table, capacity, packs_per_step
-        self._seed, self._workers, self._pad_id, self._pin = seed, workers, pad_id, pin
+        self._seed, self._workers, self._pad_id, self._pin, self._shapes = seed, workers, pad_id, pin, shapes
         self._start = start or Cursor()
         self.first_epoch = self._pack(self._start.epoch)
 
@@ -139,7 +197,8 @@ class BatchLoader:
 
     def _build(self, packs: Packs, at: Cursor) -> StepBatch:
         stop = min(at.pack + self._packs_per_step, len(packs))
-        batches = [build_batch(self._table, packs[i], self._capacity, self._pad_id) for i in range(at.pack, stop)]
+        batches = [build_batch(self._table, packs[i], self._capacity, self._pad_id, self._shapes)
+                   for i in range(at.pack, stop)]
         if self._pin:
             batches = [batch.map(torch.Tensor.pin_memory) for batch in batches]
         return StepBatch(tuple(batches), after=self._next(packs, at), epoch=at.epoch + stop / len(packs))

@@ -10,15 +10,16 @@ out each tensor's factors; the update. They are three because each needs all of 
 grid would need all programs on the chip at once. Tensors of other dtypes take launches of their own (adapters have one).
 Where a tensor lies is read from a table on the device, built once: a step copies nothing from the host and asks nothing.
 
-A norm that is not finite changes no tensor and no step counter, on the device, and adds one to `skipped`. Sums have a fixed
-order, so results repeat bit for bit. Everything is computed in fp32 (the bias corrections in fp64) and rounded once.
+A norm that is not finite changes no tensor and no step counter, on the device, and adds one to `skipped`. With a loss to watch,
+so does a loss that is not finite or a norm of zero, and so does every step after the first refused one: the host, which reads
+the loss a step later, finds the weights of the last sound step. Sums have a fixed order, so results repeat bit for bit. Everything is computed in fp32 (the bias corrections in fp64) and rounded once.
 Bound by memory: 4 bytes a parameter for the norm, 28 for the update and 2 for a bf16 shadow, with fp32 tensors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -178,12 +179,14 @@ def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def adamw_reference(
-    tensors: AdamWTensors, lr: Sequence[float], betas: tuple[float, float], eps: float, clip_norm: float | None
+    tensors: AdamWTensors, lr: Sequence[float], betas: tuple[float, float], eps: float, clip_norm: float | None,
+    loss: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Plain torch, and what runs without Triton. Returns the norm before clipping; computes in fp32, or fp64 for fp64."""
     norms = [torch.linalg.vector_norm(_wide(grad)) for grad in tensors.grads]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    if not bool(torch.isfinite(norm)):
+    refused = loss is not None and (not bool(torch.isfinite(loss)) or float(norm) == 0 or int(tensors.skipped) > 0)
+    if refused or not bool(torch.isfinite(norm)):
         tensors.skipped += 1
         return norm
     clip = 1.0 if clip_norm is None else (clip_norm / (norm + CLIP_EPS)).clamp(max=1.0)
@@ -259,8 +262,8 @@ def _square_sums_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _factors_kernel(  # type: ignore[no-untyped-def]
-    partials, partial_count, table, settings, lr, count, factors, result, skipped, clip_norm,
-    LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, PARTIALS: tl.constexpr, TENSORS: tl.constexpr,
+    partials, partial_count, table, settings, lr, count, factors, result, skipped, clip_norm, loss,
+    WATCHED: tl.constexpr, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, PARTIALS: tl.constexpr, TENSORS: tl.constexpr,
 ):  # fmt: skip
     """One program: the norm, the clip factor, the steps, and (step size, 1 / sqrt(correction), decay) of each tensor.
 
@@ -272,6 +275,8 @@ def _factors_kernel(  # type: ignore[no-untyped-def]
         sums += tl.load(partials + index, mask=index < partial_count, other=0.0)
     norm = tl.sqrt_rn(tl.sum(sums, 0))
     finite = norm < float("inf")  # false for NaN, too
+    if WATCHED:
+        finite &= (norm > 0) & (tl.abs(tl.load(loss)) < float("inf")) & (tl.load(skipped) == 0)
     tl.store(result + _NORM, norm)
     tl.store(result + _CLIP, tl.where(clip_norm > 0, tl.minimum(clip_norm / (norm + _CLIP_EPS), 1.0), 1.0))
     tl.store(result + _FINITE, tl.where(finite, 1.0, 0.0))
@@ -361,7 +366,8 @@ def _triton_type(dtype: torch.dtype | None) -> Any:
 
 
 def _step_triton(
-    tensors: AdamWTensors, lr: torch.Tensor, betas: tuple[float, float], eps: float, clip_norm: float | None
+    tensors: AdamWTensors, lr: torch.Tensor, betas: tuple[float, float], eps: float, clip_norm: float | None,
+    loss: torch.Tensor | None,
 ) -> torch.Tensor:
     block, warps = tensors.block, tensors.warps
     table, result = tensors.table, tensors.result
@@ -374,7 +380,7 @@ def _step_triton(
     logs = [math.log(beta) if beta > 0 else -math.inf for beta in betas]
     _factors_kernel[(1,)](
         tensors.partials, len(tensors.partials), table, tensors.settings, lr, len(tensors.params), tensors.factors, result,
-        tensors.skipped, clip_norm or 0.0, LOG_BETA1=logs[0], LOG_BETA2=logs[1],
+        tensors.skipped, clip_norm or 0.0, loss, WATCHED=loss is not None, LOG_BETA1=logs[0], LOG_BETA2=logs[1],
         PARTIALS=PARTIALS_AT_ONCE, TENSORS=TENSORS_AT_ONCE, num_warps=FACTORS_WARPS,
     )  # fmt: skip
     for part in tensors.parts:
@@ -396,103 +402,18 @@ def adamw_step(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     clip_norm: float | None = None,
+    loss: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One update in place. Returns the gradient's norm before clipping, 0-dim on the device, until the next step.
 
     lr: a number, or a tensor on the device with one entry for each of the tensors' lr_groups, so that a captured CUDA graph
-    follows a schedule; a rate ratio (LoRA+) is one entry more. clip_norm None or 0: no clipping.
+    follows a schedule; a rate ratio (LoRA+) is one entry more. clip_norm None or 0: no clipping. loss: 0-dim, watched (see top).
     """
     if clip_norm == 0:
         clip_norm = None
     if not tensors.on_device:
         rates = lr.reshape(-1).tolist() if isinstance(lr, torch.Tensor) else [lr] * (1 + max(tensors.lr_groups))
-        return adamw_reference(tensors, rates, betas, eps, clip_norm)
+        return adamw_reference(tensors, rates, betas, eps, clip_norm, loss)
     if not isinstance(lr, torch.Tensor):
         lr = torch.full((1 + max(tensors.lr_groups),), lr, dtype=torch.float64, device=tensors.device)
-    return _step_triton(tensors, lr.reshape(-1), betas, eps, clip_norm)
-
-
-class FusedAdamW(torch.optim.Optimizer):
-    """torch.optim.AdamW's parameters, groups and state (exp_avg, exp_avg_sq, step), on `adamw_step`.
-
-    `grad_norm` holds the last step's norm before clipping, `skipped` how many steps were left out; both on the device.
-    Tables are built again when an address changes: keep gradients in place (zero_grad(set_to_none=False)) for speed, and
-    for a CUDA graph, which must be captured after one eager step and replayed after `refresh_lr`.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        clip_norm: float | None = None,
-        shadows: Mapping[torch.Tensor, Shadow] | None = None,
-    ) -> None:
-        # fused: torch's load_state_dict then keeps `step` beside the parameter, as its own fused AdamW does
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True})
-        self.clip_norm = clip_norm
-        self.grad_norm: torch.Tensor | None = None
-        self._shadows = dict(shadows or {})
-        self._tensors: AdamWTensors | None = None
-        self._addresses: list[int] = []
-        self._lr_G: torch.Tensor | None = None
-        self._lr_values: list[float] = []
-        self.skipped: torch.Tensor | None = None
-
-    def refresh_lr(self) -> None:
-        """Copies the groups' learning rates to the device, where they changed. `step` does it, except under capture."""
-        rates = [float(group["lr"]) for group in self.param_groups]
-        device = self.param_groups[0]["params"][0].device
-        if self._lr_G is None or len(rates) != len(self._lr_values):
-            self._lr_G, self._lr_values = torch.zeros(len(rates), dtype=torch.float64, device=device), [0.0] * len(rates)
-        for i, (rate, before) in enumerate(zip(rates, self._lr_values, strict=True)):
-            if rate != before:
-                self._lr_G[i].fill_(rate)  # a launch, not a copy: nothing on the host has to outlive it
-        self._lr_values = rates
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        on_gpu = self.param_groups[0]["params"][0].is_cuda
-        if not (on_gpu and torch.cuda.is_current_stream_capturing()):
-            self.refresh_lr()
-        tensors = self._gather()
-        if tensors is not None and self._lr_G is not None:
-            group = self.param_groups[0]
-            if any(other["betas"] != group["betas"] or other["eps"] != group["eps"] for other in self.param_groups):
-                raise ValueError("FusedAdamW takes one betas and one eps for all parameter groups")
-            settings = {"betas": tuple(group["betas"]), "eps": group["eps"], "clip_norm": self.clip_norm}
-            self.grad_norm = adamw_step(tensors, lr=self._lr_G, **settings)
-        return loss
-
-    def _gather(self) -> AdamWTensors | None:
-        """The tensors of this step; the table of the last one, while nothing moved."""
-        members = [(param, number, group["weight_decay"]) for number, group in enumerate(self.param_groups)
-                   for param in group["params"] if param.grad is not None]  # fmt: skip
-        if not members:
-            return None
-        for param, _, _ in members:
-            if not self.state[param]:
-                self.state[param] = {"step": torch.zeros((), dtype=torch.float32, device=param.device),
-                                     "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}  # fmt: skip
-            elif self.state[param]["step"].device != param.device:  # loaded from an AdamW that was not fused
-                self.state[param]["step"] = self.state[param]["step"].to(param.device, torch.float32)
-        states = [self.state[param] for param, _, _ in members]
-        columns = [[param for param, _, _ in members], [param.grad for param, _, _ in members],
-                   *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))]  # fmt: skip
-        addresses = [tensor.data_ptr() for column in columns for tensor in column]
-        decays = [decay for _, _, decay in members]
-        if self._tensors is None or addresses != self._addresses or decays != self._tensors.weight_decays:
-            self._tensors = AdamWTensors(
-                *columns, weight_decays=decays, lr_groups=[number for _, number, _ in members],
-                shadows=[self._shadows.get(param) for param, _, _ in members],
-            )  # fmt: skip
-            self.skipped = self._tensors.skipped = self._tensors.skipped if self.skipped is None else self.skipped
-            self._addresses = addresses
-        return self._tensors
+    return _step_triton(tensors, lr.reshape(-1), betas, eps, clip_norm, loss)

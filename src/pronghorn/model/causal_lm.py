@@ -59,13 +59,13 @@ class FastCausalLM:
             h_TD = h_TD.to(torch.get_autocast_dtype(h_TD.device.type))
         return h_TD * getattr(self.config, "embedding_multiplier", 1.0)
 
-    def hidden(self, h_TD: Tensor, documents: Documents) -> Tensor:
-        """The residual stream after the last layer, before the final norm."""
+    def hidden(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None) -> Tensor:
+        """The residual stream after the last layer, before the final norm: of all tokens, or of `rows`."""
         self._prepare(h_TD.dtype)
         with torch.autocast(h_TD.device.type, enabled=False):  # the layers choose their precision themselves
-            for layer in self.layers:
+            for layer in self.layers[:-1]:
                 h_TD = layer(h_TD, documents)
-        return h_TD
+            return self.layers[-1](h_TD, documents, rows)
 
     def _prepare(self, dtype: torch.dtype) -> None:
         """Weights and adapters as the layers read them. On every forward: nothing tells reliably that an optimizer stepped."""
@@ -75,10 +75,10 @@ class FastCausalLM:
         if self._adapters.jobs:
             self._adapters.run()
 
-    def loss(self, h_TD: Tensor, loss_rows: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum of the losses of `loss_rows`, loss of each of them, detached); norm and head only for those rows."""
-        with torch.autocast(h_TD.device.type, enabled=False):
-            x_ND, _ = rms_norm(h_TD.index_select(0, loss_rows), self.norm.weight, self.norm.eps, one_plus=self.norm.one_plus)
+    def loss(self, h_ND: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum of the losses, loss of each row, detached), of rows out of `hidden`."""
+        with torch.autocast(h_ND.device.type, enabled=False):
+            x_ND, _ = rms_norm(h_ND, self.norm.weight, self.norm.eps, one_plus=self.norm.one_plus)
             head = head_of(self.model)
             if type(head) is not torch.nn.Linear:
                 raise ModelError(what=f"the head is {type(head).__name__}, not a linear layer", why="its loss has no kernel",
@@ -86,11 +86,12 @@ class FastCausalLM:
             weight = head.weight if head.weight.dtype == x_ND.dtype else head.weight.to(x_ND.dtype)
             return linear_cross_entropy(x_ND, weight, labels_N, bias_V=head.bias, **self.head_terms)
 
-    def packed_loss(self, ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, longest: int, *, loss_rows: Tensor,
-                    labels_T: Tensor, lengths: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
-        """What training calls: one packed batch, metadata built by the loader."""
-        documents = Documents(cu_seqlens, longest, self.rotary(positions_T), lengths)
-        return self.loss(self.hidden(self.embed(ids_T), documents), loss_rows, labels_T[loss_rows])
+    def packed_loss(self, ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, longest: int, *, labels_T: Tensor,
+                    loss_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What training calls: one packed batch, metadata built by the loader. `loss_rows`: only these have labels."""
+        documents = Documents(cu_seqlens, longest, self.rotary(positions_T))
+        h_ND = self.hidden(self.embed(ids_T), documents, loss_rows)
+        return self.loss(h_ND, labels_T if loss_rows is None else labels_T.index_select(0, loss_rows))
 
 
 def install(model: Any) -> str:

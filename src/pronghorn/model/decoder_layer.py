@@ -17,6 +17,9 @@ it, so names, hooks, checkpoints and generation stay the family's. Forward, with
     h3 = h2 + a Wdown
 
 With norms after attention or MLP (Gemma, OLMo 2) the branch output is kept as well, since its norm needs it.
+
+Two things are left out where nobody looks at them: in the last layer everything behind attention for rows without a loss
+(`rows`), and below the first layer the gradient of frozen embeddings.
 """
 
 from __future__ import annotations
@@ -44,7 +47,6 @@ class Documents:
     cu_seqlens: Tensor
     longest: int
     rotary: dict[str, tuple[Tensor, Tensor]]  # layer type -> cos, sin, float32, [T, P / 2]
-    lengths: tuple[int, ...] | None = None  # on the host, where known: spares the CPU path a copy
 
 
 class Norm:
@@ -71,7 +73,8 @@ class Kept:
     k: Tensor
     v: Tensor
     lse: Tensor
-    o_ext: Tensor
+    o: Tensor  # attention's output, of every token
+    o_ext: Tensor  # with the extra columns; only `rows` of it in the last layer, else what `o` is part of
     h2: Tensor
     gu: Tensor
     qkv: Tensor | None = None  # before qk-norm
@@ -135,39 +138,44 @@ class FastDecoderLayer:
         """Everything the node may return a gradient for, in the order in which backward returns them."""
         return [p for group in self.groups for p in group.parameters] + [norm.weight for norm in self.norms.values()]
 
-    def __call__(self, h_TD: Tensor, documents: Documents) -> Tensor:
+    def __call__(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None) -> Tensor:
+        """The residual stream after the layer: of all tokens, or of `rows`, which hold no token twice but the last one."""
         if not self.fused:
             from pronghorn.model.composed_layer import composed_layer
 
             if self.recomputes and torch.is_grad_enabled():  # torch's own: it also puts back the random state of dropout
-                again: Tensor = checkpoint(composed_layer, self, h_TD, documents, use_reentrant=False)
-                return again
-            return composed_layer(self, h_TD, documents)
+                out: Tensor = checkpoint(composed_layer, self, h_TD, documents, use_reentrant=False)
+            else:
+                out = composed_layer(self, h_TD, documents)
+            return out if rows is None else out.index_select(0, rows)
         if not torch.is_grad_enabled():
-            return self.forward(h_TD, documents)[0]
-        out: Tensor = _Layer.apply(h_TD, self, documents, *self.parameters())  # type: ignore[no-untyped-call]
+            return self.forward(h_TD, documents, rows)[0]
+        out = _Layer.apply(h_TD, self, documents, rows, *self.parameters())  # type: ignore[no-untyped-call]
         return out
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
-    def forward(self, h: Tensor, documents: Documents) -> tuple[Tensor, Kept]:
+    def forward(self, h: Tensor, documents: Documents, rows: Tensor | None = None) -> tuple[Tensor, Kept]:
         rstd: dict[str, Tensor] = {}
         x = self._normed(self.before_attention, h, self.qkv.extra, rstd, "before_attention")
         qkv, xa1 = self.qkv.forward(x)
         q, k, v, qk_rstd = self._rope(qkv, documents)
         o_ext = rows_like(h, self.heads * self.head_width + self.out.extra)
-        o_TNH = o_ext[:, : self.heads * self.head_width].unflatten(1, (self.heads, self.head_width))
-        o, lse = attention_forward(q, k, v, documents.cu_seqlens, documents.longest, out=o_TNH, lengths=documents.lengths,
+        o = o_ext[:, : self.heads * self.head_width].unflatten(1, (self.heads, self.head_width))
+        _, lse = attention_forward(q, k, v, documents.cu_seqlens, documents.longest, out=o,
                                    **self.attention_options)
-        del o, x
-        h2, y1 = self._branch(self.out, o_ext, h, self.after_attention, rstd, "after_attention")
+        del x
+        if rows is not None:
+            o_ext = o_ext.index_select(0, rows)
+        h_rows = h if rows is None else h.index_select(0, rows)
+        h2, y1 = self._branch(self.out, o_ext, h_rows, self.after_attention, rstd, "after_attention")
         x2 = self._normed(self.before_mlp, h2, self.gate_up.extra, rstd, "before_mlp")
         gu, xa2 = self.gate_up.forward(x2)
         del x2
         a_ext = self._activated(gu)
         h3, y2 = self._branch(self.down, a_ext, h2, self.after_mlp, rstd, "after_mlp")
         width = gu.shape[1] // 2
-        kept = Kept(h, q, k, v, lse, o_ext, h2, gu, qkv if self.q_norm else None, qk_rstd, xa1, xa2,
+        kept = Kept(h, q, k, v, lse, o, o_ext, h2, gu, qkv if self.q_norm else None, qk_rstd, xa1, xa2,
                     a_ext[:, width:].clone() if self.down.extra else None, y1, y2, rstd)
         return h3, kept
 
@@ -215,8 +223,9 @@ class FastDecoderLayer:
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
-    def backward(self, dh3: Tensor, kept: Kept, documents: Documents) -> tuple[Tensor, list[Tensor | None]]:
-        """The gradient of the layer's input, and of `parameters()` in their order."""
+    def backward(self, dh3: Tensor, kept: Kept, documents: Documents, rows: Tensor | None = None, need_dh: bool = True
+                 ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """The gradient of the layer's input (of all tokens, if it is needed), and of `parameters()` in their order."""
         norm_grads: dict[str, Tensor | None] = {}
         dy, dh2 = self._into_branch(dh3, kept.y2, self.after_mlp, kept.rstd, "after_mlp", norm_grads, self.down)
         da = self.down.backward_input(dy)
@@ -235,21 +244,26 @@ class FastDecoderLayer:
         dy, dh = self._into_branch(dh2, kept.y1, self.after_attention, kept.rstd, "after_attention", norm_grads, self.out)
         do = self.out.backward_input(dy)
         width = do.shape[1]
-        o = kept.o_ext[:, :width]
-        out_grads = self.out.backward_parameters(dy, o, kept.o_ext[:, width:] if self.out.extra else None)
-        heads = (self.heads, self.head_width)
+        out_grads = self.out.backward_parameters(dy, kept.o_ext[:, :width], kept.o_ext[:, width:] if self.out.extra else None)
+        if rows is not None:
+            do, dh = _spread(do, rows, len(kept.h)), _spread(dh, rows, len(kept.h))
         dqkv_ext = self._room_for_dqkv(do)
         backend = pick_backend(do.device, do.dtype, self.head_width, softcap=self.attention_options["softcap"] is not None)
         dq, dk, dv, _ = attention_backward(
-            do.unflatten(1, heads), kept.q, kept.k, kept.v, o.unflatten(1, heads), kept.lse, documents.cu_seqlens,
-            documents.longest, lengths=documents.lengths, **self.attention_options,
+            do.unflatten(1, (self.heads, self.head_width)), kept.q, kept.k, kept.v, kept.o, kept.lse, documents.cu_seqlens,
+            documents.longest, **self.attention_options,
             # FlashAttention-2 could only copy into them; RoPE's backward then reads its tensors where they are.
             grads=None if backend == "flash2" else self._parts_of(dqkv_ext),
         )
         self._out_of_rope(dq, dk, dv, dqkv_ext, kept, documents, norm_grads)
         del dq, dk, dv, do, dy
-        dx = self.qkv.backward_input(dqkv_ext)
-        dh, x = self._out_of_norm(self.before_attention, dx, kept.h, dh, kept.rstd, "before_attention", norm_grads, self.qkv)
+        if need_dh or (self.before_attention and self.before_attention.trains()):
+            dx = self.qkv.backward_input(dqkv_ext)
+            dh, x = self._out_of_norm(self.before_attention, dx, kept.h, dh, kept.rstd, "before_attention", norm_grads,
+                                      self.qkv)
+        else:
+            self.qkv.extend_grad(dqkv_ext)
+            x = self._input_again(self.before_attention, kept.h, self.qkv)
         qkv_grads = self.qkv.backward_parameters(dqkv_ext, x, kept.xa1)
         ordered = [norm_grads.get(name) for name in self.norms]
         return dh, [*qkv_grads, *out_grads, *gate_up_grads, *down_grads, *ordered]
@@ -273,8 +287,12 @@ class FastDecoderLayer:
             return dh + dx, h
         out, norm_grads[name] = rms_norm_backward(dx, h, norm.weight, rstd[name], one_plus=norm.one_plus, add_TD=dh,
                                                   need_weight_grad=norm.trains())
-        x = rms_norm_forward(h, norm.weight, norm.eps, one_plus=norm.one_plus)[0] if group.needs_input else h
-        return out, x
+        return out, self._input_again(norm, h, group)
+
+    def _input_again(self, norm: Norm | None, h: Tensor, group: Projections) -> Tensor:
+        if norm is None or not group.needs_input:
+            return h
+        return rms_norm_forward(h, norm.weight, norm.eps, one_plus=norm.one_plus)[0]
 
     def _room_for_dqkv(self, do: Tensor) -> Tensor:
         return rows_like(do, self._qkv_width + self.qkv.extra)
@@ -309,11 +327,18 @@ def rows_like(x: Tensor, width: int) -> Tensor:
     return make(x.shape[0], width)
 
 
+def _spread(x_ND: Tensor, rows: Tensor, tokens: int) -> Tensor:
+    """N rows where they belong among all tokens, zeros elsewhere. Rows that fill up a static size all name the last token and
+    hold zeros, so it does not matter which of them is written last."""
+    return x_ND.new_zeros(tokens, x_ND.shape[1]).index_copy_(0, rows, x_ND)
+
+
 class _Layer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, layer: FastDecoderLayer, documents: Documents, *parameters: Tensor) -> Tensor:
-        out, kept = layer.forward(h, documents)
-        ctx.layer, ctx.documents = layer, documents
+    def forward(ctx: Any, h: Tensor, layer: FastDecoderLayer, documents: Documents, rows: Tensor | None,
+                *parameters: Tensor) -> Tensor:
+        out, kept = layer.forward(h, documents, rows)
+        ctx.layer, ctx.documents, ctx.rows = layer, documents, rows
         ctx.kept = h if layer.recomputes else kept
         return out
 
@@ -321,7 +346,7 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
         kept, ctx.kept = ctx.kept, None  # what was kept is freed as it is used
         if isinstance(kept, Tensor):
-            kept = ctx.layer.forward(kept, ctx.documents)[1]
-        dh, gradients = ctx.layer.backward(incoming[0], kept, ctx.documents)
-        needed = ctx.needs_input_grad[3:]
-        return (dh, None, None, *(g if wanted else None for g, wanted in zip(gradients, needed, strict=True)))
+            kept = ctx.layer.forward(kept, ctx.documents, ctx.rows)[1]
+        dh, gradients = ctx.layer.backward(incoming[0], kept, ctx.documents, ctx.rows, ctx.needs_input_grad[0])
+        needed = ctx.needs_input_grad[4:]
+        return (dh, None, None, None, *(g if wanted else None for g, wanted in zip(gradients, needed, strict=True)))

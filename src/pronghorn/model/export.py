@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors import safe_open
 
 from pronghorn.errors import CommandError
 from pronghorn.model.load import load_model, without_progress_bars
 from pronghorn.model.lora import load_adapter
 from pronghorn.recipe import Recipe
 
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # Of the training state, nothing is of use to others.
 NOT_EXPORTED = ("manifest.json", "training_state.safetensors", "README.md")
 
@@ -53,6 +57,39 @@ def save_model(model: Any, folder: Path) -> None:
             model.save_pretrained(str(folder), save_embedding_layers=False)
         else:
             model.save_pretrained(str(folder))
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """What `save_model` and the tokenizer write, in parts: the tensors stay where they are, all else is bytes."""
+
+    name: str  # of the file with the tensors
+    tensors: dict[str, torch.nn.Parameter]  # by stored name
+    metadata: dict[str, str]
+    small: dict[str, bytes]  # every other file
+
+
+def adapter_files(model: PeftModel, tokenizer: Any) -> AdapterFiles:
+    """Once a run. PEFT writes its files with empty tensors, which says how the true ones are to be called."""
+    empty = {name: torch.empty(0) for name, _ in model.named_parameters()}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        with without_progress_bars():
+            model.save_pretrained(scratch, save_embedding_layers=False, state_dict=empty)
+        tokenizer.save_pretrained(scratch)
+        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as stored:
+            names, metadata = set(stored.keys()), stored.metadata()
+        files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file != folder / ADAPTER_WEIGHTS]
+        small = {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
+    parameters = {(parameter.data_ptr(), parameter.shape): parameter for parameter in model.parameters()}
+    places = {
+        name: (tensor.data_ptr(), tensor.shape)
+        for name, tensor in get_peft_model_state_dict(model, save_embedding_layers=False).items()
+    }
+    tensors = {name: parameters[place] for name, place in places.items() if place in parameters}
+    if strange := (names | places.keys()) - (names & tensors.keys()):
+        raise RuntimeError(f"PEFT stores tensors that are not parameters of the model: {sorted(strange)}")
+    return AdapterFiles(ADAPTER_WEIGHTS, tensors, metadata, small)
 
 
 def trained_model(checkpoint: Path, recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Any:

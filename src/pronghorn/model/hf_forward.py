@@ -107,7 +107,7 @@ def _model_forward(model: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> 
         targets = targets[pack.real]
     h = _run(engine, inputs, pack)
     rows = (targets != IGNORED).nonzero().flatten()
-    loss_sum, _ = engine.loss(h, rows, targets[rows])
+    loss_sum, _ = engine.loss(h.index_select(0, rows), targets[rows])
     count = inputs.get("num_items_in_batch")
     count = len(rows) if count is None else count.to(loss_sum.device) if isinstance(count, Tensor) else count
     return Output(loss=loss_sum / count, logits=LateLogits(engine, h, pack))

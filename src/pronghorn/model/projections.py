@@ -125,10 +125,15 @@ class Projections:
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
-    def backward_input(self, dy_ext: Tensor) -> Tensor:
-        """dx_TD. dy_ext has `extra` columns behind dy, which this fills."""
+    def extend_grad(self, dy_ext: Tensor) -> None:
+        """Fills the `extra` columns behind dy, which the adapters' gradients need."""
         if self._group:
             self._group.extend_grad(dy_ext)
+
+    def backward_input(self, dy_ext: Tensor) -> Tensor:
+        """dx_TD. dy_ext has `extra` columns behind dy, which this fills."""
+        self.extend_grad(dy_ext)
+        if self._group:
             return torch.mm(dy_ext, self._group.M[:, : self._group.D])
         weights = self._weights
         parts = dy_ext.split(self.widths, dim=1)
@@ -138,7 +143,7 @@ class Projections:
         return dx
 
     def backward_parameters(self, dy_ext: Tensor, x_TD: Tensor, xa_TR: Tensor | None) -> list[Tensor | None]:
-        """Gradients of `parameters`, None where frozen. After `backward_input`, which filled dy_ext."""
+        """Gradients of `parameters`, None where frozen. After `backward_input` or `extend_grad`, which filled dy_ext."""
         linears = self.linears
         parts = dy_ext[:, : sum(self.widths)].split(self.widths, dim=1)
         grads: list[Tensor | None] = [

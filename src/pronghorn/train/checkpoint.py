@@ -8,6 +8,9 @@
 Saving writes `.checkpoint-N.tmp-PID`, syncs every file, writes and syncs the manifest, syncs the folder, renames it, syncs
 the parent, and only then prunes. Deleting renames first (`.checkpoint-N.gone-PID`). So at any instant, whatever kills the
 process, a folder named `checkpoint-N` is whole. The caller holds the run's lock (run_folder.py): only one saves.
+
+torch and numpy are imported where they are used: the background writer (checkpoint_process.py) runs `write_checkpoint`
+without them, and so starts in a tenth of a second instead of three.
 """
 
 from __future__ import annotations
@@ -22,18 +25,18 @@ import random
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from pronghorn.errors import CheckpointError, EnvironmentFault
 from pronghorn.train.run_folder import require_free_disk
+
+if TYPE_CHECKING:
+    import torch
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -71,8 +74,19 @@ def save_checkpoint(
 
     `write_model` writes the model's files into the folder it is given, about `needed_bytes` of them.
     """
-    if keep < 1:
-        raise ValueError(f"keep is {keep}; the checkpoint just written always stays")
+    from safetensors.torch import save_file
+
+    def fill(folder: Path) -> None:
+        write_model(folder)
+        refuse_foreign(_file_names(folder))
+        save_file(_storable(state.tensors), folder / TENSORS)
+
+    needed_bytes += sum(tensor.nbytes for tensor in state.tensors.values())
+    return write_checkpoint(run, manifest_of(state), fill, keep=keep, best_step=best_step, needed_bytes=needed_bytes)
+
+
+def manifest_of(state: TrainState) -> dict[str, Any]:
+    """Everything but the files, checked: what JSON would change is refused here, before anything is written."""
     manifest = {
         "version": VERSION,
         "step": state.step,
@@ -83,19 +97,31 @@ def save_checkpoint(
     }
     if json.loads(_as_text(manifest)) != manifest:
         raise TypeError("recipe, values and rng must be plain JSON (string keys, lists, no tuples): else a resume differs")
-    final = run / f"checkpoint-{state.step}"
+    return manifest
+
+
+def write_checkpoint(
+    run: Path,
+    manifest: dict[str, Any],
+    fill: Callable[[Path], None],
+    *,
+    keep: int,
+    best_step: int | None,
+    needed_bytes: int,
+) -> Path:
+    """The protocol, whoever follows it: `fill` writes every file but the manifest, `needed_bytes` in all."""
+    if keep < 1:
+        raise ValueError(f"keep is {keep}; the checkpoint just written always stays")
+    final = run / f"checkpoint-{manifest['step']}"
     with _disk_faults(run, f"{final.name} could not be written"):
         clean_leftovers(run)
-        tensor_bytes = sum(tensor.nbytes for tensor in state.tensors.values())
-        require_free_disk(run, tensor_bytes + needed_bytes + MARGIN_BYTES, final.name, then=_what_resumes(run))
+        require_free_disk(run, needed_bytes + MARGIN_BYTES, final.name, then=what_resumes(run))
         folder = run / f".{final.name}.tmp-{os.getpid()}"
         try:
             folder.mkdir()
-            write_model(folder)
-            _refuse_foreign(folder)
-            save_file(_storable(state.tensors), folder / TENSORS)
-            manifest["files"] = {name: _sealed(folder / name) for name in _file_names(folder)}
-            (folder / MANIFEST).write_text(_as_text(_with_checksum(manifest)), encoding="utf-8")
+            fill(folder)
+            files = {name: _sealed(folder / name) for name in _file_names(folder)}
+            (folder / MANIFEST).write_text(_as_text(_with_checksum(manifest | {"files": files})), encoding="utf-8")
             _sync(folder / MANIFEST)
             for inner in [path for path in folder.rglob("*") if path.is_dir()]:
                 _sync(inner)
@@ -126,6 +152,8 @@ def latest_checkpoint(run: Path) -> Path | None:
 
 def load_checkpoint(path: Path) -> TrainState:
     """Check size and SHA-256 of every file, then read; CheckpointError says what is damaged and what to use instead."""
+    from safetensors.torch import load_file
+
     manifest = verify_checkpoint(path)
     return TrainState(
         step=manifest["step"],
@@ -161,6 +189,9 @@ def clean_leftovers(run: Path) -> None:
 def capture_rng() -> dict[str, Any]:
     """The state of every global generator as plain JSON: `torch` and `cuda` (one a device) the raw bytes in base64,
     `python` [version, 625 integers, next Gauss value], `numpy` [name, 624 integers, position, has Gauss, Gauss value]."""
+    import numpy as np
+    import torch
+
     version, words, gauss_next = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=True)
     name, keys, position, has_gauss, cached_gaussian = numpy_state
@@ -176,6 +207,9 @@ def capture_rng() -> dict[str, Any]:
 
 def restore_rng(rng: dict[str, Any]) -> None:
     """Undo everything drawn since `capture_rng`. States of CUDA devices that this machine does not have are passed over."""
+    import numpy as np
+    import torch
+
     torch.set_rng_state(_from_base64(rng["torch"]))
     if torch.cuda.is_available():
         for device, state in enumerate(rng["cuda"][: torch.cuda.device_count()]):
@@ -201,9 +235,9 @@ def _storable(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return storable
 
 
-def _refuse_foreign(folder: Path) -> None:
-    """What the model's writer must not write; if it does, that is our bug, hence no PronghornError."""
-    for name in _file_names(folder):
+def refuse_foreign(names: Iterable[str]) -> None:
+    """What must not be among the model's files; if it is, that is our bug, hence no PronghornError."""
+    for name in names:
         if name.endswith(PICKLED):
             raise RuntimeError(f"the model's writer wrote {name}: checkpoints hold safetensors and JSON, nothing pickled")
         if name in (MANIFEST, TENSORS):
@@ -276,10 +310,11 @@ def _disk_faults(run: Path, what: str) -> Iterator[None]:
                 raise
             number = int(found[1])
         repair = "free some disk space" if number in (errno.ENOSPC, errno.EDQUOT) else "repair what the system reports"
-        raise EnvironmentFault(what, where=str(run), why=str(error), fix=f"{repair}, then {_what_resumes(run)}") from error
+        raise EnvironmentFault(what, where=str(run), why=str(error), fix=f"{repair}, then {what_resumes(run)}") from error
 
 
-def _what_resumes(run: Path) -> str:
+def what_resumes(run: Path) -> str:
+    """For the end of a fix."""
     latest = latest_checkpoint(run)
     return "run the same command again: it " + (f"resumes from {latest.name}" if latest else "starts from the beginning")
 
@@ -389,4 +424,6 @@ def _as_base64(state: torch.Tensor) -> str:
 
 
 def _from_base64(text: str) -> torch.Tensor:
+    import torch
+
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,10 +91,21 @@ def _bytes_still_to_write(session: Session, folder: Path) -> int:
     return max(one, one * (session.recipe.checkpoint.keep + 2) - there)
 
 
+@dataclass(frozen=True)
+class _UnderWay:
+    """A step that was begun and whose numbers were not read yet."""
+
+    step_batch: StepBatch
+    lr: float
+    rng: dict[str, Any]  # before it began
+
+
 class _Run:
     def __init__(self, session: Session, folder: Path, log: RunLog, stages: Stages, display: Display) -> None:
         self.session, self.folder, self.log, self.stages, self.display = session, folder, log, stages, display
         self.saved_step = session.resumed_from  # the last step that is safe on disk
+        self._under_way: deque[_UnderWay] = deque()
+        self._mark = 0.0  # when the last step ended
         self.checkpoint: Path | None = folder / f"checkpoint-{session.step}" if session.resumed_from else None
 
     def go(self, stop: StopRequest) -> RunResult:
@@ -106,55 +118,83 @@ class _Run:
         return RunResult(self.folder, self.checkpoint, reason, why, self.session.step, self.session.progress.best_step)
 
     def _steps(self, stop: StopRequest) -> tuple[str, str]:
+        """Steps are begun ahead of being read (`Step.depth`); where the run looks at itself, all of them are finished first."""
         session, recipe = self.session, self.session.recipe
         total = session.data.total_steps
         verdict = session.progress.verdict(recipe.eval.stop)
         batches = iter(session.loader)
+        self._mark = time.perf_counter()
         while session.step < total and not verdict:
-            began = time.perf_counter()
             with self.stages("wait"):
                 step_batch = next(batches)
-            self._one_step(step_batch, began)
-            last = session.step == total
-            if session.data.evaluation is not None and (session.step % recipe.eval.every == 0 or last):
-                verdict = self._evaluate()
-            best_now = session.progress.best_step == session.step
-            if session.step % recipe.checkpoint.every == 0 or last or best_now or verdict:
-                self._save()
+            self._begin(step_batch)
+            begun = session.step + len(self._under_way)
+            last = begun == total
+            evaluates = session.data.evaluation is not None and (begun % recipe.eval.every == 0 or last)
+            if evaluates or last or begun % recipe.checkpoint.every == 0:
+                verdict = self._pause(evaluates, last)
+            elif len(self._under_way) > session.take_step.depth:
+                self._finish()
             if stop.signal_number is not None and not last:
                 self._leave_for(stop.signal_number)
         if verdict:
             return "early stop", verdict
         return "done", f"all {total:,} steps"
 
-    def _one_step(self, step_batch: StepBatch, began: float) -> None:
+    def _pause(self, evaluates: bool, last: bool) -> str:
+        """Everything begun is finished; then evaluation and checkpoint, where they are due. Returns the reason to stop."""
         session = self.session
-        lr = set_lr(session.optimizer, lr_scale(session.step, session.data.total_steps, session.recipe.train))
-        before = capture_rng()  # 160 µs: a step that is refused leaves no trace, not even in the random numbers
+        self._finish_all()
+        verdict = self._evaluate() if evaluates else ""
+        best_now = session.progress.best_step == session.step
+        if session.step % session.recipe.checkpoint.every == 0 or last or best_now or verdict:
+            self._save()
+        self._mark = time.perf_counter()
+        return verdict
 
-        def judge(loss: float, grad_norm: float) -> None:
-            require_sound(loss, grad_norm, session.step + 1, lambda: self._offenders(step_batch), folder=str(self.folder))
-
+    def _begin(self, step_batch: StepBatch) -> None:
+        session = self.session
+        number = session.step + len(self._under_way)
+        lr = set_lr(session.optimizer, lr_scale(number, session.data.total_steps, session.recipe.train))
+        # 160 µs: a step that is refused leaves no trace, not even in the random numbers
+        self._under_way.append(_UnderWay(step_batch, lr, capture_rng()))
         try:
-            result = session.take_step(step_batch, judge, self.stages)
-        except HealthStop:
-            restore_rng(before)
-            raise
+            session.take_step.begin(step_batch, self.stages)
         except torch.OutOfMemoryError as error:
             raise EnvironmentFault(
-                what=f"step {session.step + 1}: out of GPU memory", where=str(self.folder), why=str(error).split(". ")[0],
+                what=f"step {number + 1}: out of GPU memory", where=str(self.folder), why=str(error).split(". ")[0],
                 fix=f"lower train.capacity (now {session.recipe.train.capacity:,}) and start with --fresh",
             ) from error
+        self._tell()
+
+    def _finish_all(self) -> None:
+        while self._under_way:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Read the oldest step that is under way, and count it if it is sound."""
+        session, done = self.session, self._under_way.popleft()
+        step_batch = done.step_batch
+        try:
+            result = session.take_step.finish(self.stages)
+            if not result.skipped:
+                require_sound(result.loss, result.grad_norm, session.step + 1, lambda: self._offenders(step_batch),
+                              folder=str(self.folder))
+        except HealthStop:
+            restore_rng(done.rng)
+            raise
         session.step += 1
         session.cursor = step_batch.after
         session.seen_tokens += step_batch.tokens
         if result.skipped:
             self.log.write("notice", text=f"step {session.step}: fp16 overflow, update skipped, loss scale lowered")
+        now = time.perf_counter()
         self.log.write(
-            "step", step=session.step, epoch=round(step_batch.epoch, 6), loss=result.loss, grad_norm=result.grad_norm, lr=lr,
-            tokens=step_batch.tokens, loss_tokens=step_batch.loss_tokens, seconds=time.perf_counter() - began,
+            "step", step=session.step, epoch=round(step_batch.epoch, 6), loss=result.loss, grad_norm=result.grad_norm,
+            lr=done.lr, tokens=step_batch.tokens, loss_tokens=step_batch.loss_tokens, seconds=now - self._mark,
             seen_tokens=session.seen_tokens,
         )
+        self._mark = now
 
     def _offenders(self, step_batch: StepBatch) -> list[str]:
         session = self.session
@@ -210,6 +250,7 @@ class _Run:
         self.session.tokenizer.save_pretrained(str(folder))
 
     def _leave_for(self, signal_number: int) -> None:
+        self._finish_all()
         if self.saved_step != self.session.step:
             self._save()
         raise Interrupted(
@@ -229,8 +270,11 @@ class _Run:
             data=session.data.summary(session.recipe.train.capacity),
             eval_documents=len(session.data.evaluation) if session.data.evaluation is not None else 0,
         )
-        for text in session.notices:
-            self.log.write("notice", text=text)
+        self._tell()
+
+    def _tell(self) -> None:
+        while self.session.notices:
+            self.log.write("notice", text=self.session.notices.pop(0))
 
     @contextmanager
     def _logged_end(self) -> Iterator[dict[str, str]]:

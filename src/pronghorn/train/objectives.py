@@ -15,8 +15,8 @@ def loss_sum(model: Any, batch: PackedBatch) -> torch.Tensor:
     """Cross-entropy summed over `batch.loss_rows`, in float32. The head is computed for those rows only."""
     engine = engine_of(model)
     if engine is not None:
-        return engine.packed_loss(batch.ids_T, batch.positions_T, batch.bounds(), batch.longest,
-                                  loss_rows=batch.loss_rows, labels_T=batch.labels_T)[0]
+        return engine.packed_loss(batch.ids_T, batch.positions_T, batch.cu_seqlens, batch.longest, labels_T=batch.labels_T,
+                                  loss_rows=None if batch.every_row else batch.loss_rows)[0]
     output = model(
         input_ids=batch.ids_T[None], position_ids=batch.positions_T[None], use_cache=False, logits_to_keep=batch.loss_rows
     )

@@ -8,12 +8,16 @@ import torch
 
 from pronghorn.errors import CheckpointError
 from pronghorn.recipe import Recipe, Train
+from pronghorn.train.fused_adamw import FusedAdamW
 
 STATE = ("exp_avg", "exp_avg_sq", "step")
 
 
-def make_optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """Groups: matrices decay, vectors (norms, biases, DoRA magnitudes) do not; LoRA's B may learn faster (LoRA+)."""
+def make_optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """Ours on a GPU, torch's on a CPU: the same groups and the same state, so either goes on with the other's checkpoint.
+
+    Groups: matrices decay, vectors (norms, biases, DoRA magnitudes) do not; LoRA's B may learn faster (LoRA+).
+    """
     spec = recipe.train
     groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
     for name, parameter in trainable(model).items():
@@ -24,6 +28,8 @@ def make_optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
         {"params": parameters, "weight_decay": decay, "lr": spec.lr * ratio, "base_lr": spec.lr * ratio}
         for (decay, ratio), parameters in groups.items()
     ]
+    if any(parameter.is_cuda for parameter in trainable(model).values()):
+        return FusedAdamW(settings, betas=spec.betas, eps=spec.eps)
     return torch.optim.AdamW(settings, betas=spec.betas, eps=spec.eps, fused=True)
 
 

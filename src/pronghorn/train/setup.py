@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pronghorn.data.batches import BatchLoader, Cursor, steps_per_epoch
+from pronghorn.data.batches import BatchLoader, Cursor, Shapes, steps_per_epoch
 from pronghorn.data.packing import Packs, pack
 from pronghorn.data.prepare import hold_out, prepare
 from pronghorn.data.tokens import TokenTable, load_tokenizer
@@ -35,7 +35,7 @@ from pronghorn.train.checkpoint import TrainState, latest_checkpoint, load_check
 from pronghorn.train.evaluate import Progress
 from pronghorn.train.health import require_trainable
 from pronghorn.train.optim import make_optimizer, restore_optimizer
-from pronghorn.train.step import EagerStep, StageTimer
+from pronghorn.train.step import StageTimer, Step, make_step
 
 Report = Callable[[str, int, int], None]
 FEW_STEPS = 10  # below this, warm-up and schedule hardly act; people usually meant a smaller batch
@@ -79,11 +79,11 @@ class Session:
     tokenizer: Any
     model: Any
     optimizer: torch.optim.Optimizer
-    take_step: EagerStep
+    take_step: Step
     loader: BatchLoader
     device: torch.device
     precision: Precision
-    notices: list[str]
+    notices: list[str]  # to be told: the run empties it into its log
     step: int = 0
     cursor: Cursor = field(default_factory=Cursor)
     seen_tokens: int = 0
@@ -178,17 +178,19 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> S
         why_own_layers = "the recipe asks for them" if recipe.layers == "own" else install(model)
         torch.manual_seed(recipe.train.seed)
         optimizer = make_optimizer(model, recipe)
-    step = EagerStep(model, optimizer, device=device, precision=precision, clip=recipe.train.clip)
+    said = notices(recipe, data, device, precision, facts)
+    if why_own_layers:
+        said.append(f"training on the model's own layers: {why_own_layers}")
+    step = make_step(model, optimizer, device=device, precision=precision, clip=recipe.train.clip, graph=recipe.train.graph,
+                     say=said.append)
     values = found[1].values if found else None
     cursor = Cursor(**values["cursor"]) if values else Cursor()
     with stage("pack"):
         loader = BatchLoader(data.train, capacity=recipe.train.capacity, packs_per_step=packs_per_step(recipe),
                              seed=recipe.train.seed, workers=recipe.data.workers, start=cursor, pad_id=data.pad_id,
-                             pin=device.type == "cuda")
-    session = Session(recipe, data, tokenizer, model, optimizer, step, loader, device, precision,
-                      notices=notices(recipe, data, device, precision, facts), cursor=cursor)
-    if why_own_layers:
-        session.notices.append(f"training on the model's own layers: {why_own_layers}")
+                             pin=device.type == "cuda",
+                             shapes=Shapes.planned(data.train, data.first_epoch, recipe.train.capacity))
+    session = Session(recipe, data, tokenizer, model, optimizer, step, loader, device, precision, notices=said, cursor=cursor)
     if found:
         _restore(session, found[1])
     return session

@@ -1,21 +1,25 @@
-"""One optimizer step, eagerly: forward and backward of each micro-batch, the health check, clipping, the update.
+"""One optimizer step: forward and backward of each micro-batch, the health check, clipping, the update.
 
-Nothing outside this file knows how a step is computed.
+Nothing outside this file and graphed_step.py knows how a step is computed. A step is begun, and its numbers are read when it is
+finished; up to `depth` steps may be under way before the first of them is read. Here, eagerly, it is none: begin does it all.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from pronghorn.data.batches import StepBatch
-from pronghorn.errors import HealthStop
+from pronghorn.errors import EnvironmentFault, HealthStop
+from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.load import DTYPES, Precision
+from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.objectives import loss_sum
 from pronghorn.train.optim import trainable
 
@@ -25,38 +29,69 @@ SMALLEST_SCALE = 1.0  # fp16: below this, unscaled gradients overflow by themsel
 
 @dataclass(frozen=True)
 class StepResult:
+    """Where loss or gradient norm are not finite, or the norm is zero, nothing was updated (`health.require_sound`)."""
+
     loss: float  # mean over the step's trained tokens
     grad_norm: float  # before clipping
     skipped: bool = False  # fp16 only: the scaled gradients overflowed, the scale was lowered, nothing was updated
 
 
-class EagerStep:
+class Step(ABC):
+    depth = 0  # steps that may be under way when the next one begins
+
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, *, device: torch.device, precision: Precision,
                  clip: float) -> None:
         self.model, self.optimizer, self.device, self.precision, self.clip = model, optimizer, device, precision, clip
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         self._parameters = list(trainable(model).values())
+        self._holds: list[Callable[[], None]] = []
+
+    @abstractmethod
+    def begin(self, step_batch: StepBatch, stage: StageTimer = lambda _: nullcontext()) -> None:
+        """Queue a whole step. A step whose loss or gradient is not sound changes no weight, nor does any step after it."""
+
+    @abstractmethod
+    def finish(self, stage: StageTimer = lambda _: nullcontext()) -> StepResult:
+        """The numbers of the oldest step that was begun and not finished; waits for it."""
+
+    def hold_update(self, until: Callable[[], None]) -> None:
+        """`until` is called before the weights change next: a checkpoint's copies read them until then."""
+        self._holds.append(until)
+
+    def _release_holds(self) -> None:
+        while self._holds:
+            self._holds.pop()()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """fp32 means fp32: no autocast at all, and no TF32 (torch's default keeps it off for products)."""
+        """fp32 means fp32: no autocast at all, and no TF32 (torch's default keeps it off for products). Without a cache of cast
+        weights: our layers do their own casts, and a cache must not outlive the captured step that filled it."""
         if self.precision == "fp32":
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=DTYPES[self.precision])
+        return torch.autocast(self.device.type, dtype=DTYPES[self.precision], cache_enabled=False)
 
-    def __call__(self, step_batch: StepBatch, judge: Callable[[float, float], None], stage: StageTimer) -> StepResult:
-        """`judge(loss, grad_norm)` raises before a broken number can reach the weights."""
+
+class EagerStep(Step):
+    _result: StepResult | None = None
+
+    def begin(self, step_batch: StepBatch, stage: StageTimer = lambda _: nullcontext()) -> None:
         with stage("step"):
             loss_sum, norm = self._forward_backward(step_batch)
             loss, grad_norm = float(loss_sum), float(norm)  # waits for the device, so the time is booked where it was spent
+        self._result = StepResult(loss, grad_norm)
         with stage("optimizer"):
             if self.scaler.is_enabled() and not math.isfinite(grad_norm) and math.isfinite(loss):
-                return self._lower_scale(loss)
-            judge(loss, grad_norm)
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self.clip, norm)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+                self._result = self._lower_scale(loss)
+            elif math.isfinite(loss) and math.isfinite(grad_norm) and grad_norm > 0:
+                torch.nn.utils.clip_grads_with_norm_(self._parameters, self.clip, norm)
+                self._release_holds()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss, grad_norm)
+
+    def finish(self, stage: StageTimer = lambda _: nullcontext()) -> StepResult:
+        assert self._result is not None, "no step was begun"
+        result, self._result = self._result, None
+        return result
 
     def _forward_backward(self, step_batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
         self.model.train()
@@ -74,8 +109,36 @@ class EagerStep:
     def _lower_scale(self, loss: float) -> StepResult:
         self.scaler.step(self.optimizer)  # does nothing: unscale_ saw the overflow
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
         if self.scaler.get_scale() < SMALLEST_SCALE:
             raise HealthStop(what="fp16 gradients overflow at every loss scale; the weights were not touched",
                              why="fp16 holds numbers up to 65,504", fix="set precision: bf16 or fp32, or lower train.lr")
         return StepResult(loss, float("inf"), skipped=True)
+
+
+def make_step(model: Any, optimizer: torch.optim.Optimizer, *, device: torch.device, precision: Precision, clip: float,
+              graph: Literal["auto", "on", "off"], say: Callable[[str], None]) -> Step:
+    """Captured as CUDA graphs where that is possible and not switched off; what stands against it is said."""
+    from pronghorn.train.graphed_step import GraphedStep  # it is a Step, and defined above this file
+
+    why_not = "train.graph is off" if graph == "off" else why_not_graphed(model, optimizer, device, precision)
+    if not why_not and isinstance(optimizer, FusedAdamW):
+        return GraphedStep(model, optimizer, device=device, precision=precision, clip=clip, say=say, must=graph == "on")
+    if graph == "on":
+        raise EnvironmentFault(what="train.graph: on, but this run cannot be captured", why=why_not,
+                               fix="set train.graph: auto (or off), or change what stands against it")
+    if graph == "auto" and device.type == "cuda":
+        say(f"steps run without a CUDA graph: {why_not}")
+    return EagerStep(model, optimizer, device=device, precision=precision, clip=clip)
+
+
+def why_not_graphed(model: Any, optimizer: torch.optim.Optimizer, device: torch.device, precision: Precision) -> str:
+    if device.type != "cuda":
+        return "there is no NVIDIA GPU"
+    if precision == "fp16":
+        return "fp16's loss scale is decided by the host"
+    if not isinstance(optimizer, FusedAdamW):
+        return f"the optimizer is {type(optimizer).__name__}"
+    engine = engine_of(model)
+    if engine is None:
+        return "the model trains on its own layers, which ask the device for numbers"
+    return next((why for layer in engine.layers if (why := layer.why_not_fused())), "")

@@ -1,0 +1,108 @@
+"""What the frozen weights' matrix products alone take: no version of the step is faster without computing less.
+
+    python -m pronghorn.bench.ceiling --workload llama-1b
+
+One step in bf16 (float32 without a GPU): for every linear of every layer the product forward and the one for the input's
+gradient (not for layer 0's q, k and v, below which nothing is trained), and both of the head, for every token; q, k, v as one
+product, gate and up as one. Attention is not part of it, so long documents stay further below it. A few copies of the weights
+take turns, so that none is still in L2. Time between two device events, median of several steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pronghorn.bench.meter import machine
+from pronghorn.bench.workloads import WORKLOADS, Workload
+
+COPIES = 3  # one layer's weights of the smallest model here are 31 MB; L2 of an H200 holds 50
+REPEATS = 7
+
+
+def products(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of the products of one layer."""
+    width, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    head_width, mlp = config["head_dim"], config["intermediate_size"]
+    return {"qkv": ((heads + 2 * kv_heads) * head_width, width), "out": (width, heads * head_width),
+            "gate_up": (2 * mlp, width), "down": (width, mlp)}
+
+
+def flops(workload: Workload) -> int:
+    """4 for each frozen linear parameter and token, less the gradient that layer 0 does not need."""
+    config = workload.config
+    shapes = products(config)
+    layer = sum(out * inner for out, inner in shapes.values())
+    head = config["vocab_size"] * config["hidden_size"]
+    skipped = shapes["qkv"][0] * shapes["qkv"][1]
+    return int(workload.tokens * (4 * (config["num_hidden_layers"] * layer + head) - 2 * skipped))
+
+
+def measure(workload: Workload) -> dict[str, Any]:
+    config = workload.config
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+
+    def random(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, device=device, dtype=dtype)  # zeros would draw less power and run faster
+
+    shapes = products(config)
+    head_shape = (config["vocab_size"], config["hidden_size"])
+    layers = [{name: random(*shape) for name, shape in shapes.items()} for _ in range(COPIES)]
+    head = random(*head_shape)
+    widths = {size for shape in (*shapes.values(), head_shape) for size in shape}
+    wide = {size: random(workload.tokens, size) for size in widths}  # inputs and outputs of each width
+    out = {size: torch.empty_like(wide[size]) for size in widths}
+
+    def forward(weight: torch.Tensor) -> None:
+        torch.mm(wide[weight.shape[1]], weight.t(), out=out[weight.shape[0]])
+
+    def backward(weight: torch.Tensor) -> None:
+        torch.mm(wide[weight.shape[0]], weight, out=out[weight.shape[1]])
+
+    def step() -> None:
+        count = config["num_hidden_layers"]
+        for i in range(count):
+            for weight in layers[i % COPIES].values():
+                forward(weight)
+        forward(head)
+        backward(head)
+        for i in reversed(range(count)):
+            for name, weight in reversed(layers[i % COPIES].items()):
+                if i or name != "qkv":
+                    backward(weight)
+
+    for _ in range(2):
+        step()
+    times = [_seconds(step, device) for _ in range(REPEATS)]
+    seconds = statistics.median(times)
+    return {"tokens_per_second": round(workload.tokens / seconds, 1), "ms_per_step": round(1000 * seconds, 3),
+            "tflops": round(flops(workload) / seconds / 1e12, 1), "fastest_ms": round(1000 * min(times), 3), "steps": REPEATS}
+
+
+def _seconds(step: Callable[[], None], device: torch.device) -> float:
+    if device.type != "cuda":
+        began = time.perf_counter()
+        step()
+        return time.perf_counter() - began
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    step()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / 1000
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workload", choices=WORKLOADS, required=True)
+    chosen = WORKLOADS[parser.parse_args().workload]
+    print("RESULT " + json.dumps({"workload": chosen.name, "system": "ceiling", "status": "measured", **measure(chosen),
+                                  "machine": machine()}), flush=True)

@@ -1,0 +1,85 @@
+"""Pronghorn's side: the loader, the layers, the optimizer and the step of `pronghorn train`, on the benchmark's documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from pronghorn.bench.meter import Meter
+from pronghorn.bench.weights import model_folder
+from pronghorn.bench.workloads import CLIP, LEARNING_RATE, LORA_RANK, SEED, DocumentTable, Workload, documents
+from pronghorn.data.batches import BatchLoader, Shapes
+from pronghorn.data.packing import pack
+from pronghorn.kernels.attention import pick_backend
+from pronghorn.model.causal_lm import install
+from pronghorn.model.load import DTYPES, Precision, load_model, pick_device, resolve_precision
+from pronghorn.model.lora import add_adapter
+from pronghorn.recipe import Recipe
+from pronghorn.train.optim import make_optimizer, trainable
+from pronghorn.train.step import Step, StepResult, make_step
+
+Graph = Literal["auto", "on", "off"]
+
+
+def bench_recipe(workload: Workload) -> Recipe:
+    return Recipe.model_validate({
+        "model": str(model_folder(workload.model)), "lora": {"r": LORA_RANK, "alpha": LORA_RANK},
+        "data": {"train": ["the benchmark's documents"], "max_length": workload.row},
+        "train": {"capacity": workload.tokens, "batch_tokens": workload.tokens, "lr": LEARNING_RATE, "clip": CLIP,
+                  "seed": SEED},
+    })
+
+
+def make_our_step(model: Any, recipe: Recipe, device: torch.device, precision: Precision, graph: Graph) -> Step:
+    """The one place that knows how our step is built."""
+    return make_step(model, make_optimizer(model, recipe), device=device, precision=precision, clip=recipe.train.clip,
+                     graph=graph, say=lambda text: print(text, flush=True))
+
+
+def make_loader(rows: list[Any], recipe: Recipe, *, pin: bool) -> BatchLoader:
+    table, capacity = DocumentTable(rows), recipe.train.capacity
+    shapes = Shapes.planned(table, pack(table.lengths, capacity, seed=SEED, epoch=0), capacity)
+    return BatchLoader(table, capacity=capacity, packs_per_step=1, seed=SEED, workers=recipe.data.workers, pin=pin,
+                       shapes=shapes)
+
+
+class Ours:
+    """Everything before the first step, and the steps."""
+
+    def __init__(self, workload: Workload, meter: Meter, *, lengths: Path | None = None,
+                 layers: Literal["fast", "own"] = "fast", graph: Graph = "auto") -> None:
+        self.meter = meter
+        device = pick_device()
+        precision = resolve_precision("auto", device)
+        recipe = bench_recipe(workload)
+        meter.mark("imports")
+        self.batches = iter(make_loader(documents(workload, meter.total, lengths), recipe, pin=device.type == "cuda"))
+        model = add_adapter(load_model(recipe.model, DTYPES[precision], device), recipe.lora, seed=SEED)
+        if layers == "fast" and (why := install(model)):
+            raise RuntimeError(f"no fast layers: {why}")
+        meter.mark("model")
+        self.step = make_our_step(model, recipe, device, precision, graph)
+        config = model.get_base_model().config
+        self.facts = {"attention": pick_backend(device, DTYPES[precision], config.head_dim), "precision": precision,
+                      "layers": layers, "step": type(self.step).__name__}
+        meter.ready(trainable(model).values())
+
+    def run(self) -> dict[str, Any]:
+        results: list[StepResult] = []
+        waiting = 0
+        for _ in range(self.meter.total):
+            step_batch = next(self.batches)
+            self.step.begin(step_batch)
+            waiting += 1
+            self.meter.step_ended(step_batch.tokens)
+            if waiting > self.step.depth:
+                results.append(self.step.finish())
+                waiting -= 1
+        results += [self.step.finish() for _ in range(waiting)]
+        return self.meter.result([r.loss for r in results], [r.grad_norm for r in results]) | self.facts
+
+
+def measure(workload: Workload, meter: Meter, lengths: Path | None) -> dict[str, Any]:
+    return Ours(workload, meter, lengths=lengths).run()

@@ -1,0 +1,107 @@
+"""The results file: one JSON object, written anew after every result, so that a run cut off keeps what it has.
+
+    {"what", "commands": [...], "results": [row, ...]}
+
+A row has "workload", "system" (or "ceiling"), "status" (measured | not installed | not built | failed | timed out), "why",
+"date", and where it was measured the figures of `meter.Meter.result` and "machine".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pronghorn.errors import CommandError
+
+Row = dict[str, Any]
+NAME = "side-by-side.json"
+CEILING = "ceiling"
+WHAT = (
+    "Whole training steps on random weights of the real architectures, LoRA r=16 on all seven linears of a layer, AdamW, one "
+    "optimizer step a micro-batch, loss on every token. Every system trains on the same documents from the same model folder, "
+    "one process a system, one after another on one machine. Real tokens per second, without padding, over the steps after "
+    "warm-up; memory is the allocator's peak in GiB after the second step (Pronghorn: from the first on); time to first step "
+    "is from the start of the process to the end of the first optimizer step. The ceiling is what the frozen weights' matrix "
+    "products alone take in bf16, forward and input gradient; attention is not part of it"
+)
+
+
+class Results:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[Row] = []
+        self.commands: list[str] = []
+        if path.exists():
+            self._read(path)
+
+    def _read(self, path: Path) -> None:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            rows, commands = list(content["results"]), list(content.get("commands", []))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CommandError(what="this is no results file", where=str(path), why=str(error),
+                               fix="choose another --out, or move the file away") from error
+        for row in rows:
+            self.add(row, save=False)
+        self.commands += [command for command in commands if command not in self.commands]
+
+    def take_over(self, path: Path) -> None:
+        """Rows of an earlier file, where there are none yet."""
+        if not path.exists():
+            raise CommandError(what="no such file", where=str(path), fix="--resume names a side-by-side.json of an earlier run")
+        before = self.rows
+        self.rows = []
+        self._read(path)
+        for row in before:
+            self.add(row, save=False)
+
+    def get(self, workload: str, system: str) -> Row | None:
+        return next((row for row in self.rows if row["workload"] == workload and row["system"] == system), None)
+
+    def add(self, row: Row, *, save: bool = True) -> None:
+        """In the place of the same system's older row."""
+        self._refuse_another_machine(row)
+        self.rows = [old for old in self.rows if (old["workload"], old["system"]) != (row["workload"], row["system"])] + [row]
+        if save:
+            self.save()
+
+    def _refuse_another_machine(self, row: Row) -> None:
+        here = row.get("machine", {}).get("hardware")
+        there = next((name for old in self.rows if (name := old.get("machine", {}).get("hardware"))), None)
+        if here and there and here != there:
+            raise CommandError(what=f"this machine has a {here}, the results so far are from a {there}", where=str(self.path),
+                               why="figures of two machines cannot stand side by side", fix="choose another --out")
+
+    def save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"what": WHAT, "commands": self.commands, "results": self.rows}
+        building = self.path.with_name(self.path.name + ".tmp")
+        with building.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        building.replace(self.path)
+
+
+def by_workload(rows: Iterable[Row], order: Iterable[str], systems: Iterable[str]) -> dict[str, list[Row]]:
+    """Rows grouped by workload, both in the order given; the ceiling is not among them."""
+    ranks = {name: i for i, name in enumerate(systems)}
+    listed = list(rows)
+    groups = {
+        workload: sorted((row for row in listed if row["workload"] == workload and row["system"] in ranks),
+                         key=lambda row: ranks[row["system"]])
+        for workload in order
+    }
+    return {workload: group for workload, group in groups.items() if group}
+
+
+def rate(row: Row | None) -> float | None:
+    return float(row["tokens_per_second"]) if row and row.get("status") == "measured" else None
+
+
+def best_rate(rows: Iterable[Row], prefix: str) -> float | None:
+    """The fastest of a system's ways."""
+    return max((found for row in rows if row["system"].startswith(prefix) and (found := rate(row))), default=None)

@@ -1,0 +1,205 @@
+"""`pronghorn bench`: every system on every workload, one process after another, and the table and picture of what came out.
+
+Each result is in the file as soon as it is there. The same command goes on with what is missing, so that a machine lent for a
+few minutes at a time is enough. Nothing is silently left out: a system that is not installed, fails or takes too long has a row
+that says so.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pronghorn
+from pronghorn.bench.picture import draw
+from pronghorn.bench.results import CEILING, NAME, Results, Row, rate
+from pronghorn.bench.table import why_not
+from pronghorn.bench.weights import model_folder
+from pronghorn.bench.workloads import SYSTEMS, WORKLOADS, Workload
+from pronghorn.errors import CommandError
+
+PICTURE = "side-by-side.svg"
+# Nothing is looked up or sent; for the systems' own processes only.
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_DISABLED": "true",
+    "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_DISABLE_AUTO_UPDATES": "1",
+}
+# In favour of the peers: less memory is lost between blocks of different sizes.
+PEERS_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+RETRIED = ("not installed", "not built")  # costs a second, and may have changed
+WEIGHTS = "weights"
+
+
+@dataclass(frozen=True)
+class Plan:
+    out: Path
+    workloads: Sequence[str]
+    systems: Sequence[str] = ()  # those of each workload, unless named
+    warmup: int = 10
+    steps: int = 20
+    time_limit: float = 600.0  # seconds, each process
+    paths: dict[str, str] = field(default_factory=dict)  # system -> folders its process finds packages in
+    lengths: Path | None = None
+    resume: Path | None = None
+    again: Sequence[str] = ()  # systems to measure once more; `failed`: whatever has no figures
+    command: str = ""
+
+    def jobs(self) -> Iterator[tuple[Workload, str]]:
+        for name in self.workloads:
+            workload = WORKLOADS[name]
+            if workload.waits_for and not self.systems:  # peers alone say nothing
+                yield workload, "pronghorn"
+                continue
+            yield workload, CEILING
+            yield from ((workload, system) for system in self.systems or workload.systems)
+
+
+def parse_paths(words: Sequence[str]) -> dict[str, str]:
+    """`unsloth=DIR[:DIR]`; `all` is for every system that has none of its own, a variant takes its system's."""
+    paths = {}
+    for word in words:
+        system, equals, folders = word.partition("=")
+        if not equals or not folders or system not in {*SYSTEMS, CEILING, "all"}:
+            raise CommandError(what=f"--path {word} cannot be read", why="it is SYSTEM=FOLDER, or SYSTEM=FOLDER:FOLDER",
+                               fix=f"systems are all, {', '.join(SYSTEMS)}")
+        absent = [folder for folder in folders.split(":") if not Path(folder).is_dir()]
+        if absent:
+            raise CommandError(what=f"--path {word}: no such folder", where=absent[0])
+        paths[system] = ":".join(str(Path(folder).resolve()) for folder in folders.split(":"))
+    return paths
+
+
+def run(plan: Plan, say: Callable[[str], None], on_row: Callable[[Row], None] = lambda row: None) -> Results:
+    """`say` gets pieces of text, the line ends in them; `on_row` every new row."""
+    results = Results(plan.out / NAME)
+    if plan.resume is not None:
+        results.take_over(plan.resume)
+    if plan.command and plan.command not in results.commands:
+        results.commands.append(plan.command)
+    jobs = list(plan.jobs())
+    with _ends_with_us():
+        for number, (workload, system) in enumerate(jobs, 1):
+            found = results.get(workload.name, system)
+            if found and not _again(plan, found):
+                continue
+            say(f"[{number}/{len(jobs)}] {workload.name:13} {system:13} ")
+            began = time.monotonic()
+            row = _row(plan, workload, system)
+            results.add(row)
+            say(f"{summary(row)}  [{time.monotonic() - began:.0f} s]\n")
+            on_row(row)
+    results.save()
+    (plan.out / PICTURE).write_text(draw(results.rows), encoding="utf-8")
+    return results
+
+
+def _again(plan: Plan, row: Row) -> bool:
+    failed = row["status"] != "measured"
+    return row["status"] in RETRIED or row["system"] in plan.again or (failed and "failed" in plan.again)
+
+
+def summary(row: Row) -> str:
+    """One line of progress."""
+    speed = rate(row)
+    if speed is None:
+        return why_not(row, 150)
+    if row["system"] == CEILING:
+        return f"{speed:,.0f} tokens/s, {row['tflops']} TFLOP/s"
+    memory = f", {row['peak_gib']} GiB" if row.get("peak_gib") is not None else ""
+    return (f"{speed:,.0f} tokens/s{memory}, first step after {row['seconds_to_first_step']:.1f} s,"
+            f" loss {row['loss_first']:.3f} -> {row['loss_last']:.3f}, gradient norm {row['grad_norm']:.3g}")
+
+
+def _row(plan: Plan, workload: Workload, system: str) -> Row:
+    base: Row = {"workload": workload.name, "system": system}
+    date = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+    builds = system != CEILING and not (system == "pronghorn" and workload.waits_for)
+    if builds and not model_folder(workload.model).is_dir():
+        made = _process(plan, workload, WEIGHTS, ["-m", "pronghorn.bench.weights", "--model", workload.model])
+        if made["status"] != "measured":
+            return base | made | date | {"why": f"making the model folder: {made['why']}"}
+    if system == CEILING:
+        return base | _process(plan, workload, system, ["-m", "pronghorn.bench.ceiling", "--workload", workload.name]) | date
+    words = ["-m", "pronghorn.bench.worker", "--system", system, "--workload", workload.name, "--warmup", str(plan.warmup),
+             "--steps", str(plan.steps), *(["--lengths", str(plan.lengths.resolve())] if plan.lengths else [])]
+    return base | _process(plan, workload, system, words) | date
+
+
+def _process(plan: Plan, workload: Workload, system: str, words: list[str]) -> Row:
+    """Runs one process to its end or its time limit; its output is kept beside the results."""
+    log = plan.out / "logs" / f"{workload.name}.{system}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    (log.parent / ".gitignore").write_text("*\n", encoding="utf-8")
+    # One working folder for all: what a system compiles into it, its next process finds again.
+    scratch = Path(tempfile.gettempdir()) / "pronghorn-bench-work"
+    scratch.mkdir(exist_ok=True)
+    with log.open("w", encoding="utf-8") as output:
+        output.write(f"$ {shlex.join(['python', *words])}\n")
+        output.flush()
+        process = subprocess.Popen([sys.executable, *words], stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                                   cwd=scratch, env=environment(plan, system), start_new_session=True)
+        try:
+            code = process.wait(plan.time_limit)
+        except subprocess.TimeoutExpired:
+            return {"status": "timed out", "why": f"not done after {plan.time_limit:.0f} s"}
+        finally:
+            _kill_group(process)
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    told = [line for line in lines if line.startswith("RESULT ")]
+    if code == 0 and system == WEIGHTS:
+        return {"status": "measured"}
+    if code == 0 and told:
+        row: Row = json.loads(told[-1].removeprefix("RESULT "))
+        return row
+    return {"status": "failed", "why": _last_error(lines[1:]) or f"exit code {code}"}
+
+
+def environment(plan: Plan, system: str) -> dict[str, str]:
+    own = SYSTEMS[system].name.split("-")[0] if system in SYSTEMS else system
+    chosen = plan.paths.get(system) or plan.paths.get(own) or plan.paths.get("all") or ""
+    inherited = os.environ.get("PYTHONPATH", "") if not chosen else ""
+    here = str(Path(pronghorn.__file__).resolve().parent.parent)
+    folders = [str(Path(folder).resolve()) for folder in (*chosen.split(":"), here, *inherited.split(":")) if folder]
+    peer = system in SYSTEMS and system != "pronghorn"
+    return {**(PEERS_ALLOCATOR if peer else {}), **os.environ, **OFFLINE, "PYTHONPATH": ":".join(folders)}
+
+
+def _last_error(lines: Sequence[str]) -> str:
+    """The line of a traceback that names the error, else the last line."""
+    written = [line.strip() for line in lines if line.strip()]
+    named = [line for line in written if "Error" in line.split(":")[0] and " " not in line.split(":")[0]]
+    judged = [line for line in written if line.startswith("pronghorn.") and ": " in line]
+    return (named or judged or written or [""])[-1][:400]
+
+
+def _kill_group(process: subprocess.Popen[Any]) -> None:
+    """Also what the process started; it leads its own group."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextmanager
+def _ends_with_us() -> Iterator[None]:
+    """SIGTERM as an exception, so that the running process is ended before we are."""
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,69 @@
+"""One system on one workload, in its own process; the last line it prints is `RESULT {json}`.
+
+    python -m pronghorn.bench.worker --system pronghorn --workload llama-1b [--warmup 10] [--steps 20] [--out FILE]
+
+Imports nothing heavy before the system's own library, which may want to be first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from pronghorn.bench.workloads import SYSTEMS, WORKLOADS, System, Workload
+from pronghorn.report.stages import process_age
+
+BEGAN = time.time() - process_age()  # when this process was created
+
+
+def missing(system: System, workload: Workload) -> list[str]:
+    needed = system.needs + (("bitsandbytes",) if workload.method == "qlora" and system.name != "pronghorn" else ())
+    return [name for name in ("torch", "transformers", *needed) if importlib.util.find_spec(name) is None]
+
+
+def measure(system: System, workload: Workload, *, warmup: int, steps: int, lengths: Path | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"workload": workload.name, "system": system.name}
+    if system.name == "pronghorn" and workload.waits_for:
+        return row | {"status": "not built", "why": f"needs {workload.waits_for}, not built yet"}
+    if absent := missing(system, workload):
+        return row | {"status": "not installed", "why": f"no module {', '.join(absent)}"}
+    if system.name.startswith("unsloth"):
+        importlib.import_module("unsloth")  # before torch and transformers, as its README asks
+    from pronghorn.bench.meter import Meter, machine
+
+    meter = Meter(began=BEGAN, warmup=warmup, steps=steps, peak_from_first_step=system.name == "pronghorn")
+    if system.name == "pronghorn":
+        from pronghorn.bench import ours
+
+        figures = ours.measure(workload, meter, lengths)
+    else:
+        from pronghorn.bench import peers
+
+        figures = peers.measure(system.name, workload, meter, lengths)
+    return row | {"status": "measured", "why": ""} | figures | {"machine": machine()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--system", choices=SYSTEMS, required=True)
+    parser.add_argument("--workload", choices=WORKLOADS, required=True)
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--lengths", type=Path, help="a JSON list of document lengths to draw from")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    result = measure(SYSTEMS[options.system], WORKLOADS[options.workload], warmup=options.warmup, steps=options.steps,
+                     lengths=options.lengths)
+    text = json.dumps(result)
+    if options.out:
+        options.out.write_text(text + "\n", encoding="utf-8")
+    print("RESULT " + text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""What is measured: architectures, documents and systems. Every process builds its documents here, from the same seed.
+
+Imports numpy alone: a system's process reads this before its own library is imported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pronghorn.errors import CommandError
+
+LORA_RANK = 16
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LEARNING_RATE = 2e-4  # constant, AdamW without decay, gradients clipped to 1
+CLIP = 1.0
+SEED = 1
+FIRST_ID, LAST_ID = 300, 120_000  # token ids of documents: above the byte tokenizer's, below every vocabulary here
+PEER_ROW = 2048  # tokens in a row of a peer's packed batch, unless documents are longer
+
+_LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8,
+          "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 500000.0}
+_QWEN = {"model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
+         "max_position_embeddings": 40960, "rope_theta": 1e6}
+MODELS: dict[str, dict[str, Any]] = {  # the published sizes; weights are random, because speed does not depend on them
+    "qwen3-0.6b": _QWEN | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+                           "tie_word_embeddings": True},
+    "llama-1b": _LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
+                          "tie_word_embeddings": True},
+    "llama-8b": _LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128,
+                          "tie_word_embeddings": False},
+    "qwen3-14b": _QWEN | {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
+                          "tie_word_embeddings": False},
+    "tiny": _LLAMA | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 16,
+                      "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "rope_theta": 1e4,
+                      "max_position_embeddings": 4096},
+}
+
+
+@dataclass(frozen=True)
+class System:
+    name: str
+    label: str
+    needs: tuple[str, ...] = ()  # modules; without them it is "not installed"
+    checkpointing: bool = False  # recomputes activations in the backward pass
+    padded: bool = False  # documents padded to the longest of their micro-batch, instead of packed
+
+
+# "Best of" a peer means: both ways are measured and shown, and ratios are to the faster one.
+SYSTEMS = {system.name: system for system in (
+    System("pronghorn", "Pronghorn", needs=("peft", "pydantic")),
+    System("unsloth", "Unsloth", needs=("unsloth", "trl", "datasets")),
+    System("unsloth-ckpt", "Unsloth, its checkpointing", needs=("unsloth", "trl", "datasets"), checkpointing=True),
+    System("liger", "transformers + Liger", needs=("liger_kernel", "peft")),
+    System("liger-ckpt", "transformers + Liger, checkpointing", needs=("liger_kernel", "peft"), checkpointing=True),
+    System("packed", "transformers, packed", needs=("peft",)),
+    System("packed-ckpt", "transformers, packed, checkpointing", needs=("peft",), checkpointing=True),
+    System("padded", "transformers, padded", needs=("peft",), padded=True),
+)}
+_ALL = ("pronghorn", "unsloth", "unsloth-ckpt", "liger", "packed", "padded")
+_LARGE = ("pronghorn", "unsloth", "unsloth-ckpt", "liger", "liger-ckpt", "packed-ckpt")
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    model: str  # key of MODELS
+    tokens: int  # in an optimizer step, one micro-batch
+    document: int = 0  # every document has so many tokens; 0: lengths as instruction data has them
+    systems: tuple[str, ...] = _ALL
+    method: Literal["lora", "qlora"] = "lora"
+    waits_for: str = ""  # what we must build before our side can run
+
+    @property
+    def row(self) -> int:
+        """Tokens in a row of a peer's packed batch."""
+        return min(self.tokens, max(PEER_ROW, self.document))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return MODELS[self.model]
+
+    def describe(self) -> str:
+        documents = f"documents of {self.document:,} tokens" if self.document else "short documents"
+        method = "LoRA bf16" if self.method == "lora" else "QLoRA NF4"
+        return f"{self.model}, {method}, {documents}, {self.tokens:,} tokens a step"
+
+
+WORKLOADS = {workload.name: workload for workload in (
+    Workload("qwen3-0.6b", "qwen3-0.6b", 16384),
+    Workload("llama-1b", "llama-1b", 16384),
+    Workload("llama-8b", "llama-8b", 16384, systems=_LARGE),
+    Workload("llama-1b-8k", "llama-1b", 16384, document=8192, systems=_LARGE),
+    Workload("llama-8b-8k", "llama-8b", 16384, document=8192, systems=_LARGE),
+    Workload("llama-8b-32k", "llama-8b", 32768, document=32768, systems=_LARGE),
+    Workload("qwen3-14b", "qwen3-14b", 8192, systems=("pronghorn", "unsloth-ckpt", "liger-ckpt"), method="qlora",
+             waits_for="qlora"),
+    Workload("tiny", "tiny", 512, document=0, systems=("pronghorn", "packed", "packed-ckpt", "padded")),
+)}
+DEFAULT_WORKLOADS = tuple(name for name in WORKLOADS if name != "tiny")  # tiny is for machines without a GPU
+
+
+def pick(names: str, table: Sequence[str], what: str) -> list[str]:
+    """`a,b` as a list, refused if one is unknown."""
+    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    unknown = [name for name in chosen if name not in table]
+    if unknown:
+        raise CommandError(what=f"no {what} is named {', '.join(unknown)}", fix=f"choose from {', '.join(table)}")
+    return chosen
+
+
+def instruction_lengths(count: int) -> npt.NDArray[np.int64]:
+    """Log-normal: mean 207, median 166, 95 % below 500 tokens, as instruction data has them."""
+    return np.random.default_rng(0).lognormal(np.log(166), 0.67, count).clip(32, 1412).astype(np.int64)
+
+
+def documents(workload: Workload, steps: int, lengths: Path | None = None) -> list[npt.NDArray[np.int32]]:
+    """Token ids for `steps` steps and a little more, so that no system meets the end of the data.
+
+    `lengths`: a file with a JSON list of lengths to draw from, instead of the built-in distribution.
+    """
+    random = np.random.default_rng(SEED)
+    wanted = (steps + 2) * workload.tokens
+    count = wanted // 32 + 1  # more than enough: no document is shorter than 32
+    if workload.document:
+        sizes = np.full(count, workload.document)
+    elif lengths is not None:
+        sizes = random.choice(np.array(json.loads(lengths.read_text(encoding="utf-8")), dtype=np.int64), count)
+    else:
+        sizes = instruction_lengths(count)
+    sizes = sizes.clip(2, workload.row)
+    sizes = sizes[: int(np.searchsorted(np.cumsum(sizes), wanted)) + 1]
+    ids = random.integers(FIRST_ID, min(LAST_ID, workload.config["vocab_size"]), int(sizes.sum()), dtype=np.int32)
+    return np.split(ids, np.cumsum(sizes)[:-1])
+
+
+class DocumentTable:
+    """Documents as our loader reads them; every token is trained on."""
+
+    def __init__(self, rows: list[npt.NDArray[np.int32]]) -> None:
+        self.rows = rows
+        self.lengths = np.array([len(row) for row in rows], dtype=np.int32)
+        self.loss_counts = self.lengths - 1
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def ids(self, i: int) -> npt.NDArray[np.int32]:
+        return self.rows[i]
+
+    def loss(self, i: int) -> npt.NDArray[np.bool_]:
+        return np.ones(len(self.rows[i]), dtype=np.bool_)

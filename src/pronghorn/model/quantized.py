@@ -1,0 +1,382 @@
+"""Models whose frozen linears are stored in 4 bits: made on load, tensor by tensor, or read from a 4-bit checkpoint.
+
+`NF4Linear` is an `nn.Linear` whose `weight` holds packed bytes. PEFT therefore wraps it as it wraps any linear, and adapters
+have their usual names; bitsandbytes is not needed. Its `state_dict` has the names and bytes of bitsandbytes' `Linear4bit`:
+
+    weight  weight.absmax  weight.quant_map  weight.nested_absmax  weight.nested_quant_map  weight.quant_state.bitsandbytes__nf4
+
+What is not a linear (embeddings, norms) and the head stay in the compute dtype. To merge adapters, `dequantize_model_` comes
+first: then PEFT adds to what the adapters were trained on, in 16 or 32 bits, and not to the weights as they once were.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from pronghorn.errors import ModelError
+from pronghorn.kernels.nf4 import (
+    BLOCK,
+    NESTED_BLOCK,
+    NF4Tensor,
+    dynamic_code,
+    nf4_code,
+    nf4_dequantize,
+    nf4_quantize,
+)
+
+Progress = Callable[[str, int, int], None]
+SKIP = ("lm_head",)
+STATE = "quant_state.bitsandbytes__"
+FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class _NF4Product(torch.autograd.Function):
+    """x W^T + bias. The 16-bit weight is made again in backward instead of being kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, q: NF4Tensor, bias: Tensor | None) -> Tensor:
+        ctx.q, ctx.dtype = q, x.dtype
+        return linear(x, nf4_dequantize(q, dtype=x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        dy = grad_outputs[0]
+        dx = (dy @ nf4_dequantize(ctx.q, dtype=dy.dtype)).to(ctx.dtype) if ctx.needs_input_grad[0] else None
+        return dx, None, dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+
+
+class NF4Linear(nn.Linear):
+    """A frozen linear in 4 bits. `nf4` is what kernels take; the buffers are saved under bitsandbytes' names."""
+
+    absmax: Tensor
+    nested_absmax: Tensor | None
+    nested_code: Tensor | None
+    offset: Tensor | None
+
+    def __init__(self, q: NF4Tensor, bias: Tensor | None = None) -> None:
+        nn.Module.__init__(self)  # nn.Linear's would allocate the weight that is to be avoided
+        self.out_features, self.in_features = q.shape
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)  # type: ignore[assignment]
+        self._set(q)
+
+    def _set(self, q: NF4Tensor) -> None:
+        self.weight = nn.Parameter(q.packed, requires_grad=False)
+        self.weight_dtype = q.dtype
+        for name in ("absmax", "nested_absmax", "nested_code", "offset"):
+            self.register_buffer(name, getattr(q, name), persistent=False)
+
+    @classmethod
+    def from_linear(cls, module: nn.Linear, *, nested: bool = True) -> NF4Linear:
+        return cls(nf4_quantize(module.weight.detach(), nested=nested), module.bias)
+
+    @property
+    def nf4(self) -> NF4Tensor:
+        shape = self.out_features, self.in_features
+        return NF4Tensor(self.weight.data, self.absmax, shape, self.weight_dtype, nf4_code(self.weight.device),
+                         self.nested_absmax, self.nested_code, self.offset)
+
+    def to_linear(self, dtype: torch.dtype) -> nn.Linear:
+        """The same linear in 16 or 32 bits."""
+        with torch.device("meta"):
+            plain = nn.Linear(self.in_features, self.out_features, bias=False)
+        plain.weight = nn.Parameter(nf4_dequantize(self.nf4, dtype=dtype), requires_grad=False)
+        plain.bias = None if self.bias is None else nn.Parameter(self.bias.detach().to(dtype), requires_grad=False)  # type: ignore[assignment]
+        return plain
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Linear's name for it)
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        result: Tensor = _NF4Product.apply(input, self.nf4, bias)  # type: ignore[no-untyped-call]
+        return result
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, nf4"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NF4Linear:
+        """Moves to another device, but stays in float32 when the model is cast: scales in bf16 would be other weights."""
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in before.items():
+            now = self._buffers[name]
+            if now is not None and now.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(now.device)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        for name, part in state_tensors(self.nf4).items():
+            destination[f"{prefix}weight.{name}"] = part
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        own = {key for key in state_dict if key.startswith(f"{prefix}weight.")}
+        if own:
+            parts = {key.removeprefix(f"{prefix}weight."): state_dict[key] for key in own}
+            q = stored_weight(state_dict[f"{prefix}weight"], parts, where=f"{prefix}weight").to(self.weight.device)
+            if q.shape != (self.out_features, self.in_features):
+                error_msgs.append(f"{prefix}weight is {q.shape} instead of {(self.out_features, self.in_features)}")
+                return
+            self._set(q)
+        super()._load_from_state_dict(  # type: ignore[no-untyped-call]
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        unexpected_keys[:] = [key for key in unexpected_keys if key not in own]
+
+
+# ---- the stored form -------------------------------------------------------------------------------------------------------
+
+
+def state_tensors(q: NF4Tensor) -> dict[str, Tensor]:
+    """What stands beside `weight` in a checkpoint, without that prefix."""
+    facts: dict[str, Any] = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": str(q.dtype).removeprefix("torch."),
+                             "shape": list(q.shape)}  # fmt: skip
+    parts = {"absmax": q.absmax, "quant_map": q.code.clone()}
+    if q.nested_absmax is not None and q.nested_code is not None and q.offset is not None:
+        facts |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": float(q.offset)}
+        parts |= {"nested_absmax": q.nested_absmax, "nested_quant_map": q.nested_code.clone()}  # not shared: safetensors
+    parts[f"{STATE}nf4"] = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
+    return parts
+
+
+def stored_weight(packed: Tensor, parts: Mapping[str, Tensor], *, where: str) -> NF4Tensor:
+    """The weight from what a checkpoint holds, refused where it is another 4-bit format."""
+    kinds = [name.removeprefix(STATE) for name in parts if name.startswith(STATE)]
+    if kinds != ["nf4"]:
+        raise ModelError(what=f"the weight is stored as {kinds[0] if kinds else 'something'} and not as nf4", where=where,
+                         why="only NF4 of the 4-bit formats is read", fix="use the 16-bit model with method: qlora")
+    facts = json.loads(bytes(parts[f"{STATE}nf4"].cpu().tolist()))
+    if facts["blocksize"] != BLOCK or facts.get("nested_blocksize", NESTED_BLOCK) != NESTED_BLOCK:
+        raise ModelError(what=f"the weight is quantized in blocks of {facts['blocksize']}", where=where,
+                         why=f"only blocks of {BLOCK} are read", fix="use the 16-bit model with method: qlora")
+    device = packed.device
+    if not torch.equal(parts["quant_map"].float().cpu(), nf4_code()):
+        raise ModelError(what="the weight has levels other than NF4's", where=where, why="they would be read wrongly",
+                         fix="use the 16-bit model with method: qlora")
+    rows, columns = facts["shape"]
+    if packed.dtype != torch.uint8:  # bnb_4bit_quant_storage: the same bytes under another name
+        packed = packed.contiguous().view(torch.uint8)
+    q = NF4Tensor(packed.reshape(-1, 1), parts["absmax"].to(device), (rows, columns), FLOATS[facts["dtype"]], nf4_code(device))
+    if q.packed.numel() != (rows * columns + 1) // 2 or q.absmax.numel() != -(-rows * columns // BLOCK):
+        raise ModelError(what=f"the weight's bytes do not fit its shape {rows} x {columns}", where=where,
+                         why="the file is damaged or comes from another version", fix="get the model's files again")
+    if "nested_absmax" not in parts:
+        return q
+    code = parts["nested_quant_map"].to(device)
+    shared = dynamic_code(device)
+    return NF4Tensor(q.packed, q.absmax, q.shape, q.dtype, q.code, parts["nested_absmax"].to(device),
+                     shared if torch.equal(code, shared) else code, torch.tensor(facts["nested_offset"], device=device))
+
+
+def bitsandbytes_config(dtype: torch.dtype, *, nested: bool = True, skip: Collection[str] = SKIP) -> dict[str, Any]:
+    """`quantization_config` of a config.json, so that transformers with bitsandbytes reads what is saved."""
+    name = str(dtype).removeprefix("torch.")
+    return {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": nested, "bnb_4bit_compute_dtype": name, "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": list(skip)}  # fmt: skip
+
+
+def refuse_other_quantization(config: Any, where: str) -> None:
+    """Checkpoints that are quantized, but not as NF4."""
+    found = getattr(config, "quantization_config", None)
+    if not found:
+        return
+    facts = found if isinstance(found, dict) else found.to_dict()
+    method = str(facts.get("quant_method", "bitsandbytes"))
+    if "bitsandbytes" not in method:
+        kind = method
+    elif facts.get("load_in_8bit") or not facts.get("load_in_4bit"):
+        kind = "int8"
+    else:
+        kind = str(facts.get("bnb_4bit_quant_type", "fp4"))
+    if kind != "nf4":
+        raise ModelError(what=f"the checkpoint is quantized as {kind}", where=where,
+                         why="of quantized checkpoints only bitsandbytes' NF4 is read",
+                         fix="use the 16-bit model, with method: qlora if memory is short")
+
+
+def save_nf4(model: PreTrainedModel, folder: Path) -> None:
+    """A 4-bit checkpoint that `load_nf4`, and transformers with bitsandbytes, read."""
+    inside = [module for _, _, _, module in _linears(model, NF4Linear, ())]
+    skipped = sorted({name for _, name, _, _ in _linears(model, nn.Linear, ())})
+    model.save_pretrained(folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    nested = all(module.nested_absmax is not None for module in inside)
+    config["quantization_config"] = bitsandbytes_config(model.dtype, nested=nested, skip=skipped)
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+# ---- whole models ----------------------------------------------------------------------------------------------------------
+
+
+def _linears(model: nn.Module, kind: type[nn.Linear], skip: Collection[str]) -> Iterator[tuple[nn.Module, str, str, Any]]:
+    """(parent, attribute, full name, module), exactly of this type. Safe while modules are being replaced."""
+    found = []
+    for parent_name, parent in model.named_modules():
+        for name, module in parent.named_children():
+            full = f"{parent_name}.{name}".lstrip(".")
+            if type(module) is kind and name not in skip and full not in skip:
+                found.append((parent, name, full, module))
+    yield from found
+
+
+def quantize_model_(model: nn.Module, *, skip: Collection[str] = SKIP, nested: bool = True) -> int:
+    """Every linear but those skipped becomes an `NF4Linear`, one after the other on its own device. How many there were."""
+    count = 0
+    for parent, name, _, module in _linears(model, nn.Linear, skip):
+        setattr(parent, name, NF4Linear.from_linear(module, nested=nested))
+        count += 1
+    return count
+
+
+def dequantize_model_(model: nn.Module, dtype: torch.dtype) -> int:
+    """Every `NF4Linear`, also inside PEFT's wrappers, becomes an `nn.Linear` with its values in `dtype`.
+
+    PEFT's `merge_and_unload` then gives exactly dequantized weight + scale * B A. How many there were.
+    """
+    count = 0
+    for parent, name, _, module in _linears(model, NF4Linear, ()):
+        setattr(parent, name, module.to_linear(dtype))
+        count += 1
+    return count
+
+
+class _Shards:
+    """The tensors of a checkpoint folder by name, each read when asked for, straight to the device."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.files: dict[str, Any] = {}
+        self.file_of: dict[str, str] = {}
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        else:
+            names = sorted(file.name for file in folder.glob("*.safetensors"))
+        for name in names:
+            try:
+                self.files[name] = safe_open(folder / name, framework="pt", device=str(device))
+            except (OSError, SafetensorError) as error:
+                raise ModelError(what=f"cannot read {name}", where=str(folder), why=str(error).splitlines()[0][:200],
+                                 fix="get the model's complete files") from error
+            self.file_of |= dict.fromkeys(self.files[name].keys(), name)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.file_of
+
+    def get(self, key: str) -> Tensor:
+        tensor: Tensor = self.files[self.file_of[key]].get_tensor(key)
+        return tensor
+
+    def beside(self, key: str) -> dict[str, Tensor]:
+        """What is stored under `key.`, without that prefix."""
+        return {name.removeprefix(f"{key}."): self.get(name) for name in self.file_of if name.startswith(f"{key}.")}
+
+
+def load_nf4(
+    folder: Path, dtype: torch.dtype, device: torch.device, *, skip: Collection[str] = SKIP, nested: bool = True,
+    progress: Progress | None = None,
+) -> PreTrainedModel:  # fmt: skip
+    """A model from a folder with its linears in 4 bits: those stored so as they are, the others quantized as they are read.
+
+    Never more than the result and one 16-bit weight on the device, and nothing on the host: each tensor is read on its own.
+    Weights are cast to `dtype` before they are quantized, as transformers with bitsandbytes does.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    refuse_other_quantization(config, str(folder))
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # it asks for bitsandbytes; `save_nf4` writes it again
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    shards = _Shards(folder, device)
+    linears = {full: (parent, name) for parent, name, full, _ in _linears(model, nn.Linear, ())}
+    tied = _tied(model)
+    keys = dict.fromkeys([key for key, _ in model.named_parameters()])
+    keys |= dict.fromkeys(key for key, _ in model.named_buffers() if key in model.state_dict())
+    missing = [key for key in keys if key not in shards and key not in tied]
+    if missing:
+        others = f" (and {len(missing) - 1} more weights)" if len(missing) > 1 else ""
+        raise ModelError(what=f"{missing[0]} is not in its files{others}", where=str(folder),
+                         why="the weights do not belong to config.json, or are stored under other names",
+                         fix="get the model's complete files, all from the same version")
+    for done, key in enumerate(keys):
+        if key not in shards:
+            continue
+        owner, _, leaf = key.rpartition(".")
+        parts = shards.beside(key)
+        if leaf == "weight" and owner in linears and (parts or not (set(skip) & {owner, linears[owner][1]})):
+            q = _one_weight(shards.get(key), parts, dtype, nested, key, str(folder))
+            _require_shape(q.shape, model.get_parameter(key).shape, key, folder)
+            parent, name = linears[owner]
+            module = NF4Linear(q)
+            module.bias = getattr(parent, name).bias  # still to come, if there is one
+            setattr(parent, name, module)
+        else:
+            _place(model, owner, leaf, shards.get(key), dtype, folder)
+        if progress:
+            progress("loading 4-bit weights", done + 1, len(keys))
+    model.tie_weights()
+    _fill_computed_buffers(model, device)
+    model.config.use_cache = False
+    model.requires_grad_(False)
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _one_weight(
+    stored: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype, nested: bool, key: str, where: str
+) -> NF4Tensor:
+    if parts:
+        return stored_weight(stored, parts, where=f"{where}: {key}")
+    if not stored.is_floating_point():
+        raise ModelError(what=f"{key} is stored as {stored.dtype} with nothing that says how to read it", where=where,
+                         why="it is quantized in a form that is not known here", fix="use the 16-bit model")
+    return nf4_quantize(stored.to(dtype), nested=nested)
+
+
+def _require_shape(found: Any, asked: Any, key: str, folder: Path) -> None:
+    if tuple(found) != tuple(asked):
+        raise ModelError(what=f"{key} has the shape {tuple(found)} instead of {tuple(asked)}", where=str(folder),
+                         why="the weights do not belong to config.json", fix="get the model's files, all from the same version")
+
+
+def _place(model: nn.Module, owner: str, leaf: str, tensor: Tensor, dtype: torch.dtype, folder: Path) -> None:
+    module = model.get_submodule(owner)
+    before = getattr(module, leaf)
+    _require_shape(tensor.shape, before.shape, f"{owner}.{leaf}", folder)
+    tensor = tensor.to(dtype if before.is_floating_point() else before.dtype)
+    if leaf in module._parameters:
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        module._buffers[leaf] = tensor
+
+
+def _tied(model: PreTrainedModel) -> set[str]:
+    """Names of parameters that are the same tensor as another one."""
+    keys = getattr(model, "all_tied_weights_keys", None) or {}
+    return set(keys) if model.config.get_text_config().tie_word_embeddings else set()
+
+
+def _fill_computed_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Buffers that no checkpoint holds (RoPE's frequencies) are computed by the family's own initialisation."""
+    for name, module in model.named_modules():
+        empty = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        for key in empty:
+            module._buffers[key] = torch.full_like(module._buffers[key], float("nan"), device=device)
+        if empty:
+            model._init_weights(module)
+            if any(bool(torch.isnan(module._buffers[key]).any()) for key in empty):  # type: ignore[arg-type]
+                raise ModelError(what=f"{name}.{empty[0]} is in no file and cannot be computed", where=model.config.model_type,
+                                 why="this family fills it in a way that is not known here", fix="use method: lora")
+    left = [key for key, parameter in model.named_parameters() if parameter.is_meta]
+    if left:
+        raise ModelError(what=f"{left[0]} was not loaded", where=model.config.model_type,
+                         why="this family ties its weights in a way that is not known here", fix="use method: lora")

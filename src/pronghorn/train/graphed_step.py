@@ -1,0 +1,221 @@
+"""The step with no host in it: every micro-batch a replay of one CUDA graph, the update a replay of another.
+
+A packed batch has one of a few shapes (data/batches.py: `Shapes`), so forward, loss, backward and the accumulation of gradients
+are captured once a shape, on first use, all out of one memory pool, and replayed for ever. The host only copies the next batch
+into place, on a stream of its own while the device still computes, and reads loss and gradient norm one step later. Whether a
+step is sound is judged by the update itself, on the device (kernels/adamw.py): an unsound one changes nothing, nor does any
+after it, until the host has seen it and stops the run.
+
+    copy stream      batch k+1 -> staging          batch k+2 -> staging
+    main stream      [staging -> inputs, graph k]  [staging -> inputs, graph k+1]  [update, report -> pinned memory]
+
+The same functions run without capture where it failed, and on the CPU, where the tests look at them.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pronghorn.data.batches import PackedBatch, StepBatch
+from pronghorn.errors import EnvironmentFault
+from pronghorn.train.fused_adamw import FusedAdamW
+from pronghorn.train.objectives import loss_sum
+from pronghorn.train.step import StageTimer, Step, StepResult
+
+Work = Callable[[], None]
+ALIGNMENT = 64  # elements: every gradient begins at a multiple of 256 bytes in the buffer they share
+
+
+@dataclass
+class _Micro:
+    """What a shape needs: where its inputs lie, and the work on them."""
+
+    inputs: PackedBatch
+    run: Work  # a graph's replay, or the functions themselves
+
+
+@dataclass
+class _Staging:
+    """Where a batch waits on the device until the one before is done with the inputs."""
+
+    batch: PackedBatch
+    loaded: torch.cuda.Event
+    free: torch.cuda.Event
+
+
+class GraphedStep(Step):
+    depth = 1
+
+    def __init__(self, model: Any, optimizer: FusedAdamW, *, device: torch.device, precision: Any, clip: float,
+                 say: Callable[[str], None], must: bool = False) -> None:
+        super().__init__(model, optimizer, device=device, precision=precision, clip=clip)
+        self._adamw, self._say, self._must = optimizer, say, must
+        self._cuda = device.type == "cuda"
+        self._captures = self._cuda  # until a capture fails
+        self._micros: dict[tuple[int, ...], _Micro] = {}
+        self._staging: dict[tuple[int, ...], deque[_Staging]] = {}
+        self._update: Work | None = None
+        self._under_way: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._loss = torch.zeros((), device=device)
+        self._share = torch.ones((), device=device)  # 1 / trained tokens of the step
+        self._report = torch.zeros(2, device=device)  # loss, gradient norm
+        if self._cuda:
+            self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+            self._copies = torch.cuda.Stream()
+            self._capture_stream = torch.cuda.Stream()
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def begin(self, step_batch: StepBatch, stage: StageTimer = lambda _: nullcontext()) -> None:
+        with stage("step"):
+            if self._update is None:
+                self._set_up()
+            self._adamw.refresh_lr()
+            self._share.fill_(1.0 / step_batch.loss_tokens)
+            for batch in step_batch.batches:
+                micro = self._micros.get(batch.shape) or self._prepare(batch)
+                self._load(batch, micro.inputs)
+                micro.run()
+            self._release_holds()
+            assert self._update is not None
+            self._update()
+            self._send_report()
+
+    def finish(self, stage: StageTimer = lambda _: nullcontext()) -> StepResult:
+        with stage("step"):
+            report, arrived = self._under_way.popleft()
+            if arrived is not None:
+                arrived.synchronize()  # sleeps: a blocking event
+            loss, grad_norm = report.tolist()
+        return StepResult(loss, grad_norm)
+
+    def _send_report(self) -> None:
+        report = torch.empty(2, pin_memory=self._cuda)
+        report.copy_(self._report, non_blocking=True)
+        arrived = None
+        if self._cuda:
+            arrived = torch.cuda.Event(blocking=True)
+            arrived.record()
+        self._under_way.append((report, arrived))
+
+    # ---- what is captured ----------------------------------------------------------------------------------------
+
+    def _forward_backward(self, inputs: PackedBatch) -> None:
+        with self.autocast():
+            loss = loss_sum(self.model, inputs) * self._share
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._loss += loss.detach()
+
+    def _clip_and_update(self) -> None:
+        self._adamw.step()
+        assert self._adamw.grad_norm is not None
+        self._report[0].copy_(self._loss)
+        self._report[1].copy_(self._adamw.grad_norm)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._loss.zero_()
+        for gradients in self._gradients:
+            gradients.zero_()
+
+    # ---- set-up, on first use ------------------------------------------------------------------------------------
+
+    def _set_up(self) -> None:
+        """Gradients get a place for good, and the update is captured. It is tried once with its guard raised: every kernel is
+        compiled and run, and nothing changes."""
+        self.model.train()
+        self._gradients = shared_gradients(self._parameters)
+        self._adamw.clip_norm, self._adamw.watched_loss = self.clip, self._loss
+        self._adamw.refresh_lr()
+        self._adamw.prepare()
+        assert self._adamw.skipped is not None
+        self._adamw.skipped.fill_(1)
+        self._update = self._captured(self._clip_and_update)
+        self._adamw.skipped.zero_()
+
+    def _prepare(self, batch: PackedBatch) -> _Micro:
+        """Inputs for this shape, and its graph. What a step has accumulated so far outlives the trial runs."""
+        began = time.perf_counter()
+        inputs = batch.map(lambda tensor: tensor.to(self.device, copy=True))
+        saved = [tensor.clone() for tensor in (self._loss, *self._gradients)]
+        run = self._captured(lambda: self._forward_backward(inputs))
+        for tensor, before in zip((self._loss, *self._gradients), saved, strict=True):
+            tensor.copy_(before)
+        if self._cuda:
+            copies = [batch.map(lambda tensor: torch.empty_like(tensor, device=self.device)) for _ in range(2)]
+            self._staging[batch.shape] = deque(_Staging(copy, torch.cuda.Event(), torch.cuda.Event()) for copy in copies)
+        if self._captures:
+            tokens, entries, rows, _ = batch.shape
+            self._say(f"captured a CUDA graph for {tokens:,} tokens, {rows:,} of them with loss, up to {entries - 1} documents "
+                      f"({time.perf_counter() - began:.1f} s)")
+        self._micros[batch.shape] = _Micro(inputs, run)
+        return self._micros[batch.shape]
+
+    def _captured(self, work: Work) -> Work:
+        """A graph's replay; the work itself where capture is not possible. Runs the work once before: kernels are compiled,
+        libraries get their workspaces, and whatever is wrong is not blamed on the capture."""
+        if not self._captures:
+            return work
+        self._capture_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._capture_stream):
+            work()
+        torch.cuda.current_stream().wait_stream(self._capture_stream)
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()  # what the trial used; the graph takes as much out of its own pool
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # thread_local: the loader's threads pin memory meanwhile, which a global capture would forbid them
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._capture_stream, capture_error_mode="thread_local"):
+                work()
+        except (RuntimeError, EnvironmentFault) as error:
+            self._capture_failed(error)
+            return work
+        return graph.replay
+
+    def _capture_failed(self, error: Exception) -> None:
+        reason = str(error).strip().split("\n")[0]
+        if self._must:
+            raise EnvironmentFault(what="train.graph: on, but the step could not be captured", why=reason,
+                                   fix="set train.graph: auto, which goes on without a graph") from error
+        self._captures = False
+        self._say(f"the step could not be captured as a CUDA graph and runs eagerly: {reason}")
+
+    # ---- inputs --------------------------------------------------------------------------------------------------
+
+    def _load(self, batch: PackedBatch, inputs: PackedBatch) -> None:
+        if not self._cuda:
+            inputs.copy_from(batch)
+            return
+        ring = self._staging[batch.shape]
+        ring.rotate(1)
+        place = ring[0]
+        with torch.cuda.stream(self._copies):
+            self._copies.wait_event(place.free)
+            place.batch.copy_from(batch)
+            place.loaded.record()
+        torch.cuda.current_stream().wait_event(place.loaded)
+        inputs.copy_from(place.batch)
+        place.free.record()
+
+
+def shared_gradients(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Gives every parameter a `.grad` that is a view of one buffer a dtype, zeros: they are cleared in one launch, and stay
+    where they are. Returns the buffers."""
+    buffers = []
+    for dtype in sorted({p.dtype for p in parameters}, key=str):
+        members = [p for p in parameters if p.dtype == dtype]
+        places = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in members]
+        buffer = torch.zeros(sum(places), dtype=dtype, device=members[0].device)
+        for parameter, part in zip(members, buffer.split(places), strict=True):
+            parameter.grad = part[: parameter.numel()].view(parameter.shape)
+        buffers.append(buffer)
+    return buffers

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from rich.console import Console
+
+from bench_rows import several
+from pronghorn.bench.table import HEAD, cells, markdown, terminal
+
+
+def test_ratio_is_to_the_faster_way_of_unsloth_and_share_is_of_the_ceiling() -> None:
+    lines = {line[1]: line for line in cells(several()) if line[0] == "llama-1b"}
+    assert lines["Pronghorn"][2:] == ("120,000", "1.50", "80 %", "16.3 GiB", "14.1 s", "12.170 (30 steps)")
+    assert lines["Unsloth"][3] == "1.00"
+    assert lines["Unsloth, its checkpointing"][3] == "0.72"
+    assert lines["matrix products alone"][2] == "150,000"
+
+
+def test_ours_comes_first_and_nothing_is_left_out() -> None:
+    lines = cells(several())
+    assert [line[1] for line in lines[:4]] == ["Pronghorn", "Unsloth", "Unsloth, its checkpointing", "transformers + Liger"]
+    assert lines[3][2].startswith("failed: OutOfMemoryError")
+    assert lines[-1][:3] == ("qwen3-14b", "Pronghorn", "needs qlora, not built yet")
+
+
+def test_markdown_is_not_broken_by_what_a_system_says() -> None:
+    text = markdown(several())
+    assert all(line.replace("\\|", "").count("|") == len(HEAD) + 1 for line in text.splitlines())
+    assert "<CUDA>" not in text
+
+
+def test_the_terminal_tells_the_reasons_below_the_table() -> None:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    console.print(terminal(several()))
+    text = console.export_text()
+    assert "llama-1b, transformers + Liger: failed: OutOfMemoryError: <CUDA> | out of memory" in text
+    assert "120,000" in text
+
+
+def test_a_ceiling_that_failed_is_told() -> None:
+    rows = [row for row in several() if row["system"] != "ceiling"]
+    rows.append({"workload": "llama-1b", "system": "ceiling", "status": "timed out", "why": "not done after 5 s"})
+    lines = {line[1]: line for line in cells(rows) if line[0] == "llama-1b"}
+    assert lines["matrix products alone"][2] == "timed out: not done after 5 s"
+    assert lines["Pronghorn"][4] == ""

@@ -1,0 +1,29 @@
+"""The ceiling's products are those of the model's frozen linears."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pronghorn.bench.ceiling import flops, measure, products
+from pronghorn.bench.workloads import WORKLOADS
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen3-0.6b", "llama-1b", "llama-8b"])
+def test_products_have_the_size_of_the_models_linears(name: str) -> None:
+    workload = WORKLOADS[name]
+    settings = dict(workload.config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
+    layers = model.model.layers
+    linears = sum(m.weight.numel() for m in layers.modules() if isinstance(m, torch.nn.Linear))
+    assert sum(out * inner for out, inner in products(workload.config).values()) * len(layers) == linears
+    qkv = sum(getattr(layers[0].self_attn, f"{n}_proj").weight.numel() for n in "qkv")
+    assert flops(workload) == workload.tokens * (4 * (linears + model.lm_head.weight.numel()) - 2 * qkv)
+
+
+def test_it_is_measured() -> None:
+    figures = measure(WORKLOADS["tiny"])
+    assert figures["tokens_per_second"] == pytest.approx(512 / figures["ms_per_step"] * 1000, rel=0.01)
+    assert figures["fastest_ms"] <= figures["ms_per_step"]

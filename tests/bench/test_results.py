@@ -1,0 +1,66 @@
+"""The results file survives being cut off, and never mixes machines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench_rows import MACHINE, measured
+from pronghorn.bench.results import Results, best_rate
+from pronghorn.errors import CommandError
+
+
+def test_every_row_is_on_disk_at_once_and_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "side-by-side.json"
+    results = Results(path)
+    results.commands.append("pronghorn bench")
+    results.add(measured("llama-1b", "pronghorn", 100.0))
+    assert json.loads(path.read_text())["results"] == results.rows
+    results.add(measured("llama-1b", "unsloth", 70.0))
+    again = Results(path)
+    assert again.rows == results.rows
+    assert again.commands == ["pronghorn bench"]
+
+
+def test_a_newer_row_takes_the_place_of_the_older(tmp_path: Path) -> None:
+    results = Results(tmp_path / "r.json")
+    results.add(measured("llama-1b", "pronghorn", 100.0))
+    results.add(measured("llama-1b", "pronghorn", 110.0))
+    assert [row["tokens_per_second"] for row in results.rows] == [110.0]
+    assert results.get("llama-1b", "pronghorn") == results.rows[0]
+    assert results.get("llama-8b", "pronghorn") is None
+
+
+def test_rows_of_another_file_are_taken_over_where_there_are_none(tmp_path: Path) -> None:
+    old = Results(tmp_path / "old.json")
+    old.add(measured("llama-1b", "pronghorn", 1.0))
+    old.add(measured("llama-1b", "unsloth", 2.0))
+    new = Results(tmp_path / "new.json")
+    new.add(measured("llama-1b", "pronghorn", 3.0))
+    new.take_over(old.path)
+    assert {row["system"]: row["tokens_per_second"] for row in new.rows} == {"pronghorn": 3.0, "unsloth": 2.0}
+    with pytest.raises(CommandError, match="no such file"):
+        new.take_over(tmp_path / "nowhere.json")
+
+
+def test_two_machines_do_not_share_a_file(tmp_path: Path) -> None:
+    results = Results(tmp_path / "r.json")
+    results.add(measured("llama-1b", "pronghorn", 1.0))
+    with pytest.raises(CommandError, match="this machine has a Other card"):
+        results.add(measured("llama-1b", "unsloth", 1.0, machine={**MACHINE, "hardware": "Other card"}))
+
+
+def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text("[1]")
+    with pytest.raises(CommandError, match="no results file"):
+        Results(path)
+    assert path.read_text() == "[1]"
+
+
+def test_the_best_of_a_system_is_its_fastest_way() -> None:
+    rows = [measured("llama-1b", "unsloth", 2.0), measured("llama-1b", "unsloth-ckpt", 3.0), measured("llama-1b", "liger", 9.0)]
+    assert best_rate(rows, "unsloth") == 3.0
+    assert best_rate(rows, "packed") is None

@@ -1,0 +1,69 @@
+"""Every process must build the same documents, and they must look like what they stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pronghorn.bench.workloads import (
+    DEFAULT_WORKLOADS,
+    MODELS,
+    SYSTEMS,
+    WORKLOADS,
+    DocumentTable,
+    documents,
+    instruction_lengths,
+    pick,
+)
+from pronghorn.errors import CommandError
+
+
+def test_lengths_are_those_of_instruction_data() -> None:
+    lengths = instruction_lengths(100_000)
+    assert abs(lengths.mean() - 207) < 5
+    assert abs(np.median(lengths) - 166) < 3
+    assert abs(np.quantile(lengths, 0.95) - 496) < 20
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama-1b", "llama-1b-8k", "llama-8b-32k"])
+def test_documents_are_the_same_every_time_and_enough(name: str) -> None:
+    workload = WORKLOADS[name]
+    one, other = documents(workload, 3), documents(workload, 3)
+    assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    assert sum(len(row) for row in one) >= 5 * workload.tokens
+    assert max(len(row) for row in one) <= workload.row
+    assert max(int(row.max()) for row in one) < workload.config["vocab_size"]
+    if workload.document:
+        assert {len(row) for row in one} == {workload.document}
+
+
+def test_lengths_can_come_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.json"
+    file.write_text(json.dumps([40, 50]))
+    assert {len(row) for row in documents(WORKLOADS["tiny"], 3, file)} == {40, 50}
+
+
+def test_the_table_offers_every_token_to_the_loss() -> None:
+    table = DocumentTable(documents(WORKLOADS["tiny"], 1))
+    assert len(table) == len(table.lengths)
+    assert np.array_equal(table.loss_counts, table.lengths - 1)
+    assert table.loss(0).all()
+    assert len(table.loss(0)) == len(table.ids(0)) == table.lengths[0]
+
+
+def test_every_workload_names_known_models_and_systems() -> None:
+    for workload in WORKLOADS.values():
+        assert workload.model in MODELS
+        assert set(workload.systems) <= set(SYSTEMS)
+        assert workload.tokens % workload.row == 0  # a peer's packed rows make the step's tokens
+    assert {WORKLOADS[name].model for name in DEFAULT_WORKLOADS} == set(MODELS) - {"tiny"}
+    assert {WORKLOADS[name].document for name in DEFAULT_WORKLOADS} == {0, 8192, 32768}
+
+
+def test_unknown_names_are_refused() -> None:
+    assert pick("llama-1b, tiny", list(WORKLOADS), "workload") == ["llama-1b", "tiny"]
+    with pytest.raises(CommandError, match="no workload is named llama-2b"):
+        pick("llama-2b", list(WORKLOADS), "workload")

@@ -1,0 +1,219 @@
+"""The graphed step: on a CPU its functions run without capture; on a GPU the same tests replay graphs."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from pronghorn.data.batches import BatchLoader, Shapes, StepBatch
+from pronghorn.data.packing import pack
+from pronghorn.model.causal_lm import install
+from pronghorn.model.lora import add_adapter
+from pronghorn.recipe import Lora
+from pronghorn.train.fused_adamw import FusedAdamW
+from pronghorn.train.graphed_step import GraphedStep, shared_gradients
+from pronghorn.train.step import EagerStep, make_step
+from samples import ListTable
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+CAPACITY = 512
+SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "head_dim": 16}
+
+
+def model_of(kind: str = "llama", *, dtype: torch.dtype = torch.float32, full: bool = False) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMALL) if kind == "llama" else Qwen3Config(**SMALL)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    if not full:
+        model = add_adapter(model, Lora(r=4), seed=1)
+    model = model.to(DEVICE)
+    assert install(model) == ""
+    return model.train()
+
+
+def mixed_table(count: int) -> ListTable:
+    """Documents with loss on every token next to ones with little of it: packs of several shapes."""
+    random = np.random.default_rng(3)
+    rows = [[int(token) for token in random.integers(3, 24, int(random.integers(8, 120)))] for _ in range(count)]
+    return ListTable(rows, [list(random.random(len(row)) < (0.95 if random.random() < 0.5 else 0.1)) for row in rows])
+
+
+def steps_of(table: ListTable, count: int, packs: int = 2) -> list[StepBatch]:
+    shapes = Shapes.planned(table, pack(table.lengths, CAPACITY, seed=1, epoch=0), CAPACITY)
+    loader = BatchLoader(table, capacity=CAPACITY, packs_per_step=packs, seed=1, workers=0, shapes=shapes,
+                         pin=DEVICE.type == "cuda")
+    return list(islice(loader, count))
+
+
+def optimizer_of(model: Any, lr: float = 5e-3) -> FusedAdamW:
+    return FusedAdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.01)
+
+
+def graphed(model: Any, precision: str = "fp32", said: list[str] | None = None) -> GraphedStep:
+    say = (said if said is not None else []).append
+    return GraphedStep(model, optimizer_of(model), device=DEVICE, precision=precision, clip=0.5, say=say)
+
+
+def eager(model: Any, precision: str = "fp32") -> EagerStep:
+    return EagerStep(model, optimizer_of(model), device=DEVICE, precision=precision, clip=0.5)  # type: ignore[arg-type]
+
+
+def losses(step: Any, batches: list[StepBatch]) -> list[tuple[float, float]]:
+    """Results come `depth` steps late, as in the loop."""
+    results, under_way = [], 0
+    for batch in batches:
+        step.begin(batch)
+        under_way += 1
+        if under_way > step.depth:
+            results.append(step.finish())
+            under_way -= 1
+    results += [step.finish() for _ in range(under_way)]
+    return [(r.loss, r.grad_norm) for r in results]
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_fifty_steps_equal_the_eager_path(kind: str, full: bool) -> None:
+    batches = steps_of(mixed_table(300), 50 if DEVICE.type == "cuda" else 12)
+    assert len({batch.shape for step in batches for batch in step.batches}) > 1  # several graphs
+    said: list[str] = []
+    ours = losses(graphed(model_of(kind, full=full), said=said), batches)
+    theirs = losses(eager(model_of(kind, full=full)), batches)
+    for (loss, norm), (eager_loss, eager_norm) in zip(ours, theirs, strict=True):
+        assert loss == pytest.approx(eager_loss, rel=1e-6 if not full else 1e-5)
+        assert norm == pytest.approx(eager_norm, rel=1e-4)
+    assert ours[-1][0] < ours[0][0]
+    if DEVICE.type == "cuda":
+        assert sum("captured a CUDA graph" in line for line in said) == len({b.shape for s in batches for b in s.batches})
+        assert not any("eagerly" in line for line in said)
+
+
+@ON_GPU
+def test_fifty_steps_in_bf16_stay_within_its_noise() -> None:
+    batches = steps_of(mixed_table(300), 50)
+    ours = losses(graphed(model_of(dtype=torch.bfloat16), "bf16"), batches)
+    theirs = losses(eager(model_of(dtype=torch.bfloat16), "bf16"), batches)
+    assert max(abs(a[0] / b[0] - 1) for a, b in zip(ours, theirs, strict=True)) < 2e-3
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("broken", ["nan", "zero"])
+def test_an_unsound_step_changes_nothing_nor_does_the_next(broken: str) -> None:
+    model = model_of()
+    step = graphed(model)
+    batches = steps_of(mixed_table(100), 4)
+    losses(step, batches[:2])
+    before = weights(model)
+    moments = {name: step.optimizer.state[p]["exp_avg"].clone() for name, p in model.named_parameters() if p.requires_grad}
+    last = model.get_base_model().model.norm.weight
+    good = last.detach().clone()
+    last.data.fill_(float("nan") if broken == "nan" else 0.0)  # all logits are equal: no gradient reaches an adapter
+    step.begin(batches[2])
+    last.data.copy_(good)  # the next step is sound by itself, and was begun before the host could know
+    step.begin(batches[3])
+    first, second = step.finish(), step.finish()
+    assert (first.loss != first.loss) if broken == "nan" else (first.grad_norm == 0)
+    assert second.grad_norm > 0
+    assert all(torch.equal(p, before[name]) for name, p in weights(model).items())
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            assert torch.equal(step.optimizer.state[p]["exp_avg"], moments[name])
+            assert step.optimizer.state[p]["step"] == 2
+
+
+def test_a_step_resumed_from_its_state_goes_on_bit_for_bit() -> None:
+    batches = steps_of(mixed_table(200), 10)
+    whole = model_of()
+    losses(graphed(whole), batches)
+    first = model_of()
+    step = graphed(first)
+    losses(step, batches[:4])
+    second = model_of()
+    second.load_state_dict({k: v.clone() for k, v in first.state_dict().items()})
+    resumed = graphed(second)
+    for mine, theirs in zip(second.parameters(), first.parameters(), strict=True):
+        if mine.requires_grad:
+            resumed.optimizer.state[mine] = {k: v.clone() for k, v in step.optimizer.state[theirs].items()}
+    losses(resumed, batches[4:])
+    expected = weights(whole)
+    assert all(torch.equal(p, expected[name]) for name, p in weights(second).items())
+
+
+def test_the_learning_rate_of_each_step_is_its_own() -> None:
+    model = model_of()
+    step = graphed(model)
+    batches = steps_of(mixed_table(100), 3)
+    losses(step, batches[:1])
+    before = weights(model)
+    step.optimizer.param_groups[0]["lr"] = 0.0
+    losses(step, batches[1:2])
+    assert all(torch.equal(p, before[name]) for name, p in weights(model).items())
+    step.optimizer.param_groups[0]["lr"] = 1e-3
+    losses(step, batches[2:])
+    assert not all(torch.equal(p, before[name]) for name, p in weights(model).items())
+
+
+def test_gradients_share_one_buffer_in_aligned_places() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((3, 5), (7,), (64, 2))]
+    (buffer,) = shared_gradients(parameters)
+    for parameter in parameters:
+        assert parameter.grad is not None
+        assert parameter.grad.shape == parameter.shape
+        assert (parameter.grad.data_ptr() - buffer.data_ptr()) % 256 == 0
+        parameter.grad.fill_(1.0)
+    assert buffer.sum() == 15 + 7 + 128
+    buffer.zero_()
+    assert all(float(p.grad.abs().sum()) == 0 for p in parameters if p.grad is not None)
+
+
+@ON_GPU
+def test_nothing_in_a_step_waits_for_the_device() -> None:
+    model = model_of(dtype=torch.bfloat16)
+    step = graphed(model, "bf16")
+    batches = steps_of(mixed_table(300), 12)
+    losses(step, batches)  # every shape was captured
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches:
+            step.begin(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(step.finish().loss > 0 for _ in batches)
+
+
+@ON_GPU
+def test_a_capture_that_fails_falls_back_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, said = model_of(dtype=torch.bfloat16), []
+    step = graphed(model, "bf16", said)
+    real = step._forward_backward
+
+    def asks_the_device(inputs: Any) -> None:
+        real(inputs)
+        float(step._loss)
+
+    monkeypatch.setattr(step, "_forward_backward", asks_the_device)
+    batches = steps_of(mixed_table(100), 4)
+    found = losses(step, batches)
+    assert len([line for line in said if "runs eagerly" in line]) == 1
+    expected = losses(graphed(model_of(dtype=torch.bfloat16), "bf16"), batches)
+    assert found[-1][0] == pytest.approx(expected[-1][0], rel=2e-3)
+
+
+def test_what_stands_against_a_graph_is_said() -> None:
+    model, said = model_of(), []
+    options: dict[str, Any] = {"precision": "fp32", "clip": 1.0, "say": said.append}
+    step = make_step(model, optimizer_of(model), device=torch.device("cpu"), graph="auto", **options)
+    assert isinstance(step, EagerStep)
+    with pytest.raises(Exception, match="cannot be captured") as error:
+        make_step(model, optimizer_of(model), device=torch.device("cpu"), graph="on", **options)
+    assert "no NVIDIA GPU" in str(error.value.why)
