@@ -33,10 +33,19 @@ class _Data:
         self.name = f"{case['pass']} " + ("8B, 7 weights" if whole else f"{shapes[0][0]} x {shapes[0][1]}")
         self.moved_bytes = sum(q.nbytes + weight.nbytes for q, weight in zip(self.stored, weights, strict=True))
 
+    def whole_layer(self) -> list[torch.Tensor]:
+        self.table.run()
+        return self.outs
+
+    def values(self) -> list[torch.Tensor] | torch.Tensor:
+        """The truth: rounded to bf16 once."""
+        values = [op.nf4_dequantize_reference(q, torch.bfloat16) for q in self.stored]
+        return values if len(values) > 1 else values[0]
+
 
 def _dequantize_calls(case: dict[str, Any], data: _Data) -> dict[str, Any]:
     if case["pass"] == "dequantize layer":
-        return {"ours": lambda: (data.table.run(), data.outs)[1]}
+        return {"ours": data.whole_layer}
     q, out = data.stored[0], data.outs[0]
     calls: dict[str, Any] = {"ours": lambda: op.nf4_dequantize(q, out=out)}
     if case["pass"] == "dequantize":
@@ -75,16 +84,13 @@ def _quantize_calls(data: _Data) -> dict[str, Any]:
 
 
 def run(case: dict[str, Any]) -> list[Line]:
-    """For `quantize` the error tells of numbers that differ from plain torch's: a GPU's reciprocal may be off by the last bit, so
-    a few neighbours in millions are right; bitsandbytes' line is the yardstick. Otherwise the truth is rounded to bf16 once, and
-    the error must be 0."""
+    """The error of `dequantize` must be 0. That of `quantize` tells of numbers that differ from plain torch's: a reciprocal
+    on a GPU may be off by the last bit, so a few neighbours in millions are right; bitsandbytes' line is the yardstick."""
     data = _Data(case)
     if case["pass"] == "quantize":
         truth = _parts(op.nf4_quantize_reference(data.weight))
         return compare("nf4", data.name, _quantize_calls(data), lambda: truth, moved_bytes=data.moved_bytes)
-    values = [op.nf4_dequantize_reference(q, torch.bfloat16) for q in data.stored]
-    expected = values if case["pass"] == "dequantize layer" else values[0]
-    return compare("nf4", data.name, _dequantize_calls(case, data), lambda: expected, moved_bytes=data.moved_bytes)
+    return compare("nf4", data.name, _dequantize_calls(case, data), data.values, moved_bytes=data.moved_bytes)
 
 
 def sweep(case: dict[str, Any]) -> list[Line]:
@@ -94,8 +100,6 @@ def sweep(case: dict[str, Any]) -> list[Line]:
     for config in op.CONFIGS:
         with replaced(op, "_config", lambda config=config: config):
             data = _Data(case)  # a table is built for its config
-            values = [op.nf4_dequantize_reference(q, torch.bfloat16) for q in data.stored]
-            expected = values if case["pass"] == "dequantize layer" else values[0]
             calls = {f"{config.lookup} groups {config.groups} warps {config.warps}": _dequantize_calls(case, data)["ours"]}
-            lines += compare("nf4", data.name, calls, lambda e=expected: e, moved_bytes=data.moved_bytes)
+            lines += compare("nf4", data.name, calls, data.values, moved_bytes=data.moved_bytes)
     return lines

@@ -128,9 +128,11 @@ def run(case: dict[str, Any]) -> list[Line]:
 def sweep(case: dict[str, Any]) -> list[Line]:
     data = _Data(case)
     lines = []
-    for tile in op.CONFIGS:
+    weight_grad = case["pass"].endswith("weight")
+    for tile in op.WEIGHT_GRAD_CONFIGS if weight_grad else op.CONFIGS:
         if not 4 <= tile.heads * case["H"] // (32 * tile.warps) <= 64:  # values a thread: neither idle nor spilling
             continue
-        with replaced(op, "_tile", lambda *_, tile=tile: tile):
-            lines += _compare(case, data, {f"heads {tile.heads} warps {tile.warps}": lambda: _ours(case, data)})
+        with replaced(op, "_weight_grad_tile" if weight_grad else "_tile", lambda *_, tile=tile: tile):
+            words = " ".join(str(value) for value in tile)
+            lines += _compare(case, data, {words: lambda: _ours(case, data)})
     return lines

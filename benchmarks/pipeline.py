@@ -77,9 +77,10 @@ class Watch:
 
 def one_run(options: argparse.Namespace) -> dict[str, Any]:
     """In this process, as `pronghorn train` does it."""
-    # The profiler's library stays loaded from before the first capture on: taken away and loaded again, it does not get on with
-    # CUDA graphs. Read when the profiler first starts, in this process only.
-    os.environ |= {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
+    if options.only == "profiled":
+        # The profiler's library stays loaded from before the first capture on: unloaded and loaded again, it does not get on
+        # with CUDA graphs (torch sets the same for its own graphs).
+        os.environ |= {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
     import torch
 
     from pronghorn.recipe_file import load_recipe

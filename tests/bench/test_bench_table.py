@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+from bench_rows import several
 from rich.console import Console
 
-from bench_rows import several
 from pronghorn.bench.table import HEAD, cells, markdown, terminal
 
 

@@ -41,7 +41,7 @@ def test_a_run_is_measured_between_two_steps(tiny_model: Path, tmp_path: Path) -
     data = write_rows(tmp_path / "train.jsonl", chat_rows(60))
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"model: /nowhere\ndata: {{train: {data}, max_length: 128, eval: 0.1}}\n"
-                      "train: {capacity: 256, batch_tokens: 256}\nlora: {r: 4}\n")
+                      "train: {capacity: 256, batch_tokens: 256, lr: 0.01}\nlora: {r: 4}\n")
     options = argparse.Namespace(recipe=str(recipe), overrides=[f"model={tiny_model}"], only="checkpoints", first=3, last=12,
                                  trace=None)
     figures = one_run(options)

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-
 from bench_rows import MACHINE, measured
+
 from pronghorn.bench.results import Results, best_rate
 from pronghorn.errors import CommandError
 

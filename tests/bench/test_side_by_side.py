@@ -10,29 +10,35 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_rows import measured
 
 from pronghorn.bench.results import NAME, Results
-from pronghorn.bench.side_by_side import PICTURE, Plan, environment, parse_paths, run
+from pronghorn.bench.side_by_side import PICTURE, Plan, environment, last_error, parse_paths, run
+from pronghorn.bench.weights import model_folder
 from pronghorn.bench.worker import missing
 from pronghorn.bench.workloads import SYSTEMS, WORKLOADS, System
+from pronghorn.cli import main
 from pronghorn.errors import CommandError
 
-pytestmark = pytest.mark.xdist_group("side_by_side")  # they share a model folder
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Model folders are made below the temporary folder: here, and in the processes."""
-    folder = str(tmp_path_factory.mktemp("temporary"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", folder)
-        patch.setattr(tempfile, "tempdir", folder)
-        yield
+    folder = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.fixture
+def no_weights_needed(temporary: Path) -> None:
+    """For systems that fail before they read any."""
+    model_folder("tiny").mkdir(parents=True)
 
 
 def said(plan: Plan) -> tuple[Results, str]:
@@ -49,20 +55,21 @@ def fake(folder: Path, code: str) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results, str]:
-    """Two systems that run, and one that crashes."""
-    out = tmp_path_factory.mktemp("bench")
-    broken = fake(tmp_path_factory.mktemp("broken") / "p", "raise RuntimeError('no kernels for this card')")
-    plan = Plan(out=out, workloads=["tiny"], systems=["pronghorn", "packed", "unsloth"], warmup=2, steps=3, time_limit=120,
-                paths={"unsloth": broken}, command="pronghorn bench")
-    return out, *said(plan)
+def results_with(out: Path, *rows: dict[str, Any]) -> Results:
+    results = Results(out / NAME)
+    for row in (measured("tiny", "ceiling", 1000.0), *rows):
+        results.add(row)
+    return results
 
 
-def test_two_systems_train_the_same_model_on_the_same_documents(tiny: tuple[Path, Results, str]) -> None:
-    _, results, _ = tiny
+def test_two_systems_train_the_same_model_on_the_same_documents(tmp_path: Path) -> None:
+    """The whole way: weights, ceiling, two systems that run, the file, the picture, the lines."""
+    plan = Plan(out=tmp_path, workloads=["tiny"], systems=["pronghorn", "packed"], warmup=2, steps=3, time_limit=240,
+                command="pronghorn bench")
+    results, text = said(plan)
+    assert [(row["system"], row["status"]) for row in results.rows] == [
+        (system, "measured") for system in ("ceiling", "pronghorn", "packed")], results.rows  # fmt: skip
     ours, packed = (results.get("tiny", system) or {} for system in ("pronghorn", "packed"))
-    assert ours["status"] == packed["status"] == "measured", (ours, packed)
     assert ours["tokens_per_step"] == packed["tokens_per_step"]
     for figure in ("loss_first", "loss_last", "grad_norm"):  # the same packs, adapters and optimizer: the same numbers
         assert ours[figure] == pytest.approx(packed[figure], rel=1e-4)
@@ -70,49 +77,41 @@ def test_two_systems_train_the_same_model_on_the_same_documents(tiny: tuple[Path
         assert row["tokens_per_second"] > 0
         assert row["seconds_to_first_step"] == row["marks"]["first_step"] > row["marks"]["imports"] > 0
         assert row["changed_share"] > 0.9
+    content = json.loads((tmp_path / NAME).read_text())
+    assert (content["results"], content["commands"]) == (results.rows, ["pronghorn bench"])
+    assert len(text.splitlines()) == 3
+    assert "Pronghorn" in (tmp_path / PICTURE).read_text()
+    assert "RESULT" in (tmp_path / "logs" / "tiny.pronghorn.log").read_text()
+    again, text = said(plan)
+    assert (again.rows, text) == (results.rows, "")  # nothing is missing
 
 
-def test_a_crash_is_told_with_its_error(tiny: tuple[Path, Results, str]) -> None:
-    _, results, text = tiny
-    row = results.get("tiny", "unsloth") or {}
-    assert (row["status"], row["why"]) == ("failed", "RuntimeError: no kernels for this card")
-    assert "failed: RuntimeError: no kernels for this card" in text
-
-
-def test_everything_is_written(tiny: tuple[Path, Results, str]) -> None:
-    out, results, text = tiny
-    content = json.loads((out / NAME).read_text())
-    assert content["results"] == results.rows
-    assert content["commands"] == ["pronghorn bench"]
-    assert [row["system"] for row in results.rows] == ["ceiling", "pronghorn", "packed", "unsloth"]
-    assert len(text.splitlines()) == 4
-    assert "no kernels" in (out / PICTURE).read_text()
-    assert "RESULT" in (out / "logs" / "tiny.pronghorn.log").read_text()
-
-
-def test_the_same_command_goes_on_with_what_is_missing(tiny: tuple[Path, Results, str], tmp_path: Path) -> None:
-    out, before, _ = tiny
+@pytest.mark.usefixtures("no_weights_needed")
+def test_a_crash_and_a_time_out_are_told_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    results_with(tmp_path, measured("tiny", "pronghorn", 100.0))
+    broken = fake(tmp_path / "broken", "raise RuntimeError('no kernels for this card')")
     slow = fake(tmp_path / "slow", "import time; time.sleep(60)")
-    plan = Plan(out=tmp_path, workloads=["tiny"], systems=["pronghorn", "packed", "unsloth", "unsloth-ckpt"], time_limit=3,
-                paths={"unsloth": slow}, resume=out / NAME)
+    wanted = ["pronghorn", "unsloth", "unsloth-ckpt"]
+    plan = Plan(out=tmp_path, workloads=["tiny"], systems=wanted, time_limit=3, paths={"unsloth": broken, "unsloth-ckpt": slow})
     began = time.monotonic()
     results, text = said(plan)
-    assert time.monotonic() - began < 20
-    assert text.count("\n") == 1  # only the variant was missing
-    assert "[5/5] tiny          unsloth-ckpt  timed out: not done after 3 s" in text
-    for system in ("ceiling", "pronghorn", "packed", "unsloth"):
-        assert results.get("tiny", system) == before.get("tiny", system)
-    again, text = said(Plan(out=tmp_path, workloads=["tiny"], systems=["unsloth", "unsloth-ckpt"], time_limit=60,
-                            again=["unsloth-ckpt"], paths={"unsloth": fake(tmp_path / "b", "raise ValueError('now otherwise')")}))
-    assert (again.get("tiny", "unsloth-ckpt") or {})["why"] == "ValueError: now otherwise"
-    assert (again.get("tiny", "unsloth") or {})["why"] == "RuntimeError: no kernels for this card"
+    assert time.monotonic() - began < 30
+    assert "[3/4] tiny          unsloth       failed: RuntimeError: no kernels for this card" in text
+    assert "[4/4] tiny          unsloth-ckpt  timed out: not done after 3 s" in text
+    assert (results.get("tiny", "pronghorn") or {})["tokens_per_second"] == 100.0
+    assert "no kernels" in (tmp_path / PICTURE).read_text()
+    assert said(plan)[1] == ""  # told once; not tried again unless asked
+    other = fake(tmp_path / "other", "raise ValueError('now otherwise')")
+    results, _ = said(replace(plan, time_limit=60, again=["unsloth-ckpt"], paths={"unsloth": other}))
+    assert (results.get("tiny", "unsloth-ckpt") or {})["why"] == "ValueError: now otherwise"
+    assert (results.get("tiny", "unsloth") or {})["why"] == "RuntimeError: no kernels for this card"
 
 
-def test_a_run_that_is_ended_keeps_what_it_has_and_leaves_no_process(tiny: tuple[Path, Results, str], tmp_path: Path) -> None:
-    mark = tmp_path / "pid"
+@pytest.mark.usefixtures("no_weights_needed")
+def test_a_run_that_is_ended_keeps_what_it_has_and_leaves_no_process(tmp_path: Path) -> None:
+    mark, out = tmp_path / "pid", tmp_path / "out"
     slow = fake(tmp_path / "slow", f"import os, pathlib, time; pathlib.Path({str(mark)!r}).write_text(str(os.getpid()))\n"
                                    "time.sleep(120)")
-    out = tmp_path / "out"
     words = ["bench", "--workloads", "tiny", "--systems", "unsloth", "--path", f"unsloth={slow}", "--out", str(out)]
     process = subprocess.Popen([sys.executable, "-m", "pronghorn.cli", *words], stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 40
@@ -126,6 +125,15 @@ def test_a_run_that_is_ended_keeps_what_it_has_and_leaves_no_process(tiny: tuple
     assert [row["system"] for row in Results(out / NAME).rows] == ["ceiling"]
 
 
+def test_the_error_is_the_line_below_the_last_traceback() -> None:
+    first = ["Traceback (most recent call last):", '  File "a.py", line 1, in f', "KeyError: 1", "", "During it:"]
+    second = ["Traceback (most recent call last):", '  File "b.py", line 2', "    f()", "    ~^^",
+              "torch.OutOfMemoryError: CUDA out of memory.", "Tried to allocate 2 GiB", "[W1] destroyed"]  # fmt: skip
+    assert last_error(["loading", *first, *second], 1) == "torch.OutOfMemoryError: CUDA out of memory."
+    assert last_error(["loading", "Killed"], -9) == "Killed (exit code -9)"
+    assert last_error([], -11) == "exit code -11"
+
+
 def test_a_system_that_is_not_there_is_named() -> None:
     nowhere = System("nowhere", "Nowhere", needs=("no_such_module", "torch"))
     assert missing(nowhere, WORKLOADS["tiny"]) == ["no_such_module"]
@@ -134,8 +142,10 @@ def test_a_system_that_is_not_there_is_named() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("unsloth") is not None, reason="it is installed here")
-def test_a_system_that_is_not_installed_has_a_row(tiny: tuple[Path, Results, str], tmp_path: Path) -> None:
-    results, text = said(Plan(out=tmp_path, workloads=["tiny"], systems=["unsloth"], resume=tiny[0] / NAME, again=["unsloth"]))
+@pytest.mark.usefixtures("no_weights_needed")
+def test_a_system_that_is_not_installed_has_a_row(tmp_path: Path) -> None:
+    earlier = results_with(tmp_path / "earlier").path
+    results, text = said(Plan(out=tmp_path, workloads=["tiny"], systems=["unsloth"], resume=earlier))
     assert (results.get("tiny", "unsloth") or {})["status"] == "not installed"
     assert "not installed: no module unsloth" in text
 
@@ -176,3 +186,12 @@ def test_only_peers_get_another_allocator(tmp_path: Path, monkeypatch: pytest.Mo
     plan: Any = Plan(out=tmp_path, workloads=[])
     assert "PYTORCH_CUDA_ALLOC_CONF" in environment(plan, "liger")
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment(plan, "pronghorn")
+
+
+@pytest.mark.parametrize("words", [
+    "--workloads llama-2b", "--systems nobody", "--steps 0", "--resume no.json", "--path unsloth", "--again nobody",
+])  # fmt: skip
+def test_a_command_that_cannot_be_meant_starts_nothing(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--out", str(tmp_path / "out"), "--workloads", "tiny", *words.split()]) == 2
+    assert not (tmp_path / "out").exists()
+    assert capsys.readouterr().err

@@ -42,6 +42,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+# On a GPU flex attention compiles (forward alone, then forward and backward) for every dtype, ratio of
+# heads, window and soft-cap, and after 8 compilations torch falls back to an uncompiled form. So it takes four combinations,
+# the same in all tests of this file; sinks are added outside of it and compile nothing. The other kernels take every case in
+# bf16, two in fp16.
+FLEX_CASES = {("grouped", torch.bfloat16), ("gpt_oss", torch.bfloat16), ("window", torch.bfloat16), ("gemma2", torch.bfloat16),
+              ("grouped", torch.float32), ("gpt_oss", torch.float32)}  # fmt: skip
+FLASH_FP16_CASES = {"grouped", "gemma2"}
+
+
 def bounds(lengths: tuple[int, ...], padded_to: int = 12, device: str = "cpu") -> torch.Tensor:
     """cu_seqlens as the loader makes it: padded by repeating T."""
     sums = list(itertools.accumulate(lengths, initial=0))
@@ -112,6 +121,10 @@ def test_forward_and_backward_are_as_near_to_the_truth_as_plain_torch(
     tensors, cu, options = make(where, dtype, width=64 if where == "cuda" else 32, **CASES[name])
     truth, yardstick = truth_and_yardstick(tensors, cu, options, dtype)
     for backend in backends(where, dtype, tensors[1].shape[-1], options | {"has_sinks": len(tensors) > 4}):
+        if backend == "flex" and (name, dtype) not in FLEX_CASES:
+            continue
+        if backend.startswith("flash") and dtype == torch.float16 and name not in FLASH_FP16_CASES:
+            continue
         got = raw(tensors, cu, max(LENGTHS), backend=backend, **options)
         for what, ours, theirs, exact in zip(("out", "dq", "dk", "dv", "dsinks"), got, yardstick, truth, strict=False):
             judge(ours.cpu(), theirs, exact, f"{backend} {name} {what}")

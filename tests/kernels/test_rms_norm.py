@@ -20,6 +20,8 @@ EPS = 1e-5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # One row, fewer rows than a program takes, more rows than the grid of the weight gradient has programs; odd widths.
 SHAPES = [(1, 64), (3, 576), (127, 96), (13, 2048), (5, 3000), (1000, 64)]
+if torch.cuda.is_available():  # each program of the weight gradient takes several groups of rows, with loads ahead
+    SHAPES += [(4001, 4096), (3001, 5120)]
 
 
 def strided(rows: int, width: int, extra: int, dtype: torch.dtype, device: str) -> torch.Tensor:

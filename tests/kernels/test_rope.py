@@ -15,10 +15,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # heads, key heads, head width, rotary width: whole and partial rotary, powers of two and not, one head, many tiles of heads.
 SHAPES = [(4, 2, 64, 64), (3, 1, 96, 96), (5, 5, 80, 32), (20, 3, 128, 128), (1, 1, 64, 24)]
 NORMS = [None, "per_head", "full"]
-# The interpreter takes 20 ms a program: every shape once, every dtype once. A GPU runs them all.
-CASES = [(shape, dtype) for shape in SHAPES for dtype in DTYPES]
-if not torch.cuda.is_available():
-    CASES = [*((shape, torch.float32) for shape in SHAPES), (SHAPES[0], torch.bfloat16), (SHAPES[2], torch.float16)]
+# (shape, dtype, neighbours, norm). The interpreter takes 20 ms a program: every shape in one dtype, every dtype once, all the
+# rest crossed. On a GPU every combination of constants is a compilation (of two to eight kernels): every pair
+# of values of any two of the four, in 15 cases instead of 90.
+CASES = [(shape, dtype, neighbours, norm)
+         for shape, dtype in [*((shape, DTYPES[0]) for shape in SHAPES), (SHAPES[0], DTYPES[1]), (SHAPES[2], DTYPES[2])]
+         for neighbours in (False, True) for norm in NORMS]  # fmt: skip
+if torch.cuda.is_available():
+    CASES = [(shape, DTYPES[(i + j) % 3], (i + j) % 2 == 1, norm)
+             for i, shape in enumerate(SHAPES) for j, norm in enumerate(NORMS)]  # fmt: skip
 
 
 def angles(T: int, width: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,15 +65,14 @@ def backward_of(given: dict[str, Any], grads: list[torch.Tensor], rstd: torch.Te
     return qk_rope_backward(*grads, given["cos_TP"], given["sin_TP"], rstd=rstd, **kept, **more)
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("neighbours", [False, True], ids=["halves", "neighbours"])
-@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype", "neighbours", "norm"), CASES, ids=str)
 def test_forward_and_backward_are_as_good_as_plain_torch(
     device: str, judge: Callable[..., None], shape: tuple[int, int, int, int], dtype: torch.dtype, neighbours: bool,
     norm: str | None,
 ) -> None:  # fmt: skip
     compiled = device == "cuda" or not use_triton(torch.empty(1))
     T = {4: 1000, 20: 127}.get(shape[0], 3) if compiled else 2
+    T = 2001 if device == "cuda" and shape[0] == 20 else T  # each program of the weight gradient takes several tokens
     given = case(T, shape, dtype, device, norm) | {"neighbours": neighbours, "one_plus": neighbours}
     heads, kv_heads, head_width, _ = shape
     grads = [torch.randn(T, n, head_width, dtype=dtype, device=device) for n in (heads, kv_heads, kv_heads)]
@@ -89,8 +93,8 @@ def test_forward_and_backward_are_as_good_as_plain_torch(
     torch.testing.assert_close(without, dqkv, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("shape", [(4, 2, 64, 64), (5, 5, 80, 32)], ids=str)
-@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize(("shape", "neighbours"), [((4, 2, 64, 64), False), ((4, 2, 64, 64), True), ((5, 5, 80, 32), False),
+                                                   ((5, 5, 80, 32), True)][:: 3 if torch.cuda.is_available() else 1], ids=str)
 def test_in_place_is_the_same(device: str, shape: tuple[int, int, int, int], neighbours: bool) -> None:
     given = case(5, shape, torch.float32, device, None) | {"neighbours": neighbours}
     raw = given["qkv_TX"].clone()
@@ -112,7 +116,7 @@ def test_in_place_is_the_same(device: str, shape: tuple[int, int, int, int], nei
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_autograd_gives_the_gradients_of_the_reference(device: str, norm: str | None) -> None:
-    given = case(4, (4, 2, 64, 32), torch.float32, device, norm)
+    given = case(4, (5, 5, 80, 32), torch.float32, device, norm)
     grads = []
     for function in (qk_rope, qk_rope_reference):
         leaves = {name: t.clone().requires_grad_() for name, t in given.items() if name in {"qkv_TX", "q_norm_H", "k_norm_H"}}

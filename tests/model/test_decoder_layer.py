@@ -1,13 +1,16 @@
-"""Every family against transformers: loss and all gradients, packed, for LoRA on all and on some linears, DoRA and full."""
+"""Every family against transformers: loss and all gradients, packed and unpacked, for LoRA on all and on some linears, DoRA
+and full fine-tuning, in float64 and in float32."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -90,45 +93,98 @@ def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     return found
 
 
-def compared(model: Any, batch: PackedBatch) -> tuple[float, float, str]:
-    """Relative difference of the loss, and of the gradient that differs most."""
-    own = own_loss(model, batch)
-    truth = gradients(model, own)
-    assert not install(model)
-    fast = fast_loss(model, batch)
-    ours = gradients(model, fast)
-    assert ours.keys() == truth.keys()
-    worst, name = max((float((ours[k] - truth[k]).norm() / truth[k].norm()), k) for k in truth)
-    return float(((fast - own).abs() / own).detach()), worst, name
+class InDouble(TorchFunctionMode):
+    """Makes transformers' float64 whole: its norms and softmax ask for float32 whatever the weights are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wide(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        if func is torch.Tensor.float:
+            return args[0].double()
+        return func(*map(wide, args), **{key: wide(value) for key, value in (kwargs or {}).items()})
 
 
-@pytest.mark.parametrize("method", ["lora", "lora on some", "full", "dora"])
+def true_gradients(model: Any, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of a float64 copy of transformers' model. Tables of RoPE stay float32: the fast layers use them."""
+    model = copy.deepcopy(model).double()
+
+    def as_it_is(forward: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            with torch._C.DisableTorchFunction():
+                return forward(*args, **options)
+
+        return call
+
+    for module in model.modules():
+        if "RotaryEmbedding" in type(module).__name__:
+            module.forward = as_it_is(module.forward)
+    with InDouble():
+        loss = own_loss(model, batch)
+        return loss.detach(), gradients(model, loss)
+
+
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.double() - other.double()).norm() / other.double().norm())
+
+
+def packed_batch() -> PackedBatch:
+    return build_batch(random_table(20), np.arange(20), 1024)
+
+
+def single_batch() -> PackedBatch:
+    table = random_table(1, longest=90, seed=3)
+    return build_batch(table, np.array([0]), int(table.lengths[0]))
+
+
+METHODS = ["lora", "lora on some", "full"]
+
+
+@pytest.mark.parametrize("method", [*METHODS, "dora"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_every_gradient_equal_transformers(family: str, method: str) -> None:
-    table = random_table(20)
-    # In float64, because in float32 a gradient that is a sum of cancelling terms, such as that of a key's bias, differs by
-    # 6e-5 between two correct orders of adding. What is left is transformers' own: its norms compute in float32 always.
-    loss, worst, name = compared(model_of(family, method, torch.float64), build_batch(table, np.arange(20), 1024))
-    assert loss < 1e-7
-    assert worst < 1e-5, name
+    """In float64, where nothing but a mistake makes a difference."""
+    model = model_of(family, method, torch.float64)
+    for batch in (packed_batch(), single_batch()):
+        fresh = copy.deepcopy(model)
+        true_loss, truth = true_gradients(fresh, batch)
+        assert not install(fresh)
+        loss = fast_loss(fresh, batch)
+        ours = gradients(fresh, loss)
+        assert ours.keys() == truth.keys()
+        assert apart(loss.detach(), true_loss) < 1e-12
+        for name, gradient in ours.items():
+            allowed = 1e-6 if name.endswith("bias") else 1e-10  # biases' gradients are summed in float32
+            assert apart(gradient, truth[name]) < allowed, name
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "llama, every bias"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_float32_is_within_1e_5_of_transformers(family: str) -> None:
-    table = random_table(20)
-    for method in ("lora", "full"):
-        loss, worst, name = compared(model_of(family, method, torch.float32), build_batch(table, np.arange(20), 1024))
-        assert loss < 1e-6
-        assert worst < 3e-5 if family == "gemma3" else worst < 1e-5, name
+    """The loss always is. A gradient is too, unless transformers' own is as far from the truth.
 
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2"])
-def test_an_unpacked_document_too(family: str) -> None:
-    table = random_table(1, longest=90, seed=3)
-    batch = build_batch(table, np.array([0]), int(table.lengths[0]))
-    loss, worst, name = compared(model_of(family, "lora", torch.float64), batch)
-    assert loss < 1e-7
-    assert worst < 1e-5, name
+    A gradient that is a sum of cancelling terms has an error in float32 that no order of adding avoids. Measured, relative
+    (difference; ours from float64, transformers' from float64), in the worst of each kind:
+      full, Llama with biases, key's bias        5.9e-5; 6.1e-5, 5.6e-5   (one document: query's bias 8.9e-5; 2.1e-4, 1.4e-4)
+      LoRA on some, Llama with biases, q_proj A  6.7e-5; 4.8e-5, 5.2e-5
+      LoRA, Gemma 3, q_proj A                    1.7e-5; 1.6e-5, 7.8e-6   (one document: 1.2e-5; 3.5e-5, 2.3e-5)
+      everything else                            below 1e-5
+    Neither is the better one: over 24 draws of weights and data the geometric mean of ours / transformers' over all LoRA
+    gradients is 1.05 for Gemma 3 and 1.01 for OLMo 2, and 95 % of the ratios are below 2.1.
+    """
+    for method in METHODS:
+        for batch in (packed_batch(), single_batch()):
+            model = model_of(family, method, torch.float32)
+            _, truth = true_gradients(model, batch)
+            own = own_loss(model, batch)
+            theirs = gradients(model, own)
+            assert not install(model)
+            fast = fast_loss(model, batch)
+            ours = gradients(model, fast)
+            assert ours.keys() == theirs.keys()
+            assert apart(fast.detach(), own.detach()) < 1e-6
+            for name, gradient in ours.items():
+                allowed = max(1e-5, 4 * apart(theirs[name], truth[name]))
+                assert apart(gradient, theirs[name]) <= allowed, f"{method}: {name}"
 
 
 def test_one_node_serves_a_layer_and_dora_does_not_take_it() -> None:

@@ -255,6 +255,8 @@ def test_a_writer_killed_in_the_middle_is_an_error_and_leaves_no_half_checkpoint
     assert fault.value.why == "killed by SIGKILL"
     assert fault.value.fix.endswith("run the same command again: it resumes from checkpoint-1")
     assert fault.value.exit_code == 3
+    with pytest.raises(EnvironmentFault, match="in the middle of checkpoint-2"):
+        writer.wait()
     writer.close()
     with writer_at(tmp_path) as new:
         save(new, 2, large)

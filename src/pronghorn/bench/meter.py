@@ -39,7 +39,7 @@ class Meter:
         self._peak_from_first_step = peak_from_first_step
         self._cuda = torch.cuda.is_available()
         self._tokens: list[Any] = []  # numbers, or tensors that nobody has waited for
-        self._done = 0
+        self.done = 0  # steps
         self._times: dict[int, float] = {}
         self._before: torch.Tensor | None = None
         self._parameters: list[torch.nn.Parameter] = []
@@ -64,13 +64,13 @@ class Meter:
     def step_ended(self, tokens: Any) -> None:
         """Call after each optimizer step was handed to the device."""
         self._tokens.append(tokens)
-        self._done += 1
-        if self._done in (1, self.warmup, self.total):
+        self.done += 1
+        if self.done in (1, self.warmup, self.total):
             self._wait()
-            self._times[self._done] = time.perf_counter()
-        if self._done == 1:
+            self._times[self.done] = time.perf_counter()
+        if self.done == 1:
             self.mark("first_step")
-        if self._done == 2 and self._cuda and not self._peak_from_first_step:
+        if self.done == 2 and self._cuda and not self._peak_from_first_step:
             torch.cuda.reset_peak_memory_stats()
 
     def result(self, losses: Sequence[float], norms: Sequence[float]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,10 +33,11 @@ def bench_recipe(workload: Workload) -> Recipe:
     })
 
 
-def make_our_step(model: Any, recipe: Recipe, device: torch.device, precision: Precision, graph: Graph) -> Step:
+def make_our_step(model: Any, recipe: Recipe, device: torch.device, precision: Precision, graph: Graph,
+                  say: Callable[[str], None]) -> Step:
     """The one place that knows how our step is built."""
     return make_step(model, make_optimizer(model, recipe), device=device, precision=precision, clip=recipe.train.clip,
-                     graph=graph, say=lambda text: print(text, flush=True))
+                     graph=graph, say=say)
 
 
 def make_loader(rows: list[Any], recipe: Recipe, *, pin: bool) -> BatchLoader:
@@ -51,6 +53,7 @@ class Ours:
     def __init__(self, workload: Workload, meter: Meter, *, lengths: Path | None = None,
                  layers: Literal["fast", "own"] = "fast", graph: Graph = "auto") -> None:
         self.meter = meter
+        self.notices: list[str] = []  # what the step has to tell, a captured graph for one, and in which step it did
         device = pick_device()
         precision = resolve_precision("auto", device)
         recipe = bench_recipe(workload)
@@ -60,11 +63,15 @@ class Ours:
         if layers == "fast" and (why := install(model)):
             raise RuntimeError(f"no fast layers: {why}")
         meter.mark("model")
-        self.step = make_our_step(model, recipe, device, precision, graph)
+        self.step = make_our_step(model, recipe, device, precision, graph, self._note)
         config = model.get_base_model().config
         self.facts = {"attention": pick_backend(device, DTYPES[precision], config.head_dim), "precision": precision,
                       "layers": layers, "step": type(self.step).__name__}
         meter.ready(trainable(model).values())
+
+    def _note(self, text: str) -> None:
+        self.notices.append(f"step {self.meter.done + 1}: {text}")
+        print(self.notices[-1], flush=True)
 
     def run(self) -> dict[str, Any]:
         results: list[StepResult] = []
@@ -78,7 +85,8 @@ class Ours:
                 results.append(self.step.finish())
                 waiting -= 1
         results += [self.step.finish() for _ in range(waiting)]
-        return self.meter.result([r.loss for r in results], [r.grad_norm for r in results]) | self.facts
+        figures = self.meter.result([r.loss for r in results], [r.grad_norm for r in results])
+        return figures | self.facts | {"notices": self.notices}
 
 
 def measure(workload: Workload, meter: Meter, lengths: Path | None) -> dict[str, Any]:

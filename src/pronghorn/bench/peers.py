@@ -152,8 +152,6 @@ def _adapted(system: System, workload: Workload, attention: str) -> Any:
     model.config.use_cache = False
     if workload.method == "qlora":
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=system.checkpointing)
-    elif system.checkpointing:
-        model.enable_input_require_grads()  # else nothing below the first recomputed layer asks for a gradient
     adapter = LoraConfig(task_type="CAUSAL_LM", r=LORA_RANK, lora_alpha=LORA_RANK, lora_dropout=0.0, bias="none",
                          target_modules=list(LINEARS))
     torch.manual_seed(SEED)

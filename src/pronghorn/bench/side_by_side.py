@@ -160,10 +160,10 @@ def _process(plan: Plan, workload: Workload, system: str, words: list[str]) -> R
     told = [line for line in lines if line.startswith("RESULT ")]
     if code == 0 and system == WEIGHTS:
         return {"status": "measured"}
-    if code == 0 and told:
+    if told:  # whatever happened to the process after that
         row: Row = json.loads(told[-1].removeprefix("RESULT "))
         return row
-    return {"status": "failed", "why": _last_error(lines[1:]) or f"exit code {code}"}
+    return {"status": "failed", "why": last_error(lines[1:], code)}
 
 
 def environment(plan: Plan, system: str) -> dict[str, str]:
@@ -176,12 +176,15 @@ def environment(plan: Plan, system: str) -> dict[str, str]:
     return {**(PEERS_ALLOCATOR if peer else {}), **os.environ, **OFFLINE, "PYTHONPATH": ":".join(folders)}
 
 
-def _last_error(lines: Sequence[str]) -> str:
-    """The line of a traceback that names the error, else the last line."""
+def last_error(lines: Sequence[str], code: int) -> str:
+    """What the last traceback ends with; without one, the last line and the exit code."""
+    traces = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    if traces:
+        after = [line for line in lines[traces[-1] + 1 :] if line.strip() and not line.startswith(" ")]
+        if after:
+            return after[0].strip()[:400]
     written = [line.strip() for line in lines if line.strip()]
-    named = [line for line in written if "Error" in line.split(":")[0] and " " not in line.split(":")[0]]
-    judged = [line for line in written if line.startswith("pronghorn.") and ": " in line]
-    return (named or judged or written or [""])[-1][:400]
+    return f"{written[-1][:400]} (exit code {code})" if written else f"exit code {code}"
 
 
 def _kill_group(process: subprocess.Popen[Any]) -> None:

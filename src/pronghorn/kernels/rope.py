@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from pronghorn.kernels.dispatch import jit, processor_count, tl, triton, use_triton
-from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_reference
+from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_reference, sum_rows
 
 NormKind = Literal["per_head", "full"]
 Grads = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -64,9 +64,21 @@ class Tile(NamedTuple):
     warps: int
 
 
+class WeightGradTile(NamedTuple):
+    """The same for the gradients of the norms' weights, where a program goes through many tokens: `stages` - 1 of them are
+    being loaded, into shared memory, while one is computed. `programs` a processor."""
+
+    heads: int
+    warps: int
+    stages: int
+    programs: int
+
+
 # For `python -m benchmarks.ops --sweep rope`.
 CONFIGS = [Tile(heads, warps) for heads in (4, 8, 16, 32) for warps in (1, 2, 4, 8)]
-PROGRAMS_A_PROCESSOR = 16  # of the norm weights' gradient; a program is small
+WEIGHT_GRAD_CONFIGS = [WeightGradTile(*config) for config in (
+    (8, 4, 3, 16), (8, 4, 3, 8), (8, 4, 3, 32), (8, 4, 2, 16), (16, 4, 3, 16), (16, 4, 2, 16), (16, 4, 3, 5), (16, 4, 1, 16)
+)]  # fmt: skip
 
 
 def _tile(heads: int, head_width: int) -> Tile:
@@ -74,6 +86,14 @@ def _tile(heads: int, head_width: int) -> Tile:
     width = triton.next_power_of_2(head_width)
     block = max(1, min(triton.next_power_of_2(heads), 2048 // width))
     return Tile(block, max(1, min(4, block * width // 512)))
+
+
+def _weight_grad_tile(heads: int, head_width: int) -> WeightGradTile:
+    """About 1024 values: with 8 key heads of 128 no lane is idle, and tiles of queries, keys and values take as long as one
+    another. 64 registers, so eight programs a processor with 74 KB under way, in two waves."""
+    width = triton.next_power_of_2(head_width)
+    block = max(1, min(triton.next_power_of_2(heads), 1024 // width))
+    return WeightGradTile(block, max(1, min(4, block * width // 256)), 3, 16)
 
 
 @jit
@@ -190,7 +210,7 @@ def _backward_heads(
     cos: tl.tensor, cos_row: tl.tensor, sin: tl.tensor, sin_row: tl.tensor, weight: tl.tensor, rstd: tl.tensor,
     rstd_row: tl.tensor, partial: tl.tensor, T: tl.tensor, lane: tl.tensor, lanes: tl.tensor, tile: tl.tensor,
     HEADS: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
-    NEIGHBOURS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, NEED_DW: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, NEED_DW: tl.constexpr, STAGES: tl.constexpr,
 ) -> None:  # fmt: skip
     """Some heads of every lanes-th token; without a gradient of the norm's weight that is exactly one token."""
     head = tile * ROWS + tl.arange(0, ROWS)
@@ -208,7 +228,7 @@ def _backward_heads(
     dw_a = tl.zeros([ROWS, BLOCK], tl.float32)
     dw_b = tl.zeros([ROWS, BLOCK], tl.float32)
     dw_rest = tl.zeros([ROWS, REST_BLOCK], tl.float32)
-    for token in range(lane, T, lanes):
+    for token in tl.range(lane, T, lanes, num_stages=STAGES):
         c = tl.load(cos + token * cos_row + pair, mask=pair < HALF, other=0.0)[None, :]
         s = tl.load(sin + token * sin_row + pair, mask=pair < HALF, other=0.0)[None, :]
         turned_a, turned_b = _load_pairs(grad + token * grad_row + head * H, inside, ROWS, HALF, BLOCK, NEIGHBOURS)
@@ -247,11 +267,11 @@ def _backward_heads(
 @jit
 def _copy_heads(
     x: tl.tensor, x_row: tl.tensor, out: tl.tensor, out_row: tl.tensor, T: tl.tensor, lane: tl.tensor, lanes: tl.tensor,
-    tile: tl.tensor, HEADS: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, H_BLOCK: tl.constexpr,
+    tile: tl.tensor, HEADS: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, H_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ) -> None:  # fmt: skip
     column = tile * ROWS * H + tl.arange(0, ROWS)[:, None] * H + tl.arange(0, H_BLOCK)[None, :]
     inside = (tl.arange(0, H_BLOCK) < H)[None, :] & (column < HEADS * H)
-    for token in range(lane, T, lanes):
+    for token in tl.range(lane, T, lanes, num_stages=STAGES):
         values = tl.load(x + token * x_row + column, mask=inside, other=0.0)
         tl.store(out + token * out_row + column, values.to(out.dtype.element_ty), mask=inside)
 
@@ -263,7 +283,7 @@ def _backward_kernel(
     sin_row: tl.tensor, q_weight: tl.tensor, k_weight: tl.tensor, rstd: tl.tensor, partial_q: tl.tensor,
     partial_k: tl.tensor, T: tl.tensor, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
     H_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, NEIGHBOURS: tl.constexpr,
-    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, NEED_DW: tl.constexpr,
+    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, NEED_DW: tl.constexpr, STAGES: tl.constexpr,
 ) -> None:  # fmt: skip
     Q_TILES: tl.constexpr = (N + ROWS - 1) // ROWS
     K_TILES: tl.constexpr = (K + ROWS - 1) // ROWS
@@ -275,16 +295,17 @@ def _backward_kernel(
     if tile < Q_TILES:
         _backward_heads(
             dq, dq_row, qkv, qkv_row, out, out_row, cos, cos_row, sin, sin_row, q_weight, rstd, N + K, partial_q,
-            T, lane, lanes, tile, N, ROWS, H, HALF, BLOCK, REST, NEIGHBOURS, NORM, ONE_PLUS, NEED_DW,
+            T, lane, lanes, tile, N, ROWS, H, HALF, BLOCK, REST, NEIGHBOURS, NORM, ONE_PLUS, NEED_DW, STAGES,
         )  # fmt: skip
     elif tile < Q_TILES + K_TILES:
         _backward_heads(
             dk, dk_row, qkv + N * H, qkv_row, out + N * H, out_row, cos, cos_row, sin, sin_row, k_weight, rstd + N, N + K,
             partial_k, T, lane, lanes, tile - Q_TILES, K, ROWS, H, HALF, BLOCK, REST, NEIGHBOURS, NORM, ONE_PLUS, NEED_DW,
+            STAGES,
         )  # fmt: skip
     else:
         _copy_heads(
-            dv, dv_row, out + (N + K) * H, out_row, T, lane, lanes, tile - Q_TILES - K_TILES, K, ROWS, H, H_BLOCK
+            dv, dv_row, out + (N + K) * H, out_row, T, lane, lanes, tile - Q_TILES - K_TILES, K, ROWS, H, H_BLOCK, STAGES
         )
 
 
@@ -337,11 +358,12 @@ def _turn_backward(
     K = dk.shape[1]
     if not use_triton(dq):
         return _turn_backward_torch(grads, cos_TP, sin_TP, neighbours, qkv_TX, rstd, norms, one_plus, need_norm_grad, out)
-    tile = _tile(N, H)
-    q_tiles, k_tiles = triton.cdiv(N, tile.heads), triton.cdiv(K, tile.heads)
-    lanes = T
+    (block, warps), lanes, stages, programs = _tile(N, H), T, 1, 0
     if need_norm_grad:
-        lanes = min(T, triton.cdiv(PROGRAMS_A_PROCESSOR * processor_count(dq.device), q_tiles + 2 * k_tiles))
+        block, warps, stages, programs = _weight_grad_tile(N, H)
+    q_tiles, k_tiles = triton.cdiv(N, block), triton.cdiv(K, block)
+    if need_norm_grad:
+        lanes = min(T, triton.cdiv(programs * processor_count(dq.device), q_tiles + 2 * k_tiles))
     held = lanes if need_norm_grad else 0
     partial_q = torch.empty(held * q_tiles, H, dtype=torch.float32, device=dq.device)
     partial_k = torch.empty(held * k_tiles, H, dtype=torch.float32, device=dq.device)
@@ -349,10 +371,13 @@ def _turn_backward(
     _backward_kernel[(lanes * (q_tiles + 2 * k_tiles),)](
         dq, dq.stride(0), dk, dk.stride(0), dv, dv.stride(0), qkv_TX, qkv_TX.stride(0), out, out.stride(0), cos_TP,
         cos_TP.stride(0), sin_TP, sin_TP.stride(0), q_weight, k_weight, cos_TP if rstd is None else rstd, partial_q, partial_k,
-        T, N=N, K=K, ROWS=tile.heads, H_BLOCK=triton.next_power_of_2(H), NEIGHBOURS=neighbours, NORM=norms is not None,
-        ONE_PLUS=one_plus, NEED_DW=need_norm_grad, num_warps=tile.warps, **_widths(H, cos_TP),
+        T, N=N, K=K, ROWS=block, H_BLOCK=triton.next_power_of_2(H), NEIGHBOURS=neighbours, NORM=norms is not None,
+        ONE_PLUS=one_plus, NEED_DW=need_norm_grad, STAGES=stages, num_warps=warps, **_widths(H, cos_TP),
     )  # fmt: skip
-    return (out, partial_q.sum(0), partial_k.sum(0)) if need_norm_grad else (out, None, None)
+    if not need_norm_grad:
+        return out, None, None
+    norm_grads_2H = sum_rows(partial_q, partial_k)
+    return out, norm_grads_2H[0], norm_grads_2H[1]
 
 
 def _turn_backward_torch(

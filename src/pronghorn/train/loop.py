@@ -22,7 +22,7 @@ from pronghorn import __version__
 from pronghorn.data.batches import StepBatch
 from pronghorn.data.prepare import evaluation_prompts
 from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, PronghornError
-from pronghorn.model.export import save_model
+from pronghorn.model.export import AdapterFiles, adapter_files, save_model
 from pronghorn.model.generate import generate_answers
 from pronghorn.recipe import Recipe
 from pronghorn.report.html import write_html
@@ -36,6 +36,7 @@ from pronghorn.train.checkpoint import (
     restore_rng,
     save_checkpoint,
 )
+from pronghorn.train.checkpoint_writer import CheckpointWriter, Snapshot
 from pronghorn.train.evaluate import evaluate
 from pronghorn.train.health import offending_rows, require_sound
 from pronghorn.train.optim import lr_scale, optimizer_tensors, set_lr, trainable
@@ -103,17 +104,21 @@ class _UnderWay:
 class _Run:
     def __init__(self, session: Session, folder: Path, log: RunLog, stages: Stages, display: Display) -> None:
         self.session, self.folder, self.log, self.stages, self.display = session, folder, log, stages, display
-        self.saved_step = session.resumed_from  # the last step that is safe on disk
+        self.saved_step = session.resumed_from  # the last step that is on disk, or on its way
         self._under_way: deque[_UnderWay] = deque()
         self._mark = 0.0  # when the last step ended
         self.checkpoint: Path | None = folder / f"checkpoint-{session.step}" if session.resumed_from else None
+        self._writer: CheckpointWriter | None = None  # full fine-tuning saves without one, and waits
+        self._adapter: AdapterFiles | None = None
+        self._snapshots: deque[Snapshot] = deque()  # of steps that were begun and are not known to be sound yet
 
     def go(self, stop: StopRequest) -> RunResult:
         self._log_start()
-        with self._logged_end() as end:
+        with self._checkpoint_writer(), self._logged_end() as end:
             reason, why = self._steps(stop)
             if self.saved_step != self.session.step:
                 self._save()
+            self._wait_for_checkpoints()
             end.update(reason=reason, why=why)
         return RunResult(self.folder, self.checkpoint, reason, why, self.session.step, self.session.progress.best_step)
 
@@ -131,10 +136,14 @@ class _Run:
             begun = session.step + len(self._under_way)
             last = begun == total
             evaluates = session.data.evaluation is not None and (begun % recipe.eval.every == 0 or last)
-            if evaluates or last or begun % recipe.checkpoint.every == 0:
+            saves = begun % recipe.checkpoint.every == 0
+            if evaluates or last or (saves and self._writer is None):
                 verdict = self._pause(evaluates, last)
-            elif len(self._under_way) > session.take_step.depth:
-                self._finish()
+            else:
+                if saves:
+                    self._snapshot()
+                if len(self._under_way) > session.take_step.depth:
+                    self._finish()
             if stop.signal_number is not None and not last:
                 self._leave_for(stop.signal_number)
         if verdict:
@@ -167,6 +176,12 @@ class _Run:
             ) from error
         self._tell()
 
+    def _forget_what_is_under_way(self) -> None:
+        """Steps behind a refused one changed nothing either."""
+        self._under_way.clear()
+        while self._snapshots and self._writer is not None:
+            self._writer.drop(self._snapshots.pop())
+
     def _finish_all(self) -> None:
         while self._under_way:
             self._finish()
@@ -182,6 +197,7 @@ class _Run:
                               folder=str(self.folder))
         except HealthStop:
             restore_rng(done.rng)
+            self._forget_what_is_under_way()
             raise
         session.step += 1
         session.cursor = step_batch.after
@@ -195,6 +211,9 @@ class _Run:
             seen_tokens=session.seen_tokens,
         )
         self._mark = now
+        if self._snapshots and self._snapshots[0].step == session.step:
+            self._hand_over(self._snapshots.popleft())
+        self._tell_written()
 
     def _offenders(self, step_batch: StepBatch) -> list[str]:
         session = self.session
@@ -222,27 +241,78 @@ class _Run:
         )
         return session.progress.verdict(recipe.eval.stop)
 
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _checkpoint_writer(self) -> Iterator[None]:
+        session = self.session
+        if session.recipe.method == "full":
+            yield
+            return
+        with CheckpointWriter(self.folder, session.device, say=session.notices.append) as self._writer:
+            yield
+
     def _save(self) -> None:
+        """Of a run that has finished every step it began."""
+        if self._writer is not None:
+            self._snapshot()
+            self._hand_over(self._snapshots.popleft())
+            return
         session, began = self.session, time.perf_counter()
         with self.stages("checkpoint"):
-            state = TrainState(
-                step=session.step,
-                tensors=optimizer_tensors(session.optimizer, session.model),
-                values={
-                    "cursor": session.cursor.as_dict(), "seen_tokens": session.seen_tokens, "data": session.data.key,
-                    "progress": session.progress.as_dict(), "scaler": session.take_step.scaler.state_dict(),
-                },
-                recipe=session.recipe.model_dump(mode="json"),
-                rng=capture_rng(),
-            )
             self.checkpoint = save_checkpoint(
-                self.folder, state, self._write_model, keep=session.recipe.checkpoint.keep,
+                self.folder, self._state(), self._write_model, keep=session.recipe.checkpoint.keep,
                 best_step=session.progress.best_step, needed_bytes=sum(p.nbytes for p in trainable(session.model).values()),
             )
         self.saved_step = session.step
         written = sum(file.stat().st_size for file in self.checkpoint.rglob("*") if file.is_file())
-        self.log.write("checkpoint", step=session.step, path=str(self.checkpoint), bytes=written,
-                       seconds=time.perf_counter() - began)
+        self._log_checkpoint(session.step, self.checkpoint, written, time.perf_counter() - began)
+
+    def _state(self) -> TrainState:
+        """As it will be once all steps under way are finished: their updates are queued already."""
+        session = self.session
+        ahead = [step.step_batch for step in self._under_way]
+        return TrainState(
+            step=session.step + len(ahead),
+            tensors=optimizer_tensors(session.optimizer, session.model),
+            values={
+                "cursor": (ahead[-1].after if ahead else session.cursor).as_dict(),
+                "seen_tokens": session.seen_tokens + sum(batch.tokens for batch in ahead), "data": session.data.key,
+                "progress": session.progress.as_dict(), "scaler": session.take_step.scaler.state_dict(),
+            },
+            recipe=session.recipe.model_dump(mode="json"),
+            rng=capture_rng(),
+        )
+
+    def _snapshot(self) -> None:
+        """Queues copies of weights and optimizer; the update after this one waits for them, on the device."""
+        assert self._writer is not None
+        with self.stages("checkpoint"):
+            if self._adapter is None:
+                self._adapter = adapter_files(self.session.model, self.session.tokenizer)
+            snapshot = self._writer.snapshot(self._adapter, self._state())
+            self.session.take_step.hold_update(snapshot.hold)
+            self._snapshots.append(snapshot)
+
+    def _hand_over(self, snapshot: Snapshot) -> None:
+        """The step is sound: what was copied of it may be written."""
+        assert self._writer is not None
+        session = self.session
+        with self.stages("checkpoint"):
+            self._writer.write(snapshot, keep=session.recipe.checkpoint.keep, best_step=session.progress.best_step)
+        self.saved_step, self.checkpoint = snapshot.step, self.folder / f"checkpoint-{snapshot.step}"
+
+    def _tell_written(self, *, wait: bool = False) -> None:
+        if self._writer is not None:
+            for one in self._writer.wait() if wait else self._writer.finished():
+                self._log_checkpoint(one.step, one.path, one.bytes, one.seconds)
+
+    def _wait_for_checkpoints(self) -> None:
+        with self.stages("checkpoint"):
+            self._tell_written(wait=True)
+
+    def _log_checkpoint(self, step: int, path: Path, size: int, seconds: float) -> None:
+        self.log.write("checkpoint", step=step, path=str(path), bytes=size, seconds=seconds)
         self.log.write("stages", **self.stages.event())
 
     def _write_model(self, folder: Path) -> None:
@@ -253,6 +323,7 @@ class _Run:
         self._finish_all()
         if self.saved_step != self.session.step:
             self._save()
+        self._wait_for_checkpoints()
         raise Interrupted(
             what=f"stopped at step {self.session.step} as asked; everything is saved in {self.checkpoint}",
             signal_number=signal_number, fix="the same command goes on from here",
@@ -289,6 +360,7 @@ class _Run:
             code = stopped.exit_code
             if self.session.step and self.saved_step != self.session.step:
                 self._save()  # the weights are those of the last good step
+            self._wait_for_checkpoints()
             raise
         except Interrupted as stopped:
             end.update(reason="signal", why=stopped.what)
