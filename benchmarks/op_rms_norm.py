@@ -110,6 +110,9 @@ def run(case: dict[str, Any]) -> list[Line]:
 
 
 def sweep(case: dict[str, Any]) -> list[Line]:
+    """The two wider rows, one pass of each kind: the others follow."""
+    if case["D"] == 2048 or case["pass"] not in {"forward", "backward+add", "backward+add+weight"}:
+        return []
     data = _Data(case)
     lines = []
     weight_grad = case["pass"].endswith("weight")

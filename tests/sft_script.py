@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 from trl import SFTConfig, SFTTrainer
 
 from pronghorn import FastLanguageModel
+from pronghorn.model.causal_lm import engine_of
 from samples import chat_rows, make_tokenizer
 
 CUDA = torch.cuda.is_available()
@@ -87,6 +88,7 @@ def fast_model(folder: Path, adapter: Path) -> tuple[Any, Any]:
         use_rslora=False,
         loftq_config=None,
     )
+    assert engine_of(model) is not None, "the fast layers are in place"
     model.save_pretrained(adapter)  # for the other run to start from
     return model, tokenizer
 

@@ -27,6 +27,7 @@ from pronghorn.kernels.adamw import AdamWTensors, Shadow, adamw_step
 from pronghorn.kernels.copy_rows import copy_rows, copy_rows_reference
 from pronghorn.kernels.dispatch import use_triton
 from pronghorn.kernels.gated_mlp import gated_activation_backward, gated_activation_forward, gated_activation_reference
+from pronghorn.kernels.lora_collect import CollectJob, CollectTable, collect_reference
 from pronghorn.kernels.lora_refresh import CopyJob, CopyTable
 from pronghorn.kernels.nf4 import NF4Job, NF4Table, nf4_dequantize, nf4_dequantize_reference, nf4_quantize
 from pronghorn.kernels.rms_norm import (
@@ -238,6 +239,19 @@ def check_lora_refresh(device: str) -> None:
         assert (got.cpu()[rows, columns] == 7).all()
 
 
+def check_lora_collect(device: str) -> None:
+    """More than one tile a job; a block of strided rows, one of them turned round, one times a weight of each column."""
+    sums, weight = torch.randn(48, 1300).to(device), torch.randn(133).to(device, BF16)
+    jobs = [CollectJob(sums[:17, :133], torch.empty(17, 133).to(device), weight=weight, one_plus=True),
+            CollectJob(sums[3:8, 97:1250], torch.empty(1153, 5).to(device), scale=0.25, transposed=True),
+            CollectJob(sums[47:, 1299:], torch.empty(1, 1).to(device), scale=-2.0)]  # fmt: skip
+    CollectTable(jobs).run()
+    for job in jobs:
+        moved = None if job.weight is None else job.weight.cpu()
+        on_cpu = CollectJob(job.source.cpu(), job.target.cpu(), job.scale, job.transposed, moved, job.one_plus)
+        _near("collected", job.target, collect_reference(on_cpu))
+
+
 def check_copy_rows(device: str) -> None:
     for rows, width, dtype, scale in ((3, 97, BF16, 1.0), (2, 2049, FP32, 0.22)):
         source, target = _rows(rows, width, 7, dtype, device), _space(rows, width, 3, dtype, device)
@@ -309,7 +323,7 @@ def check_nf4(device: str) -> None:
 
 OPS: dict[str, Callable[[str], None]] = {
     "rms_norm": check_rms_norm, "rope": check_rope, "gated_mlp": check_gated_mlp, "cross_entropy": check_cross_entropy,
-    "lora_refresh": check_lora_refresh, "copy_rows": check_copy_rows, "adamw": check_adamw,
+    "lora_refresh": check_lora_refresh, "lora_collect": check_lora_collect, "copy_rows": check_copy_rows, "adamw": check_adamw,
     "nf4": check_nf4,
 }  # fmt: skip
 

@@ -85,11 +85,12 @@ def _tile(block: int, tail: int) -> Tile:
     return Tile(rows, min(16, max(fewest, rows * tail // 256)))
 
 
-def _weight_grad_tile(block: int, tail: int) -> WeightGradTile:
-    """Two groups of rows are under way for each one computed: at D = 4096 98 KB on a multiprocessor (two programs of 97
-    registers), where loading each group only when the last was done had half of 48 KB."""
-    tile = _tile(block, tail)
-    return WeightGradTile(tile.rows, tile.warps, 3, 2 if block >= 4096 else 4)
+def _weight_grad_tile(block: int, tail: int, itemsize: int) -> WeightGradTile:
+    """Two groups of rows are being loaded while one is computed, where they fit 64 KB. At D = 4096 (compiled for sm_90) two
+    programs of 97 registers fit a multiprocessor, so 98 KB are under way all the time."""
+    rows, warps = _tile(block, tail)
+    group_bytes = 3 * rows * (block + tail) * itemsize
+    return WeightGradTile(rows, warps, 1 + min(2, 65536 // group_bytes), 2 if block >= 4096 else 4)
 
 
 @jit
@@ -362,7 +363,7 @@ def rms_norm_backward(
     rows, warps = _tile(block, tail)
     programs, stages = triton.cdiv(T, rows), 1
     if need_weight_grad:
-        rows, warps, stages, each = _weight_grad_tile(block, tail)
+        rows, warps, stages, each = _weight_grad_tile(block, tail, h_TD.element_size())
         programs = min(triton.cdiv(T, rows), each * processor_count(h_TD.device))
     partial_PD = torch.empty(programs if need_weight_grad else 1, D, dtype=torch.float32, device=h_TD.device)
     add = dy_TD if add_TD is None else add_TD

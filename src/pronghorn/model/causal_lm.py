@@ -61,13 +61,13 @@ class FastCausalLM:
 
     def hidden(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None) -> Tensor:
         """The residual stream after the last layer, before the final norm: of all tokens, or of `rows`."""
-        self._prepare(h_TD.dtype)
+        self.prepare(h_TD.dtype)
         with torch.autocast(h_TD.device.type, enabled=False):  # the layers choose their precision themselves
             for layer in self.layers[:-1]:
                 h_TD = layer(h_TD, documents)
             return self.layers[-1](h_TD, documents, rows)
 
-    def _prepare(self, dtype: torch.dtype) -> None:
+    def prepare(self, dtype: torch.dtype) -> None:
         """Weights and adapters as the layers read them. On every forward: nothing tells reliably that an optimizer stepped."""
         moved = [layer.prepare(dtype) for layer in self.layers]  # all of them, not up to the first
         if any(moved) or self._adapters is None:

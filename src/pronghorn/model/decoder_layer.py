@@ -6,12 +6,12 @@ The layer is a plain object beside the model's own layer module: it reads that m
 it, so names, hooks, checkpoints and generation stay the family's. Forward, with what is kept for backward marked *:
 
     *h_TD                                     the residual stream
-    x = norm(h)                               computed again in backward: two passes over T x D, 0.5 % of an 8B layer
+    x = norm(h)                               computed again in backward only where weights are trained
     qkv_TX = x Wqkv                           one product; LoRA rides along as extra columns (kernels/lora_linear.py)
    *q, k, v = rope(qk_norm(qkv))              in place where there is no qk-norm (else *qkv too)
    *o, lse = attention(q, k, v)
    *h2 = h + o Wo                             the product adds the residual itself
-    x2 = norm(h2)                             computed again
+    x2 = norm(h2)                             likewise
    *gu_T2F = x2 Wgu
     a = act(gate) * up                        computed again, inside the kernel that needs its gradient
     h3 = h2 + a Wdown
@@ -34,6 +34,8 @@ from torch.utils.checkpoint import checkpoint
 from pronghorn.kernels.attention import attention_backward, attention_forward, pick_backend
 from pronghorn.kernels.copy_rows import copy_rows
 from pronghorn.kernels.gated_mlp import gated_activation_backward, gated_activation_forward
+from pronghorn.kernels.lora_collect import CollectJob
+from pronghorn.kernels.lora_linear import NormOf
 from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
 from pronghorn.kernels.rope import qk_rope_backward, qk_rope_forward
 from pronghorn.model.families import ACTIVATIONS, Family, activation_name, layer_type, window
@@ -237,9 +239,9 @@ class FastDecoderLayer:
         down_grads = self.down.backward_parameters(dy, a, kept.xa3)
         del da, a, dy
         dx2 = self.gate_up.backward_input(dgu_ext)
-        dh2, x2 = self._out_of_norm(self.before_mlp, dx2, kept.h2, dh2, kept.rstd, "before_mlp", norm_grads, self.gate_up)
-        gate_up_grads = self.gate_up.backward_parameters(dgu_ext, x2, kept.xa2)
-        del dgu_ext, dx2, x2
+        dh2 = self._out_of_norm(self.before_mlp, dx2, kept.h2, dh2, kept.rstd, "before_mlp", norm_grads)
+        gate_up_grads = self._parameters_behind_norm(self.gate_up, dgu_ext, kept.h2, kept.xa2, kept.rstd, "before_mlp")
+        del dgu_ext, dx2
 
         dy, dh = self._into_branch(dh2, kept.y1, self.after_attention, kept.rstd, "after_attention", norm_grads, self.out)
         do = self.out.backward_input(dy)
@@ -259,12 +261,10 @@ class FastDecoderLayer:
         del dq, dk, dv, do, dy
         if need_dh or (self.before_attention and self.before_attention.trains()):
             dx = self.qkv.backward_input(dqkv_ext)
-            dh, x = self._out_of_norm(self.before_attention, dx, kept.h, dh, kept.rstd, "before_attention", norm_grads,
-                                      self.qkv)
+            dh = self._out_of_norm(self.before_attention, dx, kept.h, dh, kept.rstd, "before_attention", norm_grads)
         else:
             self.qkv.extend_grad(dqkv_ext)
-            x = self._input_again(self.before_attention, kept.h, self.qkv)
-        qkv_grads = self.qkv.backward_parameters(dqkv_ext, x, kept.xa1)
+        qkv_grads = self._parameters_behind_norm(self.qkv, dqkv_ext, kept.h, kept.xa1, kept.rstd, "before_attention")
         ordered = [norm_grads.get(name) for name in self.norms]
         return dh, [*qkv_grads, *out_grads, *gate_up_grads, *down_grads, *ordered]
 
@@ -281,18 +281,32 @@ class FastDecoderLayer:
         return dy_ext, dh
 
     def _out_of_norm(self, norm: Norm | None, dx: Tensor, h: Tensor, dh: Tensor, rstd: dict[str, Tensor], name: str,
-                     norm_grads: dict[str, Tensor | None], group: Projections) -> tuple[Tensor, Tensor]:
-        """dh + the norm's share of dx; and x = norm(h) again, for the weight gradients that need it."""
+                     norm_grads: dict[str, Tensor | None]) -> Tensor:
+        """dh + the norm's share of dx."""
         if norm is None:
-            return dh + dx, h
+            return dh + dx
         out, norm_grads[name] = rms_norm_backward(dx, h, norm.weight, rstd[name], one_plus=norm.one_plus, add_TD=dh,
                                                   need_weight_grad=norm.trains())
-        return out, self._input_again(norm, h, group)
+        return out
 
-    def _input_again(self, norm: Norm | None, h: Tensor, group: Projections) -> Tensor:
-        if norm is None or not group.needs_input:
-            return h
-        return rms_norm_forward(h, norm.weight, norm.eps, one_plus=norm.one_plus)[0]
+    def _parameters_behind_norm(self, group: Projections, dy_ext: Tensor, h: Tensor, xa: Tensor | None,
+                                rstd: dict[str, Tensor], name: str) -> list[Tensor | None]:
+        """Adapters take their gradients from h; weights that are trained need x = norm(h), which is computed again."""
+        norm = self.norms.get(name)
+        if norm is None:
+            return group.backward_parameters(dy_ext, h, xa)
+        if group.trains_weights:
+            x = rms_norm_forward(h, norm.weight, norm.eps, one_plus=norm.one_plus)[0]
+            return group.backward_parameters(dy_ext, x, xa)
+        return group.backward_parameters(dy_ext, h, xa, NormOf(rstd[name], norm.weight, norm.one_plus))
+
+    def collect_jobs(self) -> list[CollectJob]:
+        """What takes the adapters' gradients out of their sums (model/adapter_sums.py)."""
+        jobs = []
+        for group, name in ((self.qkv, "before_attention"), (self.out, ""), (self.gate_up, "before_mlp"), (self.down, "")):
+            norm = self.norms.get(name)
+            jobs += group.collect_jobs(NormOf(norm.weight, norm.weight, norm.one_plus) if norm else None)
+        return jobs
 
     def _room_for_dqkv(self, do: Tensor) -> Tensor:
         return rows_like(do, self._qkv_width + self.qkv.extra)

@@ -14,7 +14,8 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
-from pronghorn.kernels.lora_linear import Adapter, LoraGroup, linear_backward_weight
+from pronghorn.kernels.lora_collect import CollectJob
+from pronghorn.kernels.lora_linear import Adapter, LoraGroup, NormOf, linear_backward_weight
 from pronghorn.kernels.lora_refresh import CopyJob
 
 
@@ -93,6 +94,19 @@ class Projections:
         return self._group.jobs if self._group else []
 
     @property
+    def sum_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
+        """Of dA and dB^T, where the adapters' gradients are to be added up."""
+        return ((self._group.R, self._group.D), (self._group.R, self._group.O)) if self._group else None
+
+    def add_up_in(self, sums: tuple[Tensor, Tensor] | None) -> None:
+        """The adapters' gradients are added to dA and dB^T instead of being handed to autograd."""
+        assert self._group is not None
+        self._group.sums = sums
+
+    def collect_jobs(self, norm: NormOf | None) -> list[CollectJob]:
+        return self._group.collect_jobs(norm) if self._group else []
+
+    @property
     def extra(self) -> int:
         return self._group.R if self._group else 0
 
@@ -142,8 +156,15 @@ class Projections:
             dx.addmm_(part, weight)
         return dx
 
-    def backward_parameters(self, dy_ext: Tensor, x_TD: Tensor, xa_TR: Tensor | None) -> list[Tensor | None]:
-        """Gradients of `parameters`, None where frozen. After `backward_input` or `extend_grad`, which filled dy_ext."""
+    @property
+    def trains_weights(self) -> bool:
+        """Whether `backward_parameters` needs x itself; for adapters the input of the norm before it will do."""
+        return any(linear.weight.requires_grad for linear in self.linears)
+
+    def backward_parameters(self, dy_ext: Tensor, x_TD: Tensor, xa_TR: Tensor | None, norm: NormOf | None = None
+                            ) -> list[Tensor | None]:
+        """Gradients of `parameters`, None where frozen. After `backward_input` or `extend_grad`, which filled dy_ext. With
+        `norm`, x is that norm's input."""
         linears = self.linears
         parts = dy_ext[:, : sum(self.widths)].split(self.widths, dim=1)
         grads: list[Tensor | None] = [
@@ -158,7 +179,11 @@ class Projections:
             return grads
         assert xa_TR is not None
         rows = self._group.O
-        for pair in self._group.adapter_grads(dy_ext[:, :rows], dy_ext[:, rows:], x_TD, xa_TR):
+        inputs = (dy_ext[:, :rows], dy_ext[:, rows:], x_TD, xa_TR, norm)
+        if self._group.sums is not None:
+            self._group.add_adapter_grads(*inputs)
+            return grads + [None] * (2 * len(self.adapters))
+        for pair in self._group.adapter_grads(*inputs):
             grads += pair
         return grads
 

@@ -26,6 +26,9 @@ import torch
 
 from pronghorn.data.batches import PackedBatch, StepBatch
 from pronghorn.errors import EnvironmentFault
+from pronghorn.model.adapter_sums import AdapterSums
+from pronghorn.model.causal_lm import engine_of
+from pronghorn.model.load import DTYPES
 from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.objectives import loss_sum
 from pronghorn.train.step import StageTimer, Step, StepResult
@@ -97,6 +100,11 @@ class GraphedStep(Step):
             loss, grad_norm = report.tolist()
         return StepResult(loss, grad_norm)
 
+    def release(self) -> None:
+        super().release()
+        if self._update is not None:
+            self._sums.release()
+
     def _send_report(self) -> None:
         report = torch.empty(2, pin_memory=self._cuda)
         report.copy_(self._report, non_blocking=True)
@@ -115,6 +123,7 @@ class GraphedStep(Step):
         self._loss += loss.detach()
 
     def _clip_and_update(self) -> None:
+        self._sums.collect()
         self._adamw.step()
         assert self._adamw.grad_norm is not None
         self._report[0].copy_(self._loss)
@@ -122,9 +131,8 @@ class GraphedStep(Step):
         self._clear()
 
     def _clear(self) -> None:
-        self._loss.zero_()
-        for gradients in self._gradients:
-            gradients.zero_()
+        for tensor in self._added_up:
+            tensor.zero_()
 
     # ---- set-up, on first use ------------------------------------------------------------------------------------
 
@@ -132,7 +140,12 @@ class GraphedStep(Step):
         """Gradients get a place for good, and the update is captured. It is tried once with its guard raised: every kernel is
         compiled and run, and nothing changes."""
         self.model.train()
-        self._gradients = shared_gradients(self._parameters)
+        gradients = shared_gradients(self._parameters)
+        engine = engine_of(self.model)
+        assert engine is not None
+        compute = engine.backbone.embed_tokens.weight.dtype if self.precision == "fp32" else DTYPES[self.precision]
+        self._sums = AdapterSums(engine, compute)
+        self._added_up = [self._loss, self._sums.buffer, *gradients]
         self._adamw.clip_norm, self._adamw.watched_loss = self.clip, self._loss
         self._adamw.refresh_lr()
         self._adamw.prepare()
@@ -145,9 +158,9 @@ class GraphedStep(Step):
         """Inputs for this shape, and its graph. What a step has accumulated so far outlives the trial runs."""
         began = time.perf_counter()
         inputs = batch.map(lambda tensor: tensor.to(self.device, copy=True))
-        saved = [tensor.clone() for tensor in (self._loss, *self._gradients)]
+        saved = [tensor.clone() for tensor in self._added_up]
         run = self._captured(lambda: self._forward_backward(inputs))
-        for tensor, before in zip((self._loss, *self._gradients), saved, strict=True):
+        for tensor, before in zip(self._added_up, saved, strict=True):
             tensor.copy_(before)
         if self._cuda:
             copies = [batch.map(lambda tensor: torch.empty_like(tensor, device=self.device)) for _ in range(2)]

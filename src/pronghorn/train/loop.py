@@ -217,6 +217,7 @@ class _Run:
 
     def _offenders(self, step_batch: StepBatch) -> list[str]:
         session = self.session
+        session.take_step.release()
         return offending_rows(session.model, step_batch, session.data.train, session.data.train.where, session.device,
                               session.autocast)
 

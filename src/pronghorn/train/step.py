@@ -58,6 +58,10 @@ class Step(ABC):
         """`until` is called before the weights change next: a checkpoint's copies read them until then."""
         self._holds.append(until)
 
+    def release(self) -> None:
+        """No step will follow: the model's gradients are autograd's again, for whoever looks at it next."""
+        self._holds.clear()
+
     def _release_holds(self) -> None:
         while self._holds:
             self._holds.pop()()
