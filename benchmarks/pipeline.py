@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pronghorn.process import set_defaults
 from pronghorn.report.stages import process_age
 
 BEGAN = time.time() - process_age()
@@ -77,6 +78,7 @@ class Watch:
 
 def one_run(options: argparse.Namespace) -> dict[str, Any]:
     """In this process, as `pronghorn train` does it."""
+    set_defaults()
     if options.only == "profiled":
         # The profiler's library stays loaded from before the first capture on: unloaded and loaded again, it does not get on
         # with CUDA graphs (torch sets the same for its own graphs).

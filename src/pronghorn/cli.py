@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
 from pronghorn.errors import CommandError, Interrupted, PronghornError
+from pronghorn.process import set_defaults
 
 if TYPE_CHECKING:
     from pronghorn.recipe import Recipe
@@ -24,10 +25,7 @@ OVERRIDES = "any key of the recipe: train.lr=1e-4 output=runs/second"
 
 def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit code; only our own bugs leave a traceback."""
-    # How long an idle OpenMP thread spins before it sleeps. By default long enough that a step on two busy CPU cores takes
-    # 7 to 40 s instead of 2 (each thread spins while the other waits for its turn); with 1,000 rounds 4.5 s, and 2.3 s on
-    # idle cores. Read by libgomp when torch is imported, so it is set before.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    set_defaults()
     arguments = _parse(words)
     try:
         arguments.verb(arguments)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pronghorn.bench.workloads import SYSTEMS, WORKLOADS, System, Workload
+from pronghorn.process import set_defaults
 from pronghorn.report.stages import process_age
 
 BEGAN = time.time() - process_age()  # when this process was created
@@ -32,6 +33,8 @@ def measure(system: System, workload: Workload, *, warmup: int, steps: int, leng
         return row | {"status": "not built", "why": f"needs {workload.waits_for}, not built yet"}
     if absent := missing(system, workload):
         return row | {"status": "not installed", "why": f"no module {', '.join(absent)}"}
+    if system.name == "pronghorn":
+        set_defaults()
     if system.name.startswith("unsloth"):
         importlib.import_module("unsloth")  # before torch and transformers, as its README asks
     from pronghorn.bench.meter import Meter, machine
