@@ -19,9 +19,10 @@ from typing import Any, Literal
 
 import torch
 
+from pronghorn.errors import ModelError
 from pronghorn.kernels.linear_cross_entropy import chunk_rows
 from pronghorn.kernels.nf4 import BLOCK, NESTED_BLOCK
-from pronghorn.model.families import FAMILIES, layer_type
+from pronghorn.model.families import FAMILIES, layer_type, why_not_fast
 
 Method = Literal["lora", "qlora", "fp8", "full"]
 Recompute = Literal["nothing", "gate_up", "layer"]  # what backward computes again, beside the norms and the activation product
@@ -68,8 +69,11 @@ class ModelShape:
 
 def shape_of(config: Any) -> ModelShape:
     """From a Hugging Face config (of the text model), or a plain dict of its values."""
-    config = SimpleNamespace(**config) if isinstance(config, dict) else config
+    config = SimpleNamespace(**({"hidden_act": "silu"} | config)) if isinstance(config, dict) else config
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if why := why_not_fast(config):
+        raise ModelError(what="the memory of this model cannot be planned", why=why,
+                         fix="train it without a plan; what our layers do not serve runs on the model's own")
     family, heads = FAMILIES[config.model_type], int(config.num_attention_heads)
     layers = int(config.num_hidden_layers)
     sliding = [i for i in range(layers) if layer_type(config, i) == "sliding_attention"]
@@ -158,8 +162,11 @@ class Job:
         return count * self.shape.layers
 
     def with_capacity(self, capacity: int) -> Job:
-        scaled = {"loss_rows": self.loss_rows * capacity // self.capacity, "documents": self.documents * capacity // self.capacity}
-        return replace(self, capacity=capacity, attended=min(self.attended, capacity), **scaled)
+        def scaled(count: int) -> int:
+            return count * capacity // self.capacity
+
+        return replace(self, capacity=capacity, loss_rows=scaled(self.loss_rows), documents=scaled(self.documents),
+                       attended=min(self.attended, capacity))
 
 
 # ---- what is there all the time ----------------------------------------------------------------------------------------------
@@ -199,7 +206,7 @@ def _rope_and_libraries(job: Job) -> int:
 
 def unpacked_bytes(job: Job) -> int:
     """Where a layer's weights are made ready to multiply, once for recomputing and backward together."""
-    if job.method == "lora" or job.method == "full":
+    if job.method in ("lora", "full"):
         return 0
     largest = max(group.weights for group in job.groups().values())
     if job.method == "fp8" or job.compute == "fp8":
@@ -228,7 +235,7 @@ def kept_parts(job: Job) -> dict[str, int]:
 
 
 def kept_bytes(job: Job, recompute: Recompute) -> int:
-    """gate_up: all but `gu`. layer: the input; and x A^T of the down projection, which spares computing the activation for it."""
+    """gate_up: all but `gu`. layer: the input; and x A^T of the down projection, which spares computing the activation."""
     parts = kept_parts(job)
     if recompute == "layer":
         return parts["h"] + parts.get("xa3", 0)

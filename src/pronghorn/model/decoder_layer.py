@@ -10,11 +10,10 @@ it, so names, hooks, checkpoints and generation stay the family's. Forward, with
     qkv_TX = x Wqkv                           one product; LoRA rides along as extra columns (kernels/lora_linear.py)
    *q, k, v = rope(qk_norm(qkv))              in place where there is no qk-norm (else *qkv too)
    *o, lse = attention(q, k, v)
-   *h2 = h + o Wo                             the product adds the residual itself
-    x2 = norm(h2)                             likewise
+   *h2, x2 = h + o Wo, norm(h2)               one pass; x2 again only where weights are trained
    *gu_T2F = x2 Wgu
     a = act(gate) * up                        computed again, inside the kernel that needs its gradient
-    h3 = h2 + a Wdown
+    h3 = h2 + a Wdown                         the product adds the residual itself
 
 With norms after attention or MLP (Gemma, OLMo 2) the branch output is kept as well, since its norm needs it.
 
@@ -42,6 +41,21 @@ from pronghorn.model.families import ACTIVATIONS, Family, activation_name, layer
 from pronghorn.model.projections import Projections
 
 
+@dataclass
+class GradientRoom:
+    """The buffer of which the gradient that a layer handed down is a part: the layer below puts its extra columns behind it
+    instead of copying it to where there is room for them (64 copies of T x D, 4 ms of an 8B step)."""
+
+    buffer: Tensor | None = None
+
+    def behind(self, dh: Tensor, extra: int) -> Tensor | None:
+        """dh with `extra` columns more, if it is still where it was left and there are as many."""
+        room = self.buffer
+        if room is None or not extra or dh.data_ptr() != room.data_ptr() or dh.stride() != room.stride():
+            return None
+        return room if room.shape == (dh.shape[0], dh.shape[1] + extra) else None
+
+
 @dataclass(frozen=True)
 class Documents:
     """What every layer of a step shares about the pack: built once per batch, never by a layer."""
@@ -49,6 +63,7 @@ class Documents:
     cu_seqlens: Tensor
     longest: int
     rotary: dict[str, tuple[Tensor, Tensor]]  # layer type -> cos, sin, float32, [T, P / 2]
+    room: GradientRoom = field(default_factory=GradientRoom)
 
 
 class Norm:
@@ -170,8 +185,7 @@ class FastDecoderLayer:
         if rows is not None:
             o_ext = o_ext.index_select(0, rows)
         h_rows = h if rows is None else h.index_select(0, rows)
-        h2, y1 = self._branch(self.out, o_ext, h_rows, self.after_attention, rstd, "after_attention")
-        x2 = self._normed(self.before_mlp, h2, self.gate_up.extra, rstd, "before_mlp")
+        x2, h2, y1 = self._to_mlp(o_ext, h_rows, rstd)
         gu, xa2 = self.gate_up.forward(x2)
         del x2
         a_ext = self._activated(gu)
@@ -217,6 +231,18 @@ class FastDecoderLayer:
         out, rstd[name] = rms_norm_then_add_forward(y, norm.weight, norm.eps, h, one_plus=norm.one_plus)
         return out, y
 
+    def _to_mlp(self, o_ext: Tensor, h: Tensor, rstd: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(the MLP's input in rows with room, h2, and the branch's output where a norm follows it). Residual and norm in one
+        pass where they follow each other: a product that adds h has to copy it first."""
+        norm = self.before_mlp
+        if norm is None or self.after_attention is not None or self.multiplier != 1.0:
+            h2, y1 = self._branch(self.out, o_ext, h, self.after_attention, rstd, "after_attention")
+            return self._normed(norm, h2, self.gate_up.extra, rstd, "before_mlp"), h2, y1
+        x2_ext = rows_like(h, h.shape[1] + self.gate_up.extra)
+        _, h2, rstd["before_mlp"] = rms_norm_forward(self.out.forward(o_ext)[0], norm.weight, norm.eps, one_plus=norm.one_plus,
+                                                     residual_TD=h, out=x2_ext[:, : h.shape[1]])
+        return x2_ext, h2, None
+
     def _activated(self, gu: Tensor) -> Tensor:
         width = gu.shape[1] // 2
         a_ext = rows_like(gu, width + self.down.extra)
@@ -229,7 +255,7 @@ class FastDecoderLayer:
                  ) -> tuple[Tensor | None, list[Tensor | None]]:
         """The gradient of the layer's input (of all tokens, if it is needed), and of `parameters()` in their order."""
         norm_grads: dict[str, Tensor | None] = {}
-        dy, dh2 = self._into_branch(dh3, kept.y2, self.after_mlp, kept.rstd, "after_mlp", norm_grads, self.down)
+        dy, dh2 = self._into_branch(dh3, kept.y2, self.after_mlp, kept.rstd, "after_mlp", norm_grads, self.down, documents.room)
         da = self.down.backward_input(dy)
         width = da.shape[1]
         a = rows_like(da, width)
@@ -239,11 +265,13 @@ class FastDecoderLayer:
         down_grads = self.down.backward_parameters(dy, a, kept.xa3)
         del da, a, dy
         dx2 = self.gate_up.backward_input(dgu_ext)
-        dh2 = self._out_of_norm(self.before_mlp, dx2, kept.h2, dh2, kept.rstd, "before_mlp", norm_grads)
+        dh2 = self._out_of_norm(self.before_mlp, dx2, kept.h2, dh2, kept.rstd, "before_mlp", norm_grads, self.out,
+                                documents.room)
         gate_up_grads = self._parameters_behind_norm(self.gate_up, dgu_ext, kept.h2, kept.xa2, kept.rstd, "before_mlp")
         del dgu_ext, dx2
 
-        dy, dh = self._into_branch(dh2, kept.y1, self.after_attention, kept.rstd, "after_attention", norm_grads, self.out)
+        dy, dh = self._into_branch(dh2, kept.y1, self.after_attention, kept.rstd, "after_attention", norm_grads, self.out,
+                                   documents.room)
         do = self.out.backward_input(dy)
         width = do.shape[1]
         out_grads = self.out.backward_parameters(dy, kept.o_ext[:, :width], kept.o_ext[:, width:] if self.out.extra else None)
@@ -261,7 +289,8 @@ class FastDecoderLayer:
         del dq, dk, dv, do, dy
         if need_dh or (self.before_attention and self.before_attention.trains()):
             dx = self.qkv.backward_input(dqkv_ext)
-            dh = self._out_of_norm(self.before_attention, dx, kept.h, dh, kept.rstd, "before_attention", norm_grads)
+            dh = self._out_of_norm(self.before_attention, dx, kept.h, dh, kept.rstd, "before_attention", norm_grads, self.down,
+                                   documents.room)  # `down` of the layer below has as many extra columns
         else:
             self.qkv.extend_grad(dqkv_ext)
         qkv_grads = self._parameters_behind_norm(self.qkv, dqkv_ext, kept.h, kept.xa1, kept.rstd, "before_attention")
@@ -269,8 +298,10 @@ class FastDecoderLayer:
         return dh, [*qkv_grads, *out_grads, *gate_up_grads, *down_grads, *ordered]
 
     def _into_branch(self, dh: Tensor, y: Tensor | None, norm: Norm | None, rstd: dict[str, Tensor], name: str,
-                     norm_grads: dict[str, Tensor | None], group: Projections) -> tuple[Tensor, Tensor]:
+                     norm_grads: dict[str, Tensor | None], group: Projections, room: GradientRoom) -> tuple[Tensor, Tensor]:
         """The gradient of the branch's last product, in rows with the group's extra columns; and that of the residual."""
+        if norm is None and self.multiplier == 1.0 and (dh_ext := room.behind(dh, group.extra)) is not None:
+            return dh_ext, dh
         dy_ext = rows_like(dh, dh.shape[1] + group.extra)
         dy = dy_ext[:, : dh.shape[1]]
         if norm is None or y is None:
@@ -281,12 +312,13 @@ class FastDecoderLayer:
         return dy_ext, dh
 
     def _out_of_norm(self, norm: Norm | None, dx: Tensor, h: Tensor, dh: Tensor, rstd: dict[str, Tensor], name: str,
-                     norm_grads: dict[str, Tensor | None]) -> Tensor:
-        """dh + the norm's share of dx."""
+                     norm_grads: dict[str, Tensor | None], below: Projections, room: GradientRoom) -> Tensor:
+        """dh + the norm's share of dx, in rows with room for the extra columns of the group that it goes to next."""
         if norm is None:
             return dh + dx
+        room.buffer = rows_like(h, h.shape[1] + below.extra)
         out, norm_grads[name] = rms_norm_backward(dx, h, norm.weight, rstd[name], one_plus=norm.one_plus, add_TD=dh,
-                                                  need_weight_grad=norm.trains())
+                                                  need_weight_grad=norm.trains(), out=room.buffer[:, : h.shape[1]])
         return out
 
     def _parameters_behind_norm(self, group: Projections, dy_ext: Tensor, h: Tensor, xa: Tensor | None,

@@ -172,7 +172,7 @@ class Projections:
             for linear, part in zip(linears, parts, strict=True)
         ]
         grads += [
-            part.sum(0, dtype=torch.float32).to(linear.bias.dtype) if linear.bias.requires_grad else None
+            part.sum(0, dtype=torch.promote_types(part.dtype, torch.float32)).to(linear.bias.dtype) if linear.bias.requires_grad else None
             for linear, part in zip(linears, parts, strict=True) if linear.bias is not None
         ]
         if self._group is None:

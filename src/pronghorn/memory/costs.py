@@ -1,0 +1,166 @@
+"""Milliseconds of a layer and of the rest of a step, without a GPU: from shapes and the rates of the table.
+
+A matrix product takes its floating-point operations at the rate below plus its bytes at the device's bandwidth; everything else
+takes its bytes. The efficiencies are what one H200 made of its data sheet (2026-11: 772 TFLOP/s of bf16 products, 645 to 752 at
+layer shapes, 4.26 TB/s of copies, pinned host copies at 55 GB/s, flash-attn-4 at 626 / 541 TFLOP/s forward / backward). With them
+the step of 16,384 tokens is foretold as 166 ms for Llama 1B, 121 for Qwen3 0.6B and 854 for Llama 8B, where 165, 112 and 883 were
+measured. For other GPUs nobody has checked the prediction; measure.py makes the same figures on the machine itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pronghorn.memory.gpus import Gpu
+from pronghorn.memory.sizes import FP32, Job, Recompute
+
+PRODUCTS = 0.76  # of the bf16 rate: 752 of 989
+FP8_PRODUCTS = 0.65  # 1,160 to 1,380 of 1,979 at layer shapes
+BANDWIDTH = 0.8875  # 4.26 of 4.8
+THIN = 0.85  # of that: products with 16 or 64 columns
+LINK = 0.87  # 55 of 63
+ATTENTION = {True: (0.63, 0.55), False: (0.36, 0.31)}  # of the bf16 rate, forward and backward: flash-attn-4, FlashAttention-2
+ATTENTION_TILE = 512  # tokens by which short documents are longer for attention, whose tiles are 128 x 128 and half empty
+LAUNCH_MS = 0.002  # between two kernels of a graph
+KERNELS = (45, 95)  # of a layer, forward and backward
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Milliseconds of one micro-batch, measured or foretold. Layers are alike, so one stands for all."""
+
+    forward: float
+    backward: float
+    recompute_gate_up: float
+    recompute_layer: float
+    rest: float  # embeddings, head, loss
+    optimizer: float  # once a step
+    to_host: float  # bytes a millisecond
+    from_host: float
+    piece: float = 0.0  # each further turn in which a layer's MLP is done
+    measured: bool = False
+
+    def again(self, recompute: Recompute) -> float:
+        return {"nothing": 0.0, "gate_up": self.recompute_gate_up, "layer": self.recompute_layer}[recompute]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where a layer's milliseconds go."""
+
+    products: float
+    elementwise: float  # norms, RoPE, activation, copies
+    attention: float
+    thin: float  # adapters' own products
+    launches: float
+    unpack: float = 0.0  # quantized weights
+
+    @property
+    def total(self) -> float:
+        return self.products + self.elementwise + self.attention + self.thin + self.launches + self.unpack
+
+
+class Model:
+    """The predictor of one job on one GPU."""
+
+    def __init__(self, job: Job, gpu: Gpu) -> None:
+        self.job, self.gpu = job, gpu
+        self.fp8 = job.method == "fp8" or job.compute == "fp8"
+        self.rate = (gpu.fp8_tflops * FP8_PRODUCTS if self.fp8 else gpu.bf16_tflops * PRODUCTS) * 1e9  # operations a ms
+        self.bytes = gpu.bandwidth_gbs * BANDWIDTH * 1e6  # bytes a ms
+        if job.element == FP32:
+            self.rate /= 16  # no tensor cores: fp32 means fp32
+
+    def product(self, rows: int, inner: int, outputs: int, rate: float | None = None) -> float:
+        e = self.job.element
+        moved = (rows * inner + rows * outputs + inner * outputs) * e
+        return 2.0 * rows * inner * outputs / (rate or self.rate) + moved / self.bytes
+
+    def products(self, *names: str, turned: bool = False) -> float:
+        """Forward, or (turned) the gradient of the input."""
+        groups, T, total = self.job.groups(), self.job.capacity, 0.0
+        for name in names or tuple(groups):
+            g = groups[name]
+            inner, outputs = g.inputs + (0 if turned else g.extra), sum(g.outputs) + (g.extra if turned else 0)
+            total += self.product(T, outputs, inner) if turned else self.product(T, inner, outputs)
+        return total
+
+    def move(self, elements: float) -> float:
+        """So many elements a token, read or written."""
+        return elements * self.job.capacity * self.job.element / self.bytes
+
+    def attention(self) -> tuple[float, float]:
+        s, T = self.job.shape, self.job.capacity
+        share = ATTENTION[self.gpu.flash4]
+        seen = [min(self.job.attended, 2 * window) for window in s.windows]
+        seen += [self.job.attended] * (s.layers - len(seen))
+        length = sum(seen) / len(seen) + ATTENTION_TILE
+        operations = 2.0 * T * length * s.out_width
+        rate = self.gpu.bf16_tflops * 1e9
+        width = s.out_width + s.kv_heads * s.head_width
+        sums = (T + 128 * self.job.entries) * s.qkv_width * FP32
+        forward = operations / (share[0] * rate) + self.move(2 * width)
+        backward = 2.5 * operations / (share[1] * rate) + self.move(3 * width + s.out_width) + 2 * sums / self.bytes
+        return forward, backward
+
+    def forward(self) -> Parts:
+        s, groups = self.job.shape, self.job.groups()
+        turned = (s.heads + s.kv_heads) * s.head_width
+        elementwise = self.move(2 * s.width * len(s.norms) + 2 * turned + 3 * s.mlp_width)
+        thin = sum(self.move(g.inputs) for g in groups.values() if g.adapters) / THIN
+        return Parts(self.products(), elementwise, self.attention()[0], thin, KERNELS[0] * LAUNCH_MS, self.unpack())
+
+    def backward(self) -> Parts:
+        s, groups = self.job.shape, self.job.groups()
+        turned = (s.heads + s.kv_heads) * s.head_width * (2 if s.qk_norm else 1)
+        elementwise = self.move((4 + 2) * s.width * len(s.norms) + 4 * s.width + 2 * turned + 6 * s.mlp_width)
+        if self.job.method == "full":
+            products = self.products(turned=True) + self.products()  # the weights' gradients: as many operations again
+            return Parts(products, elementwise, self.attention()[1], 0.0, KERNELS[1] * LAUNCH_MS)
+        thin = sum(self.move(2 * sum(g.outputs) + g.inputs) for g in groups.values() if g.adapters) / THIN
+        return Parts(self.products(turned=True), elementwise, self.attention()[1], thin, KERNELS[1] * LAUNCH_MS, self.unpack())
+
+    def recompute(self, what: Recompute) -> float:
+        if what == "nothing":
+            return 0.0
+        s = self.job.shape
+        if what == "gate_up":
+            return self.products("gate_up") + self.move(2 * s.width) + 6 * LAUNCH_MS
+        whole = self.forward()
+        spared = 0.0
+        if "after_mlp" not in s.norms:  # the last product's result is needed by nobody
+            spared = self.products("down") + self.move(3 * s.mlp_width)
+        return whole.total - whole.unpack - spared
+
+    def unpack(self) -> float:
+        """Quantized weights made ready: NF4 read and written out; FP8 bytes turned round."""
+        weights = sum(g.weights for g in self.job.groups().values())
+        if self.job.method == "qlora":
+            return weights * (0.516 + (1 if self.fp8 else 2)) / self.bytes
+        return weights * 2 / self.bytes if self.job.method == "fp8" else 0.0
+
+    def rest(self) -> float:
+        """Embeddings, final norm, and the head's two products with its softmax between them."""
+        s, rows, e = self.job.shape, self.job.rows, self.job.element
+        rate = self.gpu.bf16_tflops * PRODUCTS * 1e9 / (16 if e == FP32 else 1)
+        products = (3 if self.job.method == "full" else 2) * self.product(rows, s.width, s.vocabulary, rate)
+        softmax = 3.0 * rows * s.vocabulary * e / self.bytes
+        return products + softmax + self.move(8 * s.width) + 40 * LAUNCH_MS
+
+    def piece(self) -> float:
+        """The MLP's weights are read once more, forward, backward and again; and there are more launches."""
+        groups = self.job.groups()
+        return 3.0 * (groups["gate_up"].weights + groups["down"].weights) * self.job.element / self.bytes + 40 * LAUNCH_MS
+
+    def optimizer(self) -> float:
+        trained = self.job.parameters() if self.job.method == "full" else self.job.adapter_parameters()
+        return 7.0 * FP32 * trained / self.bytes + 0.1
+
+    def costs(self) -> LayerCosts:
+        link = self.gpu.link_gbs * LINK * 1e6
+        return LayerCosts(self.forward().total, self.backward().total, self.recompute("gate_up"), self.recompute("layer"),
+                          self.rest(), self.optimizer(), link, link, self.piece())
+
+
+def predicted_costs(job: Job, gpu: Gpu) -> LayerCosts:
+    return Model(job, gpu).costs()

@@ -1,0 +1,166 @@
+"""`pronghorn plan`: what a recipe would take on a GPU that need not be there: memory, step time, tokens a second, hours, money.
+
+Everything here is a prediction. Data to work with (`Forecast`), and the same as plain text: a table of levels, the layers as a row
+of blocks, and the figures below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pronghorn.errors import CommandError
+from pronghorn.memory.costs import LayerCosts, predicted_costs
+from pronghorn.memory.gpus import PRICES_AS_OF, Gpu, find_gpu
+from pronghorn.memory.plan import LEVELS, POOL_SLOTS, Level, Plan, Problem, evaluate, make_plan, parse_budget
+from pronghorn.memory.sizes import Job, kept_bytes, shape_of, static_parts
+from pronghorn.recipe import Recipe
+
+BLOCKS = {"nothing": "█", "gate_up": "▓", "layer": "░"}
+LEAVES, STAYS = "↑", " "
+HOST_BYTES = 64 * 10**9  # pinned host memory that a plan for another machine counts on
+ROW = 64  # layers in a row of the picture
+ELEMENT = {"auto": 2, "bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class Forecast:
+    model: str
+    gpu: Gpu
+    plan: Plan
+    micro_batches: int
+    step_tokens: int
+    tokens: int | None  # of the whole run; None: not known
+    price: float  # USD an hour
+    own_price: bool
+
+    @property
+    def step_ms(self) -> float:
+        return self.plan.step_ms(self.micro_batches)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.step_tokens / self.step_ms * 1000
+
+    @property
+    def hours(self) -> float | None:
+        return None if self.tokens is None else self.tokens / self.tokens_per_second / 3600
+
+    @property
+    def cost(self) -> float | None:
+        return None if self.hours is None else self.hours * self.price
+
+    @property
+    def cost_of_a_billion(self) -> float:
+        return 1e9 / self.tokens_per_second / 3600 * self.price
+
+    def as_dict(self) -> dict[str, Any]:
+        job = self.plan.problem.job
+        return {"model": self.model, "gpu": self.gpu.name, "method": job.method, "capacity": job.capacity,
+                "plan": self.plan.as_dict(), "static_bytes": static_parts(job), "step_ms": round(self.step_ms, 3),
+                "tokens_per_second": round(self.tokens_per_second, 1), "tokens": self.tokens, "hours": self.hours,
+                "price_per_hour": self.price, "cost": self.cost, "cost_per_billion_tokens": self.cost_of_a_billion,
+                "predicted": not self.plan.problem.costs.measured}
+
+    def text(self) -> str:
+        plan, job = self.plan, self.plan.problem.job
+        length = "tokens a step" if self.micro_batches == 1 else f"tokens a step, {self.micro_batches} micro-batches"
+        lines = [f"{self.model}, {job.method}, {self.step_tokens:,} {length}, on {self.gpu.title}", "",
+                 *level_table(plan), "", *picture(plan.levels), "", *memory_lines(plan), ""]
+        lines += [f"step        {self.step_ms:,.1f} ms, {self.tokens_per_second:,.0f} tokens/s ({self._kind()})"]
+        if self.hours is not None and self.cost is not None:
+            lines += [f"run         {self.tokens:,} tokens: {_hours(self.hours)}, about {self.cost:,.2f} USD"]
+        else:
+            lines += [f"cost        about {self.cost_of_a_billion:,.2f} USD for 1,000,000,000 tokens"]
+        source = "your price" if self.own_price else f"list prices vary, this one is of {PRICES_AS_OF}; override with --price"
+        lines += [f"price       {self.price:.2f} USD an hour ({source})"]
+        lines += [f"why         {reason}" for reason in plan.reasons]
+        return "\n".join(lines)
+
+    def _kind(self) -> str:
+        if self.plan.problem.costs.measured:
+            return "from times measured here"
+        return "predicted" if self.gpu.name == "h200" else "predicted from data sheets, not measured on this GPU"
+
+
+def plan_report(recipe: Recipe, config: Any, *, gpu: str | Gpu = "h200", tokens: int | None = None, price: float | None = None,
+                costs: LayerCosts | None = None, host: int = HOST_BYTES, pieces: Sequence[int] = (1,),
+                attended: int | None = None, loss_share: float = 1.0) -> Forecast:
+    """`config`: the model's Hugging Face config. `tokens`: of the whole run, over all epochs. `costs`: measured ones, if there
+    are any. `attended`: sum of squares of the documents' lengths over the sum of lengths. `loss_share`: of tokens with loss."""
+    chosen = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    if price is not None and price < 0:
+        raise CommandError(what=f"--price {price} is negative", fix="give the price of one GPU for an hour, in USD")
+    job = job_of(recipe, config, attended=attended, loss_share=loss_share)
+    if (job.method == "fp8" or job.compute == "fp8") and not chosen.fp8_tflops:
+        raise CommandError(what=f"{chosen.title} has no FP8 arithmetic", fix="choose another --gpu, or method: lora or qlora")
+    budget = parse_budget(recipe.memory.budget, chosen.memory)
+    plan = make_plan(Problem(job, costs or predicted_costs(job, chosen), budget, host, tuple(pieces)))
+    if tokens is None and recipe.train.steps:
+        tokens = recipe.train.steps * recipe.train.batch_tokens
+    return Forecast(recipe.model, chosen, plan, recipe.train.batch_tokens // recipe.train.capacity, recipe.train.batch_tokens,
+                    tokens, chosen.price if price is None else price, price is not None)
+
+
+def job_of(recipe: Recipe, config: Any, *, attended: int | None = None, loss_share: float = 1.0) -> Job:
+    capacity, targets = recipe.train.capacity, recipe.lora.targets
+    step = max(16, capacity // 16)  # loss rows are padded to sixteenths: data/batches.py
+    rows = min(capacity, -(-int(capacity * loss_share) // step) * step)
+    job = Job(shape_of(config), capacity, recipe.method, recipe.lora.r,
+              targets if isinstance(targets, str) else tuple(targets), ELEMENT[recipe.precision],
+              compute=getattr(recipe, "compute", "bf16"), loss_rows=rows)
+    return job if attended is None else Job(**(vars(job) | {"attended": attended}))
+
+
+# ---- the parts of the text ---------------------------------------------------------------------------------------------------
+
+
+def level_table(plan: Plan) -> list[str]:
+    """One line a level: how many layers chose it, and what one layer at it keeps and takes."""
+    problem, counts = plan.problem, plan.counts()
+    rows = [("level", "layers", "kept on the GPU", "in host memory", "computed again", "copy each way")]
+    for level in LEVELS:
+        kept = kept_bytes(problem.job, level.recompute)
+        copy = kept / problem.costs.to_host
+        rows.append((level.name, str(counts.get(level, 0)), "0 MB" if level.offload else _mb(kept),
+                     _mb(kept) if level.offload else "", f"{problem.costs.again(level.recompute):.2f} ms",
+                     f"{copy:.2f} ms" if level.offload else ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) if i == 0 else cell.rjust(width)
+                      for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
+
+
+def picture(levels: Sequence[Level]) -> list[str]:
+    """The layers from first to last, a block each; an arrow below those that leave for the host."""
+    lines = []
+    for start in range(0, len(levels), ROW):
+        some = levels[start : start + ROW]
+        lines.append(f"layers {start:3d}  " + "".join(BLOCKS[level.recompute] for level in some))
+        if any(level.offload for level in some):
+            lines.append("      host  " + "".join(LEAVES if level.offload else STAYS for level in some).rstrip())
+    shown = {level.recompute for level in levels}
+    names = {"nothing": "keeps everything", "gate_up": "gate and up again", "layer": "all again"}
+    legend = [f"{BLOCKS[kind]} {name}" for kind, name in names.items() if kind in shown]
+    return [*lines, "            " + "  ".join(legend + ([f"{LEAVES} offloaded"] if any(x.offload for x in levels) else []))]
+
+
+def memory_lines(plan: Plan) -> list[str]:
+    """What the peak is made of, at its moment."""
+    job, outcome = plan.problem.job, evaluate(plan.problem, plan.levels, plan.pieces)
+    parts = {**static_parts(job), "kept by the layers": outcome.kept, "work": outcome.work,
+             "offload buffers": POOL_SLOTS * plan.slot_bytes}
+    told = ", ".join(f"{name} {amount / 1e9:.2f}" for name, amount in parts.items() if amount)
+    lines = [f"memory      peak {plan.peak_bytes / 1e9:.1f} GB ({told})",
+             f"            {plan.device_bytes / 1e9:.1f} of {plan.problem.budget / 1e9:.1f} GB with driver and fragments"]
+    if plan.host_bytes:
+        lines.append(f"host        {plan.host_bytes / 1e9:.1f} GB pinned")
+    return lines
+
+
+def _mb(amount: int) -> str:
+    return f"{amount / 1e6:,.0f} MB"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:,.0f} min"

@@ -1,0 +1,66 @@
+"""Known GPUs: memory, bandwidths and rates from the vendors' data sheets, and what renting one costs, for orientation.
+
+Rates are dense, with sums in fp32. What a training step makes of them is in costs.py, measured on an H200 and assumed to be the
+same share elsewhere. Prices are on-demand list prices of small clouds and marketplaces; they vary by a factor of three between
+providers, so give your own (`--price`) before you rely on a sum.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from pronghorn.errors import CommandError
+
+PRICES_AS_OF = "March 2026"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    title: str
+    memory_gb: float  # 1e9 bytes
+    bandwidth_gbs: float  # device memory
+    bf16_tflops: float
+    fp8_tflops: float  # 0: the chip has no FP8
+    link_gbs: float  # to the host, each way
+    price: float  # USD an hour
+    flash4: bool = False  # attention at the rate of flash-attn-4, else of FlashAttention-2
+
+    @property
+    def memory(self) -> int:
+        return int(self.memory_gb * 1e9)
+
+
+_PCIE4, _PCIE5 = 31.5, 63.0
+GPUS = {gpu.name: gpu for gpu in (
+    Gpu("rtx3090", "GeForce RTX 3090", 25.3, 936, 71, 0, _PCIE4, 0.22),
+    Gpu("rtx4090", "GeForce RTX 4090", 25.3, 1008, 165, 330, _PCIE4, 0.34),
+    Gpu("rtx5090", "GeForce RTX 5090", 33.7, 1792, 209, 419, _PCIE5, 0.76),
+    Gpu("rtx-pro-6000", "RTX PRO 6000 Blackwell", 101.0, 1792, 504, 1007, _PCIE5, 1.80),
+    Gpu("l4", "L4", 23.6, 300, 121, 242, _PCIE4, 0.44),
+    Gpu("a10", "A10", 23.6, 600, 125, 0, _PCIE4, 0.75),
+    Gpu("l40s", "L40S", 47.7, 864, 362, 733, _PCIE4, 0.86),
+    Gpu("a100-40", "A100 40 GB", 42.3, 1555, 312, 0, _PCIE4, 1.00),
+    Gpu("a100-80", "A100 80 GB", 85.0, 2039, 312, 0, _PCIE4, 1.39),
+    Gpu("h100-pcie", "H100 PCIe", 85.0, 2000, 756, 1513, _PCIE5, 1.99, flash4=True),
+    Gpu("h100", "H100 SXM", 85.0, 3350, 989, 1979, _PCIE5, 2.69, flash4=True),
+    Gpu("h200", "H200", 150.1, 4800, 989, 1979, _PCIE5, 3.59, flash4=True),
+    Gpu("b200", "B200", 191.5, 8000, 2250, 4500, _PCIE5, 5.98, flash4=True),
+)}
+
+
+def find_gpu(name: str) -> Gpu:
+    """By the table's name, or by what the driver calls it (`NVIDIA GeForce RTX 4090`)."""
+    plain = _plain(name)
+    for gpu in GPUS.values():
+        if plain in (_plain(gpu.name), _plain(gpu.title)):
+            return gpu
+    close = difflib.get_close_matches(name.lower(), GPUS, n=1)
+    raise CommandError(what=f"no GPU is known as {name!r}", why="its memory and rates are not in the table",
+                       fix=(f"did you mean {close[0]}? " if close else "") + f"choose from {', '.join(GPUS)}")
+
+
+def _plain(name: str) -> str:
+    kept = name.lower().replace("nvidia", "").replace("geforce", "").replace("gb", "")
+    return "".join(letter for letter in kept if letter.isalnum())

@@ -1,0 +1,82 @@
+"""Calibration: what one layer, the rest of a step and the link to the host take on this machine, in milliseconds.
+
+The callers give the work as functions that can be run again and again; what is timed is one layer's forward, its backward, and
+what each level computes again. On a GPU the time is the device's own, between two events; on the CPU it is the clock's. The
+result is plain data for the planner.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pronghorn.memory.costs import LayerCosts
+
+Work = Callable[[], Any]
+WARM_UP = 2  # runs that compile kernels and fill caches
+REPEATS = 5
+COPY_BYTES = 256 << 20  # 5 ms at 55 GB/s: long enough to reach the link's rate
+LEAST_MS = 1e-6  # a clock may not see shorter work
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """What is timed. `backward` includes nothing of what is computed again: its inputs are kept."""
+
+    forward: Work
+    backward: Work
+    recompute_gate_up: Work
+    recompute_layer: Work
+    rest: Work | None = None  # embeddings, head and loss, both ways
+    optimizer: Work | None = None
+
+
+def measure_costs(work: LayerWork, device: torch.device, *, repeats: int = REPEATS, copy_bytes: int = COPY_BYTES,
+                  rates: tuple[float, float] | None = None, piece: float = 0.0) -> LayerCosts:
+    """`rates`: of the copies, where they are known already."""
+    to_host, from_host = rates or copy_rates(device, copy_bytes, repeats=repeats)
+
+    def timed(one: Work | None) -> float:
+        return milliseconds(one, device, repeats=repeats) if one else 0.0
+
+    return LayerCosts(
+        forward=timed(work.forward), backward=timed(work.backward), recompute_gate_up=timed(work.recompute_gate_up),
+        recompute_layer=timed(work.recompute_layer), rest=timed(work.rest), optimizer=timed(work.optimizer), to_host=to_host,
+        from_host=from_host, piece=piece, measured=True,
+    )
+
+
+def milliseconds(work: Work, device: torch.device, *, repeats: int = REPEATS, warm_up: int = WARM_UP) -> float:
+    """Median of `repeats` runs. All of them are queued before the first is looked at: the host stays ahead of the device."""
+    for _ in range(warm_up):
+        work()
+    if device.type != "cuda":
+        times = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            work()
+            times.append(1000 * (time.perf_counter() - began))
+        return max(statistics.median(times), LEAST_MS)
+    torch.cuda.synchronize(device)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        work()
+        mark.record()
+    marks[-1].synchronize()
+    times = [float(marks[i].elapsed_time(marks[i + 1])) for i in range(repeats)]
+    return max(statistics.median(times), LEAST_MS)
+
+
+def copy_rates(device: torch.device, size: int = COPY_BYTES, *, repeats: int = REPEATS) -> tuple[float, float]:
+    """(to the host, from the host) in bytes a millisecond, through pinned memory."""
+    here = torch.zeros(size, dtype=torch.uint8, device=device)
+    there = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    out = milliseconds(lambda: there.copy_(here, non_blocking=True), device, repeats=repeats)
+    back = milliseconds(lambda: here.copy_(there, non_blocking=True), device, repeats=repeats)
+    return size / out, size / back

@@ -1,0 +1,378 @@
+"""The planner: which layers keep everything, which compute what again, and whose tensors wait in host memory.
+
+A level is what backward computes again (nothing; gate and up; the whole layer from its input), and whether what is kept leaves
+for pinned host memory in between. Layers are alike, so a plan is a count for each level. All counts are tried, which is exact:
+
+- Memory. Going down in backward, a layer's tensors are given back before the next one works. So the layers with the largest
+  working set stand at the bottom (recomputing layers, first in forward) and those that keep everything at the top. No other
+  order has a smaller peak: exchanging two neighbours shows it, and a test tries all orders.
+- Time. Layers that offload are spread evenly among those that recompute the same, and one copy may run while the layers up to
+  the next one that offloads compute: that stretch takes max(copy, compute), forward and backward.
+
+Under the budget the shortest step wins; among equals the one that uses less of the host, then of the device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pronghorn.errors import EnvironmentFault, RecipeError
+from pronghorn.memory.costs import LayerCosts
+from pronghorn.memory.sizes import (
+    CONTEXT_BYTES,
+    FRAGMENTS,
+    RECOMPUTES,
+    Job,
+    Recompute,
+    device_bytes,
+    head_bytes,
+    kept_bytes,
+    static_parts,
+    working_bytes,
+)
+
+POOL_SLOTS = 3  # layers' worth of device memory that offloading takes: two on their way back, one on its way out
+SLOT_PADDING = 16 * 256  # bytes: what aligning a layer's tensors costs at most
+NOTCH = 0.94  # after an allocation failed, the next plan uses no more than this of what the failed one expected
+UNITS = {"GB": 10**9, "MB": 10**6, "GiB": 2**30, "MiB": 2**20}
+SHARE_OF_FREE = 0.97  # `auto`
+SHARE_OF_HOST = 0.6  # of the host's free memory may be pinned: the system and the loader live on the rest
+
+
+@dataclass(frozen=True)
+class Level:
+    recompute: Recompute
+    offload: bool = False
+
+    @property
+    def name(self) -> str:
+        return {"nothing": "keep", "gate_up": "gate/up again", "layer": "all again"}[self.recompute] + (
+            ", offloaded" if self.offload else "")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+LEVELS = tuple(Level(recompute, offload) for recompute in reversed(RECOMPUTES) for offload in (False, True))
+KEEP = Level("nothing")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All that a plan is made from."""
+
+    job: Job
+    costs: LayerCosts
+    budget: int  # bytes of the device that the process may take in all
+    host: int = 0  # bytes of host memory that may be pinned; 0: nothing is offloaded
+    pieces: tuple[int, ...] = (1,)  # turns in which layers can do their MLP
+
+    def slot(self, recompute: Recompute) -> int:
+        return kept_bytes(self.job, recompute) + SLOT_PADDING
+
+
+@dataclass(frozen=True)
+class Outcome:
+    peak: int  # of the allocator
+    ms: float  # of a micro-batch
+    host: int
+    kept: int  # by layers, at the moment of the peak
+    work: int  # at that moment
+
+
+@dataclass(frozen=True)
+class Plan:
+    levels: tuple[Level, ...]  # of each layer, the first layer first
+    pieces: int
+    peak_bytes: int  # of the allocator, predicted
+    ms: float  # of a micro-batch, predicted
+    host_bytes: int  # pinned
+    slot_bytes: int  # of the largest layer that offloads
+    reasons: tuple[str, ...]
+    problem: Problem = field(repr=False, compare=False)
+
+    @property
+    def device_bytes(self) -> int:
+        """With what the driver takes and what lies in fragments: this is what stays under the budget."""
+        return device_bytes(self.peak_bytes)
+
+    @property
+    def offloaded(self) -> tuple[int, ...]:
+        """Numbers of the layers that offload."""
+        return tuple(i for i, level in enumerate(self.levels) if level.offload)
+
+    def counts(self) -> dict[Level, int]:
+        found = Counter(self.levels)
+        return {level: found[level] for level in LEVELS if found[level]}
+
+    def step_ms(self, micro_batches: int = 1) -> float:
+        return micro_batches * self.ms + self.problem.costs.optimizer
+
+    def one_notch_lower(self) -> Plan:
+        """The plan to go on with after an allocation failed: the fastest that expects to take clearly less than this one."""
+        limit = int(self.device_bytes * NOTCH)
+        best, smallest = _search(replace(self.problem, budget=min(limit, self.problem.budget)))
+        if best is None and smallest.peak_bytes >= self.peak_bytes:
+            raise EnvironmentFault(
+                what=f"out of memory, and no plan takes less than this one ({_gb(self.device_bytes)})",
+                why="every layer keeps as little as it can already", fix=_ways_out(self.problem))
+        chosen = best or smallest
+        return replace(chosen, reasons=(*chosen.reasons, f"one notch below a plan of {_gb(self.peak_bytes)} that did not fit"))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"levels": [level.name for level in self.levels], "pieces": self.pieces, "peak_bytes": self.peak_bytes,
+                "device_bytes": self.device_bytes, "ms": round(self.ms, 3), "host_bytes": self.host_bytes,
+                "budget": self.problem.budget, "measured_costs": self.problem.costs.measured, "reasons": list(self.reasons)}
+
+
+def make_plan(problem: Problem) -> Plan:
+    """The shortest step under the budget; an error with the smallest budget that works, if none does."""
+    best, smallest = _search(problem)
+    if best is None:
+        needed = smallest.device_bytes
+        parts = ", ".join(f"{name} {_gb(amount)}" for name, amount in static_parts(problem.job).items())
+        raise RecipeError(
+            what=f"memory.budget: {_gb(problem.budget)} is too little; the smallest that works is {_gb_up(needed)}",
+            why=f"at all times there are: {parts}; the rest is one layer's work on {problem.job.capacity:,} tokens",
+            fix=f"set memory.budget: {_gb_up(needed).replace(' ', '')}, or {_ways_out(problem)}")
+    return best
+
+
+def smallest_budget(problem: Problem) -> int:
+    return _search(problem)[1].device_bytes
+
+
+def _ways_out(problem: Problem) -> str:
+    """Changes that make the same run smaller, with what each needs."""
+    job, ways = problem.job, []
+    half = job.capacity // 2
+    if half >= 512:
+        ways.append(f"train.capacity: {half} ({_gb_up(smallest_budget(replace(problem, job=job.with_capacity(half))))})")
+    if job.method in ("lora", "full"):
+        job = replace(job, method="qlora")
+        ways.append(f"method: qlora ({_gb_up(smallest_budget(replace(problem, job=job)))})")
+    return " or ".join(ways) or "use a smaller model"
+
+
+# ---- the step's memory and time under given levels ---------------------------------------------------------------------------
+
+
+def evaluate(problem: Problem, levels: Sequence[Level], pieces: int = 1) -> Outcome:
+    """Of any levels in any order; layers that offload count as evenly spread among their kind."""
+    job, costs = problem.job, problem.costs
+    slots = [problem.slot(level.recompute) for level in levels if level.offload]
+    fixed = sum(static_parts(job).values()) + POOL_SLOTS * max(slots, default=0)
+    kept, moments = 0, []
+    for level in levels:
+        kept += 0 if level.offload else kept_bytes(job, level.recompute)
+        moments.append((kept, working_bytes(job, level.recompute, pieces)))
+    peak = max([*moments, (kept, head_bytes(job))], key=sum)
+    ms = costs.rest + len(levels) * (pieces - 1) * costs.piece
+    for recompute in RECOMPUTES:
+        alike = [level for level in levels if level.recompute == recompute]
+        ms += float(_ms(problem, recompute, np.array(len(alike)), np.array(sum(level.offload for level in alike))))
+    return Outcome(fixed + sum(peak), ms, sum(slots), *peak)
+
+
+Counts = npt.NDArray[Any]
+
+
+def _ms(problem: Problem, recompute: Recompute, count: Counts, leaving: Counts) -> Counts:
+    """Of `count` layers that recompute the same, `leaving` of them offloaded: both ways, without the rest of the step."""
+    costs, slot = problem.costs, problem.slot(recompute)
+    gap, longer = np.divmod(count, np.maximum(leaving, 1))  # `longer` of the stretches have one layer more
+
+    def way(compute: float, copy: float) -> Counts:
+        spread = longer * np.maximum((gap + 1) * compute, copy) + (leaving - longer) * np.maximum(gap * compute, copy)
+        return np.where(leaving > 0, spread, count * compute)
+
+    return way(costs.forward, slot / costs.to_host) + way(costs.backward + costs.again(recompute), slot / costs.from_host)
+
+
+# ---- the search --------------------------------------------------------------------------------------------------------------
+
+
+def _search(problem: Problem) -> tuple[Plan | None, Plan]:
+    """(the fastest under the budget, the smallest of all)
+
+    First every split of the layers among what they recompute, with none or all of a kind offloaded: more offloading of a kind
+    never takes more memory, so this finds the least that each split needs. Then the splits that can fit, fastest first, with
+    every offloading worth trying, until no split that is left could be faster even if all its copies were free."""
+    grids = [_Grid(problem, pieces) for pieces in problem.pieces]
+    limit = (problem.budget - CONTEXT_BYTES) / (1 + FRAGMENTS)
+    smallest: tuple[tuple[float, ...], _Grid, Counts] | None = None
+    open_splits: list[tuple[float, int, Split]] = []
+    for number, grid in enumerate(grids):
+        for split in grid.splits():
+            table = grid.table(split)
+            if table.peak.min() <= limit:
+                open_splits.append((grid.fastest(split), number, split))
+            found = table.first("peak", "ms", "host", where=table.host <= problem.host)
+            if found and (smallest is None or found[0] < smallest[0]):
+                smallest = (found[0], grid, found[1])
+    best: tuple[tuple[float, ...], _Grid, Counts] | None = None
+    for lower_bound, number, split in sorted(open_splits):
+        if best is not None and lower_bound > best[0][0]:
+            break
+        table = grids[number].table(split, limit)
+        found = table.first("ms", "host", "peak", where=(table.peak <= limit) & (table.host <= problem.host))
+        if found and (best is None or found[0] < best[0]):
+            best = (found[0], grids[number], found[1])
+    assert smallest is not None  # without any offloading every split is allowed
+    return best and _plan(problem, best[2], best[1].pieces), _plan(problem, smallest[2], smallest[1].pieces)
+
+
+Split = tuple[int, int, int]  # layers by what they recompute, in the order of RECOMPUTES
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Offloadings of one split."""
+
+    counts: Counts  # [n, 6]: for each of RECOMPUTES, layers that stay and layers that offload
+    peak: Counts
+    ms: Counts
+    host: Counts
+    slot: Counts  # the largest of a layer that offloads
+
+    def first(self, *order: str, where: Counts) -> tuple[tuple[float, ...], Counts] | None:
+        """The row that is least by these columns: (their values, its counts)."""
+        rows = np.flatnonzero(where)
+        if not len(rows):
+            return None
+        columns = [getattr(self, name)[rows] for name in order]
+        at = np.lexsort(columns[::-1])[0]
+        return tuple(float(column[at]) for column in columns), self.counts[rows[at]]
+
+
+class _Grid:
+    """What `evaluate` computes, for many counts at once."""
+
+    def __init__(self, problem: Problem, pieces: int) -> None:
+        job, self.problem, self.pieces = problem.job, problem, pieces
+        self.layers = job.shape.layers
+        self.kept = np.array([kept_bytes(job, r) for r in RECOMPUTES], dtype=np.float64)
+        self.working = np.array([working_bytes(job, r, pieces) for r in RECOMPUTES], dtype=np.float64)
+        self.slots = np.array([problem.slot(r) for r in RECOMPUTES], dtype=np.float64)
+        self.static, self.head = sum(static_parts(job).values()), head_bytes(job)
+        self.rest = problem.costs.rest + self.layers * (pieces - 1) * problem.costs.piece
+        self.compute = [problem.costs.forward + problem.costs.backward + problem.costs.again(r) for r in RECOMPUTES]
+
+    def splits(self) -> Iterator[Split]:
+        for all_again in range(self.layers + 1):
+            for gate_up in range(self.layers - all_again + 1):
+                yield all_again, gate_up, self.layers - all_again - gate_up
+
+    def fastest(self, split: Split) -> float:
+        """If copies were free. A hair less, since the sums are done in another order than in `table`."""
+        return (self.rest + sum(n * ms for n, ms in zip(split, self.compute, strict=True))) * (1 - 1e-12)
+
+    def table(self, split: Split, limit: float | None = None) -> _Table:
+        """With none and all of a kind offloaded. Under a limit: with every number of the upper two kinds, and none or the least
+        that fits of the lowest: more would only take more time (merging two stretches of layers saves a copy) and host."""
+        host = bool(self.problem.host)
+        choices = [np.arange(n + 1) if host and limit is not None else np.unique([0, n * host]) for n in split[1:]]
+        upper = np.stack([axis.ravel() for axis in np.meshgrid(*choices, indexing="ij")], axis=1)
+        lowest = [np.zeros(len(upper), dtype=np.int64)]
+        if split[0] and host:
+            all_of_it = np.full(len(upper), split[0])
+            lowest.append(all_of_it if limit is None else self._least(split, upper, limit))
+        return self._evaluated(split, np.concatenate([np.column_stack([first, upper]) for first in lowest]))
+
+    def _least(self, split: Split, upper: Counts, limit: float) -> Counts:
+        """How many of the lowest kind must leave, at least one."""
+        none = self._evaluated(split, np.column_stack([np.zeros(len(upper), dtype=np.int64), upper]))
+        pool = POOL_SLOTS * (np.maximum(none.slot, self.slots[0]) - none.slot)
+        least: Counts = np.ceil((none.peak + pool - limit) / self.kept[0])
+        return least.clip(1, split[0]).astype(np.int64)
+
+    def _evaluated(self, split: Split, leaving: Counts) -> _Table:
+        layers = np.array(split)
+        staying = layers - leaving
+        below = np.cumsum(staying * self.kept, axis=1)  # kept by the layers up to the last of each kind
+        largest = np.where(layers > 0, below + self.working, 0).max(axis=1)
+        slot = np.where(leaving > 0, self.slots, 0).max(axis=1)
+        peak = self.static + POOL_SLOTS * slot + np.maximum(largest, below[:, -1] + self.head)
+        ms = self.rest + sum(_ms(self.problem, r, layers[i], leaving[:, i]) for i, r in enumerate(RECOMPUTES))
+        counts = np.stack([staying, leaving], axis=2).reshape(len(leaving), 6)
+        return _Table(counts, peak, np.broadcast_to(ms, peak.shape), leaving @ self.slots, slot)
+
+
+def _plan(problem: Problem, counts: Counts, pieces: int) -> Plan:
+    levels: list[Level] = []
+    for i, recompute in enumerate(RECOMPUTES):
+        staying, leaving = int(counts[2 * i]), int(counts[2 * i + 1])
+        count = staying + leaving
+        # evenly spread, the first of them first: the last layer, which backward needs at once, is the last to be chosen
+        starts = {number * count // leaving for number in range(leaving)} if leaving else set()
+        levels += [Level(recompute, number in starts) for number in range(count)]
+    outcome = evaluate(problem, levels, pieces)
+    slot = max((problem.slot(level.recompute) for level in levels if level.offload), default=0)
+    plan = Plan(tuple(levels), pieces, outcome.peak, outcome.ms, outcome.host, slot, (), problem)
+    return replace(plan, reasons=_reasons(plan))
+
+
+def _reasons(plan: Plan) -> tuple[str, ...]:
+    problem, layers = plan.problem, len(plan.levels)
+    said = []
+    if plan.counts() == {KEEP: layers}:
+        said.append("everything fits: nothing is computed twice")
+    else:
+        everything = evaluate(problem, [KEEP] * layers)
+        saved = plan.ms - everything.ms
+        said.append(f"to keep everything on the GPU would take {_gb_up(device_bytes(everything.peak))} and "
+                    + (f"save {saved:.1f} of {plan.ms:.1f} ms" if saved > 0.05 else "be no faster"))
+    if plan.offloaded:
+        stalled = plan.ms - evaluate(replace(problem, costs=replace(problem.costs, to_host=1e18, from_host=1e18)),
+                                     plan.levels, plan.pieces).ms
+        said.append(f"{len(plan.offloaded)} layers leave for {_gb(plan.host_bytes)} of pinned host memory; "
+                    + (f"the copies cost {stalled:.1f} ms" if stalled > 0.05 else "their copies hide behind the compute"))
+    if plan.pieces > 1:
+        said.append(f"the MLP's rows are done in {plan.pieces} turns, so that less is held at once")
+    return tuple(said)
+
+
+# ---- budgets -----------------------------------------------------------------------------------------------------------------
+
+
+def parse_budget(text: str, total: int, free: int | None = None) -> int:
+    """`auto`, `24GB` or `80%` (recipe.Memory) as bytes of a device with `total` bytes, `free` of them now."""
+    free = total if free is None else free
+    if text == "auto":
+        return int(free * SHARE_OF_FREE)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB|MB|MiB|%)", text)
+    if not found:
+        raise RecipeError(what=f"memory.budget: {text!r} is not a budget", fix="write auto, 24GB or 80%")
+    amount, unit = float(found[1]), found[2]
+    asked = int(total * amount / 100) if unit == "%" else int(amount * UNITS[unit])
+    if asked > total:
+        raise RecipeError(what=f"memory.budget: {text} is more than the GPU has", why=f"it has {_gb(total)}",
+                          fix="set memory.budget: auto, or a smaller amount")
+    return asked
+
+
+def host_room() -> int:
+    """Bytes of this machine's memory that a pool may pin; 0 where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
+    return int(available * SHARE_OF_HOST)
+
+
+def _gb(amount: float) -> str:
+    return f"{amount / 1e9:.1f} GB"
+
+
+def _gb_up(amount: float) -> str:
+    """Rounded up: a budget that is said to work does."""
+    return f"{-(-int(amount) // 10**8) / 10:.1f} GB"
