@@ -191,6 +191,7 @@ def _text(line: Line) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="ops, with commas between")
+    parser.add_argument("--where", default="", metavar="D=4096,V=128256", help="only cases with these sizes")
     parser.add_argument("--sweep", default="", metavar="OP", help="time the tile sizes of one op")
     parser.add_argument("--dry", action="store_true", help="16 rows, no timing without a GPU")
     parser.add_argument("--json", type=Path, help="where to write the result")
@@ -200,9 +201,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"copy {copy_rate() * 1e-12:.2f} TB/s" if DEVICE == "cuda" else "no GPU: correctness only", flush=True)
     print(f"{'op':28} {'case':46} {'impl':24} {'time':>12} {'rate':>16} {'of copy':>7} {'error':>9}")
     lines: list[Line] = []
+    wanted = [part.split("=", 1) for part in options.where.split(",") if part]
     chosen = [options.sweep] if options.sweep else [name for name in options.only.split(",") if name]
     for module in benchmark_modules(chosen).values():
         for given in module.cases():
+            if any(str(given.get(name)) != value for name, value in wanted):
+                continue
             case = given | ({"T": 16, "dry": True} if options.dry else {})
             found = (module.sweep if options.sweep else module.run)(case)
             for line in [found] if isinstance(found, dict) else found:
@@ -210,10 +214,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(_text(line), flush=True)
             if DEVICE == "cuda":
                 torch.cuda.empty_cache()
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        result = machine() | {"copy_bytes_per_second": copy_rate(), "lines": lines}
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            if options.json:  # after every case: a run that is cut off keeps what it has
+                options.json.parent.mkdir(parents=True, exist_ok=True)
+                result = machine() | {"copy_bytes_per_second": copy_rate(), "lines": lines}
+                options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

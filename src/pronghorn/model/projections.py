@@ -171,8 +171,9 @@ class Projections:
             linear_backward_weight(part, x_TD, linear.weight.dtype) if linear.weight.requires_grad else None
             for linear, part in zip(linears, parts, strict=True)
         ]
+        precise = torch.promote_types(dy_ext.dtype, torch.float32)
         grads += [
-            part.sum(0, dtype=torch.promote_types(part.dtype, torch.float32)).to(linear.bias.dtype) if linear.bias.requires_grad else None
+            part.sum(0, dtype=precise).to(linear.bias.dtype) if linear.bias.requires_grad else None
             for linear, part in zip(linears, parts, strict=True) if linear.bias is not None
         ]
         if self._group is None:
