@@ -1,4 +1,4 @@
-"""What a process of our own (the command line, a benchmark) sets for libraries that read the environment when they are imported.
+"""What a process of our own (the command line, a benchmark) sets for libraries that read the environment on import.
 
 Only there: as a library, Pronghorn leaves the environment alone. What the user has set stays.
 """

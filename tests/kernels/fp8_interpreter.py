@@ -1,4 +1,4 @@
-"""Triton's interpreter truncates casts to FP8 and to bf16; a GPU rounds to the nearest and saturates. For tests of FP8 kernels."""
+"""For tests of FP8 kernels: Triton's interpreter cuts digits off in casts to FP8 and bf16, where a GPU rounds and saturates."""
 
 from __future__ import annotations
 

@@ -127,6 +127,9 @@ def test_forward_and_backward_are_as_near_to_the_truth_as_plain_torch(
             continue
         got = raw(tensors, cu, max(LENGTHS), backend=backend, **options)
         for what, ours, theirs, exact in zip(("out", "dq", "dk", "dv", "dsinks"), got, yardstick, truth, strict=False):
+            if not exact.any():  # a window of one token: dq and dk are differences of equal numbers, summed in another order
+                assert ours.abs().max() <= torch.finfo(dtype).eps * truth[3].abs().max(), f"{backend} {name} {what}"
+                continue
             judge(ours.cpu(), theirs, exact, f"{backend} {name} {what}")
 
 

@@ -88,16 +88,25 @@ class Shapes:
 
     @classmethod
     def planned(cls, table: TokenRows, packs: Packs, capacity: int) -> Shapes:
-        """Two sizes fit all packs of this epoch (the first fits three of four), one more fits any pack there can be."""
+        """One size fits all packs of this epoch, or two where three of four packs are much smaller than the largest; one more
+        fits any pack there can be. Few sizes, because a step is captured for each."""
         starts = packs.starts[:-1]
-        documents = np.diff(packs.starts)
-        rows = np.add.reduceat(table.loss_counts[packs.order], starts) if len(starts) else np.zeros(1)
-        step = max(16, capacity // ROW_STEPS)
-        sizes = {min(capacity, _rounded(float(np.quantile(rows, q)), step)) for q in (0.75, 1.0)} | {capacity}
-        entries = {_rounded(float(np.quantile(documents, q)) + 2, ENTRIES) for q in (0.75, 1.0)}
+        documents = np.diff(packs.starts) + 2
+        rows = np.add.reduceat(table.loss_counts[packs.order], starts)
         longest = min(capacity, _rounded(int(table.lengths.max()), 128))
-        entries.add(_rounded(max_documents(capacity) + 2 + capacity // longest, ENTRIES))
-        return cls(tuple(sorted(entries)), tuple(sorted(sizes)), longest)
+        most = _rounded(max_documents(capacity) + 2 + capacity // longest, ENTRIES)
+        return cls(
+            entries=tuple(sorted({*_sizes(documents, ENTRIES, 2 * ENTRIES), most})),
+            rows=tuple(sorted({*_sizes(rows, max(16, capacity // ROW_STEPS), capacity // 8, capacity), capacity})),
+            longest=longest,
+        )
+
+
+def _sizes(needed: npt.NDArray[np.integer], step: int, much: int, limit: int | None = None) -> set[int]:
+    """The largest need, and what three of four get by with where that is smaller by more than `much`; in whole steps."""
+    sizes = [_rounded(float(np.quantile(needed, q)), step) for q in (0.75, 1.0)]
+    chosen = set(sizes) if sizes[1] - sizes[0] > much else {sizes[1]}
+    return chosen if limit is None else {min(limit, size) for size in chosen}
 
 
 def _rounded(value: float, multiple: int) -> int:

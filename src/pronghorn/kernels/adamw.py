@@ -10,9 +10,9 @@ out each tensor's factors; the update. They are three because each needs all of 
 grid would need all programs on the chip at once. Tensors of other dtypes take launches of their own (adapters have one).
 Where a tensor lies is read from a table on the device, built once: a step copies nothing from the host and asks nothing.
 
-A norm that is not finite changes no tensor and no step counter, on the device, and adds one to `skipped`. With a loss to watch,
-so does a loss that is not finite or a norm of zero, and so does every step after the first refused one: the host, which reads
-the loss a step later, finds the weights of the last sound step. Sums have a fixed order, so results repeat bit for bit. Everything is computed in fp32 (the bias corrections in fp64) and rounded once.
+A norm that is not finite changes no tensor and no step counter, on the device, and adds one to `skipped`. With a loss to
+watch, so does a loss that is not finite or a norm of zero, and so does every step after the first refused one: the host, which
+reads the loss a step later, finds the weights of the last sound step. Sums have a fixed order, so results repeat bit for bit. Everything is computed in fp32 (the bias corrections in fp64) and rounded once.
 Bound by memory: 4 bytes a parameter for the norm, 28 for the update and 2 for a bf16 shadow, with fp32 tensors.
 """
 
@@ -407,7 +407,7 @@ def adamw_step(
     """One update in place. Returns the gradient's norm before clipping, 0-dim on the device, until the next step.
 
     lr: a number, or a tensor on the device with one entry for each of the tensors' lr_groups, so that a captured CUDA graph
-    follows a schedule; a rate ratio (LoRA+) is one entry more. clip_norm None or 0: no clipping. loss: 0-dim, watched (see top).
+    follows a schedule; a rate ratio (LoRA+) is one entry more. clip_norm None or 0: no clipping. loss: 0-dim, watched.
     """
     if clip_norm == 0:
         clip_norm = None

@@ -13,12 +13,14 @@ an FP8 product of 3 ms, computed from its rate). These columns share the scale o
 output channel. So each of the R has a factor that is moved from one side to the other, and rows of x leave room (`bound`, see
 fp8_cast.py):
 
-    forward     c_r  = max_o |sB_or| / scale_o / 448         so that sB / (scale c) fits; within [1/16, 4]
+    forward     c_r  = max_o |sB_or| / scale_o / 448         so that sB / (scale c) fits; within [1/16, 64]
                 bound = max_r c_r |A_r|_2                     so that x A^T c fits, whatever x is
-    backward    c'_r = max_d |A_rd| / 64                      bound' = max_r c'_r |sB_r / scale|_2, at most 1
+    backward    c'_r = 1 / (4 |sB_r / scale|_2)               within max_d |A_rd| / [448, 16], so that A / c' fits
+                bound' = max_r c'_r |sB_r / scale|_2          at most 16, so that dy sB c' fits
 
-Everything is a floating-point number, so room costs nothing until values fall below 2^-6 of their scale. Beyond the limits of
-c and bound' (adapters far larger than the weight they sit on) values saturate at 448.
+Everything is a floating-point number, so room costs nothing until values fall below 2^-6 of their scale: at the limits 64 and
+16 a typical value of x or dy is still eight times that. Adapters larger than those limits allow, with values 64 times the
+largest of the weight they sit on, saturate.
 
 T = packed tokens, O = output width, D = input width, R = rank, a multiple of 16, E = 3R.
 """
@@ -34,9 +36,10 @@ from torch import Tensor
 from pronghorn.kernels.dispatch import jit, tl, triton, use_triton
 from pronghorn.kernels.fp8_cast import E4M3, E4M3_MAX
 
-LEAST, MOST = 1 / 16, 4.0  # of the forward factor
-MOST_BOUND = 1.0  # of the backward pass
-A_LARGEST = 64.0  # where A's largest value goes
+LEAST, MOST = 1 / 16, 64.0  # of the forward factor
+MOST_BOUND = 16.0  # of the backward pass
+REACH = 0.25  # what bound' is to be, if A lets it
+A_LEAST = 16.0  # where A's largest value goes at least, and 448 at most
 TINY = 2.0**-60
 TILE = 4096  # values of A or sB a program has in registers at a time
 
@@ -68,10 +71,12 @@ def split_reference_job(job: SplitJob) -> None:
     A_RD, b_OR = job.A_RD.float(), job.sB_OR.float() / job.scale_O[:, None]
     R = len(A_RD)
     c_R = (b_OR.abs().amax(0) * (1 / E4M3_MAX)).clamp(LEAST, MOST)
-    c_back_R = (A_RD.abs().amax(1) * (1 / A_LARGEST)).clamp_min(TINY)
+    a_R, reach_R = A_RD.abs().amax(1), b_OR.square().sum(0).sqrt()
+    c_back_R = torch.minimum(torch.maximum(REACH / reach_R.clamp_min(TINY), a_R * (1 / E4M3_MAX)), a_R * (1 / A_LEAST))
+    c_back_R = c_back_R.clamp_min(TINY)
     job.factors_2R.copy_(torch.stack([c_R, c_back_R]))
     job.bounds_2[0] = (c_R * A_RD.square().sum(1).sqrt()).max()
-    job.bounds_2[1] = (c_back_R * b_OR.square().sum(0).sqrt()).max().clamp_max(MOST_BOUND)
+    job.bounds_2[1] = (c_back_R * reach_R).max().clamp_max(MOST_BOUND)
     for target, values in ((job.columns_OE.T, (b_OR / c_R).T), (job.rows_ED, A_RD / c_back_R[:, None])):
         hi, lo = split_reference(values)
         target[:R], target[R : 2 * R], target[2 * R :] = hi, hi, lo
@@ -132,10 +137,10 @@ def _take_a(A: tl.tensor, A_row: tl.tensor, row: tl.tensor, column: tl.tensor, R
 @jit
 def _split_kernel(
     jobs: tl.tensor, like: tl.tensor, like8: tl.tensor, R_BLOCK: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr,
-    MOST: tl.constexpr, MOST_BOUND: tl.constexpr, TINY: tl.constexpr,
+    MOST: tl.constexpr, MOST_BOUND: tl.constexpr, REACH: tl.constexpr, A_LEAST: tl.constexpr, TINY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One group a program. A row of `jobs`: addresses of A, sB, scale, columns, rows, factors, bounds; row strides of A, sB,
-    columns, rows; O, D, R. The two `like` pointers only carry the dtypes."""
+    columns, rows; O, D, R. All but O are multiples of 16. The two `like` pointers only carry the dtypes."""
     job = jobs + tl.program_id(0) * 14
     A = tl.load(job).to(tl.pointer_type(like.dtype.element_ty))
     sB = tl.load(job + 1).to(tl.pointer_type(like.dtype.element_ty))
@@ -145,6 +150,10 @@ def _split_kernel(
     factors, bounds = tl.load(job + 5).to(tl.pointer_type(tl.float32)), tl.load(job + 6).to(tl.pointer_type(tl.float32))
     A_row, sB_row, columns_row, rows_row = tl.load(job + 7), tl.load(job + 8), tl.load(job + 9), tl.load(job + 10)
     outputs, D, R = tl.load(job + 11).to(tl.int32), tl.load(job + 12).to(tl.int32), tl.load(job + 13).to(tl.int32)
+    A, sB, columns, rows = tl.multiple_of(A, 16), tl.multiple_of(sB, 16), tl.multiple_of(columns, 16), tl.multiple_of(rows, 16)
+    A_row, sB_row = tl.multiple_of(A_row, 16), tl.multiple_of(sB_row, 16)
+    columns_row, rows_row = tl.multiple_of(columns_row, 16), tl.multiple_of(rows_row, 16)
+    D, R = tl.multiple_of(D, 16), tl.multiple_of(R, 16)
     rank, step = tl.arange(0, R_BLOCK), tl.arange(0, STEP)
     b_largest, b_squares = tl.zeros([R_BLOCK], tl.float32), tl.zeros([R_BLOCK], tl.float32)
     a_largest, a_squares = tl.zeros([R_BLOCK], tl.float32), tl.zeros([R_BLOCK], tl.float32)
@@ -155,11 +164,13 @@ def _split_kernel(
         value = _take_a(A, A_row, rank, first + step, R, D)
         a_largest, a_squares = tl.maximum(a_largest, tl.max(tl.abs(value), 1)), a_squares + tl.sum(value * value, 1)
     factor = tl.minimum(tl.maximum(b_largest * 0.002232142857142857, LEAST), MOST)
-    factor_back = tl.maximum(a_largest * 0.015625, TINY)
+    b_norm = tl.sqrt_rn(b_squares)
+    factor_back = tl.maximum(REACH / tl.maximum(b_norm, TINY), a_largest * 0.002232142857142857)
+    factor_back = tl.maximum(tl.minimum(factor_back, a_largest * (1 / A_LEAST)), TINY)
     tl.store(factors + rank, factor, mask=rank < R)
     tl.store(factors + R + rank, factor_back, mask=rank < R)
     tl.store(bounds, tl.max(factor * tl.sqrt_rn(a_squares), 0))
-    tl.store(bounds + 1, tl.minimum(tl.max(factor_back * tl.sqrt_rn(b_squares), 0), MOST_BOUND))
+    tl.store(bounds + 1, tl.minimum(tl.max(factor_back * b_norm, 0), MOST_BOUND))
     for first in range(0, outputs, STEP):
         row = first + step
         hi, lo = _split(_take_b(sB, sB_row, scale, row, rank, outputs, R) / factor[None, :], like8)
@@ -216,7 +227,7 @@ class SplitTable:
         block = triton.next_power_of_2(max(len(job.A_RD) for job in self.jobs))
         _split_kernel[(len(self.jobs),)](
             self._table, self.jobs[0].A_RD, self.jobs[0].columns_OE, R_BLOCK=block, STEP=max(16, TILE // block), LEAST=LEAST,
-            MOST=MOST, MOST_BOUND=MOST_BOUND, TINY=TINY, num_warps=8,
+            MOST=MOST, MOST_BOUND=MOST_BOUND, REACH=REACH, A_LEAST=A_LEAST, TINY=TINY, num_warps=8,
         )  # fmt: skip
 
     def _build(self) -> Tensor | None:
@@ -229,4 +240,6 @@ class SplitTable:
             strided = (job.A_RD, job.sB_OR, job.columns_OE, job.rows_ED)
             sizes = (job.sB_OR.shape[0], job.A_RD.shape[1], job.A_RD.shape[0])
             rows.append([*(t.data_ptr() for t in tensors), *(t.stride(0) for t in strided), *sizes])
+        if any(row[i] % 16 for row in rows for i in (0, 1, 3, 4, 7, 8, 9, 10, 12, 13)):
+            return None
         return torch.tensor(rows, dtype=torch.int64, device=first.A_RD.device)

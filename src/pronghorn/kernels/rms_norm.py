@@ -265,13 +265,14 @@ def _sum_rows_kernel(
 ) -> None:  # fmt: skip
     """out[0] = the sum of the rows of `partial`, out[1] that of `other`'s (program_id(1) says which); BLOCK columns each."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if tl.program_id(1) == 1:
+    second = tl.program_id(1) == 1
+    if second:
         partial = other
-        rows = other_rows
+    count = tl.where(second, other_rows, rows)  # not `rows = other_rows`: a 1 is a constant to Triton, and stays one
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in range(0, rows, ROWS):
+    for first in range(0, count, ROWS):
         row = first + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < D)[None, :]
+        inside = (row < count)[:, None] & (column < D)[None, :]
         total += tl.load(partial + row[:, None] * D + column[None, :], mask=inside, other=0.0)
     tl.store(out + tl.program_id(1) * D + column, tl.sum(total, 0), mask=column < D)
 

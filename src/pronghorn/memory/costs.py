@@ -2,9 +2,9 @@
 
 A matrix product takes its floating-point operations at the rate below plus its bytes at the device's bandwidth; everything else
 takes its bytes. The efficiencies are what one H200 made of its data sheet (2026-11: 772 TFLOP/s of bf16 products, 645 to 752 at
-layer shapes, 4.26 TB/s of copies, pinned host copies at 55 GB/s, flash-attn-4 at 626 / 541 TFLOP/s forward / backward). With them
-the step of 16,384 tokens is foretold as 166 ms for Llama 1B, 121 for Qwen3 0.6B and 854 for Llama 8B, where 165, 112 and 883 were
-measured. For other GPUs nobody has checked the prediction; measure.py makes the same figures on the machine itself.
+layer shapes, 4.26 TB/s of copies, pinned host copies at 55 GB/s, flash-attn-4 at 626 / 541 TFLOP/s forward / backward). With
+them the step of 16,384 tokens is foretold as 166 ms for Llama 1B, 121 for Qwen3 0.6B and 854 for Llama 8B, where 165, 112 and
+883 were measured. For other GPUs nobody has checked the prediction; measure.py makes the same figures on the machine itself.
 """
 
 from __future__ import annotations

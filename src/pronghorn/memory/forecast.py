@@ -1,7 +1,7 @@
 """`pronghorn plan`: what a recipe would take on a GPU that need not be there: memory, step time, tokens a second, hours, money.
 
-Everything here is a prediction. Data to work with (`Forecast`), and the same as plain text: a table of levels, the layers as a row
-of blocks, and the figures below it.
+Everything here is a prediction. Data to work with (`Forecast`), and the same as plain text: a table of levels, the layers as a
+row of blocks, and the figures below it.
 """
 
 from __future__ import annotations

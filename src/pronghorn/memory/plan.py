@@ -207,13 +207,13 @@ def _search(problem: Problem) -> tuple[Plan | None, Plan]:
     never takes more memory, so this finds the least that each split needs. Then the splits that can fit, fastest first, with
     every offloading worth trying, until no split that is left could be faster even if all its copies were free."""
     grids = [_Grid(problem, pieces) for pieces in problem.pieces]
-    limit = (problem.budget - CONTEXT_BYTES) / (1 + FRAGMENTS)
+    limit = (problem.budget - CONTEXT_BYTES + 1) / (1 + FRAGMENTS)  # peaks below this: `device_bytes` rounds down
     smallest: tuple[tuple[float, ...], _Grid, Counts] | None = None
     open_splits: list[tuple[float, int, Split]] = []
     for number, grid in enumerate(grids):
         for split in grid.splits():
             table = grid.table(split)
-            if table.peak.min() <= limit:
+            if table.peak.min() < limit:
                 open_splits.append((grid.fastest(split), number, split))
             found = table.first("peak", "ms", "host", where=table.host <= problem.host)
             if found and (smallest is None or found[0] < smallest[0]):
@@ -223,7 +223,7 @@ def _search(problem: Problem) -> tuple[Plan | None, Plan]:
         if best is not None and lower_bound > best[0][0]:
             break
         table = grids[number].table(split, limit)
-        found = table.first("ms", "host", "peak", where=(table.peak <= limit) & (table.host <= problem.host))
+        found = table.first("ms", "host", "peak", where=(table.peak < limit) & (table.host <= problem.host))
         if found and (best is None or found[0] < best[0]):
             best = (found[0], grids[number], found[1])
     assert smallest is not None  # without any offloading every split is allowed

@@ -4,8 +4,8 @@ T = tokens of a micro-batch (capacity), D = model width, N = query heads, K = ke
 X = (N + 2K) H, F = MLP width, V = vocabulary, R = extra columns that carry adapters, e = bytes of an activation.
 
 What a layer keeps is written down as `Kept` in model/decoder_layer.py holds it; a test compares the two, byte for byte. The
-peak of a step is one of two moments (`peak`): the head, when every layer has kept its share, or a layer's backward, when the
-layers above it have given theirs back:
+peak of a step is at one of two moments (plan.py: `evaluate`): in the head, when every layer has kept its share, or in a layer's
+backward, when the layers above it have given theirs back:
 
     static + sum of kept over the layers up to this one + the largest working set of this one's backward
 """
@@ -116,6 +116,7 @@ class Job:
     compute: Literal["bf16", "fp8"] = "bf16"  # of the frozen products; fp8 is implied by method fp8
     loss_rows: int = 0  # of a micro-batch, padded; 0: all of them
     documents: int = 0  # entries of cu_seqlens, padded; 0: one for every 128 tokens, as short instructions have it
+    graphed: bool = True  # the step is captured, and adapters' gradients are added up in a buffer of their own
     attended: int = 324  # sum of squares of the documents' lengths over the sum of lengths; 324: mean 207, log-normal
 
     @property
@@ -183,9 +184,12 @@ def static_parts(job: Job) -> dict[str, int]:
         return {"weights": parameters * FP32 + copies, "gradients and optimizer": parameters * 3 * FP32,
                 "rope and libraries": _rope_and_libraries(job)}
     stored = sum(_stored(group, job) for group in groups) + vectors * e
-    return {"weights": s.layers * stored + (embeddings + s.width) * e,
-            "adapters and optimizer": job.adapter_parameters() * 4 * FP32,  # value, gradient, two moments
-            "rope and libraries": _rope_and_libraries(job)}
+    parts = {"weights": s.layers * stored + (embeddings + s.width) * e,
+             "adapters and optimizer": job.adapter_parameters() * 4 * FP32,  # value, gradient, two moments
+             "rope and libraries": _rope_and_libraries(job)}
+    if job.graphed:  # model/adapter_sums.py
+        parts["adapter sums"] = s.layers * sum(g.extra * (g.inputs + sum(g.outputs)) for g in groups) * FP32
+    return parts
 
 
 def _stored(group: Group, job: Job) -> int:
@@ -251,7 +255,8 @@ def working_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
     D, F, rows = s.width, s.mlp_width, -(-T // pieces)
     again = kept_bytes(job, "nothing") - kept_parts(job)["gu"] - kept_bytes(job, "layer") if recompute == "layer" else 0
     gate_up = 0 if recompute == "nothing" else rows * (2 * F + D + g["gate_up"].extra) * e
-    mlp = T * (2 * D + g["down"].extra) * e + rows * (4 * F + g["gate_up"].extra) * e + gate_up
+    copies = 2 if "after_mlp" in s.norms else 1  # a norm's gradient needs rows of its own
+    mlp = T * (copies * D + g["down"].extra) * e + rows * (4 * F + g["gate_up"].extra) * e + gate_up
     mlp += T * D * e if pieces > 1 else 0  # the gradient of the MLP's input, put together
     heads = s.heads + 2 * s.kv_heads
     # fp32 sums of dq, dk, dv, 128 rows more for each document

@@ -18,7 +18,7 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,7 @@ class GraphedStep(Step):
         self._adamw, self._say, self._must = optimizer, say, must
         self._cuda = device.type == "cuda"
         self._captures = self._cuda  # until a capture fails
+        self._tried = False  # whether forward and backward ran once
         self._micros: dict[tuple[int, ...], _Micro] = {}
         self._staging: dict[tuple[int, ...], deque[_Staging]] = {}
         self._update: Work | None = None
@@ -160,6 +161,7 @@ class GraphedStep(Step):
         inputs = batch.map(lambda tensor: tensor.to(self.device, copy=True))
         saved = [tensor.clone() for tensor in self._added_up]
         run = self._captured(lambda: self._forward_backward(inputs))
+        self._tried = True
         for tensor, before in zip(self._added_up, saved, strict=True):
             tensor.copy_(before)
         if self._cuda:
@@ -173,25 +175,38 @@ class GraphedStep(Step):
         return self._micros[batch.shape]
 
     def _captured(self, work: Work) -> Work:
-        """A graph's replay; the work itself where capture is not possible. Runs the work once before: kernels are compiled,
-        libraries get their workspaces, and whatever is wrong is not blamed on the capture."""
+        """A graph's replay; the work itself where capture is not possible.
+
+        The first time, the work runs once before: kernels are compiled, libraries get their workspaces, and whatever is wrong
+        is not blamed on the capture. Later shapes need the same kernels, and a trial beside the first graph's memory would
+        need twice of it; should one meet a kernel that is not there yet, its capture fails, and is repeated after a trial.
+        """
         if not self._captures:
             return work
+        if self._tried:
+            with suppress(RuntimeError):
+                return self._capture(work)
+        self._try(work)
+        try:
+            return self._capture(work)
+        except (RuntimeError, EnvironmentFault) as error:
+            self._capture_failed(error)
+            return work
+
+    def _try(self, work: Work) -> None:
         self._capture_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._capture_stream):
             work()
         torch.cuda.current_stream().wait_stream(self._capture_stream)
+
+    def _capture(self, work: Work) -> Work:
         torch.cuda.synchronize()
         gc.collect()
-        torch.cuda.empty_cache()  # what the trial used; the graph takes as much out of its own pool
+        torch.cuda.empty_cache()  # what a trial used; the graph takes as much out of its own pool
         graph = torch.cuda.CUDAGraph()
-        try:
-            # thread_local: the loader's threads pin memory meanwhile, which a global capture would forbid them
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._capture_stream, capture_error_mode="thread_local"):
-                work()
-        except (RuntimeError, EnvironmentFault) as error:
-            self._capture_failed(error)
-            return work
+        # thread_local: the loader's threads pin memory meanwhile, which a global capture would forbid them
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._capture_stream, capture_error_mode="thread_local"):
+            work()
         return graph.replay
 
     def _capture_failed(self, error: Exception) -> None:

@@ -1,0 +1,56 @@
+"""The predictor against measured steps, and its directions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pronghorn.bench.workloads import MODELS
+from pronghorn.memory.costs import Model, predicted_costs
+from pronghorn.memory.gpus import GPUS
+from pronghorn.memory.sizes import Job, shape_of
+
+
+def job_of(model: str, **changes: object) -> Job:
+    return replace(Job(shape_of(MODELS[model]), 16384), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("model", "measured"), [("llama-1b", 164.7), ("qwen3-0.6b", 112.0), ("llama-8b", 882.8)])
+def test_the_step_of_an_h200_is_foretold(model: str, measured: float) -> None:
+    job = job_of(model)
+    costs = predicted_costs(job, GPUS["h200"])
+    ms = job.shape.layers * (costs.forward + costs.backward) + costs.rest + costs.optimizer
+    assert ms == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(("model", "products", "elementwise", "attention", "thin"), [
+    ("llama-8b", 708, 62, 43, 39), ("llama-1b", 110, 14.6, 14.2, 11)])
+def test_its_parts_are_those_of_the_profile(model: str, products: float, elementwise: float, attention: float,
+                                            thin: float) -> None:
+    """A sum can be right by accident."""
+    job = job_of(model)
+    predictor, layers = Model(job, GPUS["h200"]), job.shape.layers
+    forward, backward = predictor.forward(), predictor.backward()
+    assert layers * (forward.products + backward.products) + predictor.rest() == pytest.approx(products, rel=0.15)
+    assert layers * (forward.elementwise + backward.elementwise) == pytest.approx(elementwise, rel=0.15)
+    assert layers * (forward.attention + backward.attention) == pytest.approx(attention, rel=0.3)
+    assert layers * (forward.thin + backward.thin) == pytest.approx(thin, rel=0.15)
+
+
+def test_more_work_takes_longer() -> None:
+    h200 = GPUS["h200"]
+    plain = predicted_costs(job_of("llama-8b"), h200)
+    assert 0 < plain.recompute_gate_up < plain.recompute_layer < plain.forward < plain.backward
+    assert predicted_costs(job_of("llama-8b", attended=16384), h200).backward > plain.backward
+    assert predicted_costs(job_of("llama-8b", method="fp8"), h200).forward < plain.forward
+    assert predicted_costs(job_of("llama-8b", method="qlora"), h200).forward > plain.forward
+    assert predicted_costs(job_of("llama-8b", method="full"), h200).backward > plain.backward
+    assert predicted_costs(job_of("llama-8b"), GPUS["rtx4090"]).forward > 3 * plain.forward
+
+
+def test_a_norm_behind_the_mlp_needs_its_product_again() -> None:
+    shape = shape_of(MODELS["llama-8b"])
+    sandwich = replace(shape, norms=("before_attention", "after_attention", "before_mlp", "after_mlp"))
+    plain, more = (predicted_costs(Job(s, 16384), GPUS["h200"]) for s in (shape, sandwich))
+    assert more.recompute_layer - plain.recompute_layer > 1.0  # the down projection: 2.9 ms

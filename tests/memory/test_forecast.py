@@ -1,0 +1,92 @@
+"""`pronghorn plan` as data and as text: they say the same, and what they say follows the recipe."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pronghorn.bench.workloads import MODELS
+from pronghorn.errors import CommandError, RecipeError
+from pronghorn.memory.costs import LayerCosts
+from pronghorn.memory.forecast import job_of, picture, plan_report
+from pronghorn.memory.plan import KEEP, Level
+from pronghorn.recipe import Recipe
+
+
+def recipe(**changes: Any) -> Recipe:
+    return Recipe.model_validate({"model": "llama-8b", "data": {"train": ["x"]}} | changes)
+
+
+def test_the_text_says_what_the_data_says() -> None:
+    forecast = plan_report(recipe(memory={"budget": "40GB"}, train={"steps": 100}), MODELS["llama-8b"], gpu="h200")
+    told, text = json.loads(json.dumps(forecast.as_dict())), forecast.text()
+    assert told["tokens"] == 100 * 65536
+    assert told["cost"] == pytest.approx(told["hours"] * 3.59)
+    assert told["hours"] == pytest.approx(told["tokens"] / told["tokens_per_second"] / 3600, rel=1e-4)
+    assert f"{forecast.step_ms:,.1f} ms" in text
+    assert f"{forecast.tokens_per_second:,.0f} tokens/s (predicted)" in text
+    assert f"peak {forecast.plan.peak_bytes / 1e9:.1f} GB" in text
+    assert "list prices vary" in text
+    assert "4 micro-batches" in text
+    for level, count in forecast.plan.counts().items():
+        line = next(line for line in text.splitlines() if line.startswith(f"{level.name}  "))
+        assert line.split(level.name)[1].split()[0] == str(count)
+    assert max(len(line) for line in text.splitlines() if not line.startswith(("memory", "why"))) <= 100
+
+
+def test_the_parts_of_the_peak_add_up() -> None:
+    for budget in ("24GB", "40GB", "auto"):
+        text = plan_report(recipe(memory={"budget": budget}), MODELS["llama-8b"]).text()
+        line = next(line for line in text.splitlines() if line.startswith("memory"))
+        parts = [float(part.split()[-1]) for part in line[line.index("(") + 1 : line.index(")")].split(",")]
+        assert sum(parts) == pytest.approx(float(line.split()[2]), abs=0.1)
+
+
+def test_the_picture_shows_every_layer_once() -> None:
+    levels = [Level("layer", offload=True), Level("layer"), Level("gate_up"), KEEP]
+    assert picture(levels)[:2] == ["layers   0  ░░▓█", "      host  ↑"]
+    assert "█ keeps everything" in picture(levels)[2]
+    long = picture([KEEP] * 80)
+    assert sum(line.count("█") for line in long[:-1]) == 80
+    assert "offloaded" not in long[-1]
+
+
+def test_a_price_of_ones_own_and_measured_costs() -> None:
+    own = plan_report(recipe(), MODELS["llama-8b"], gpu="rtx-pro-6000", price=10.0, tokens=10**9)
+    assert own.cost == pytest.approx((own.hours or 0) * 10)
+    assert "your price" in own.text()
+    assert "not measured on this GPU" in own.text()
+    costs = LayerCosts(10, 12, 5, 8, 40, 0.4, 5e7, 5e7, measured=True)
+    measured = plan_report(recipe(), MODELS["llama-8b"], costs=costs)
+    assert measured.step_ms == pytest.approx(4 * (32 * 22 + 40) + 0.4)
+    assert "from times measured here" in measured.text()
+    assert measured.as_dict()["predicted"] is False
+    assert "for 1,000,000,000 tokens" in measured.text()
+
+
+def test_the_recipe_decides() -> None:
+    asked = recipe(lora={"r": 8, "targets": ["q_proj"]}, method="qlora", precision="fp32")
+    job = job_of(asked, MODELS["llama-8b"], loss_share=0.3)
+    assert (job.rank, job.targets, job.method, job.element) == (8, ("q_proj",), "qlora", 4)
+    assert job.loss_rows == 5120  # 0.3 of 16,384, to the next sixteenth
+    lora, qlora = (plan_report(recipe(method=m), MODELS["llama-8b"], gpu="h200").plan for m in ("lora", "qlora"))
+    assert qlora.peak_bytes < lora.peak_bytes
+
+
+@pytest.mark.parametrize(("changes", "gpu", "error", "said"), [
+    ({"train": {"capacity": 65536}}, "rtx4090", RecipeError, "the smallest that works"),
+    ({"memory": {"budget": "200GB"}}, "h200", RecipeError, "more than the GPU has"),
+    ({"method": "fp8"}, "a100-80", CommandError, "no FP8"),
+    ({}, "gtx970", CommandError, "no GPU is known"),
+])
+def test_what_cannot_be_is_told(changes: dict[str, Any], gpu: str, error: Any, said: str) -> None:
+    with pytest.raises(error, match=said):
+        plan_report(recipe(**changes), MODELS["llama-8b"], gpu=gpu)
+
+
+@pytest.mark.parametrize(("model", "measured"), [("llama-1b", 16384 / 164.7), ("llama-8b", 16384 / 882.8)])
+def test_tokens_a_second_on_an_h200(model: str, measured: float) -> None:
+    one = recipe(train={"batch_tokens": 16384})
+    assert plan_report(one, MODELS[model]).tokens_per_second / 1000 == pytest.approx(measured, rel=0.15)

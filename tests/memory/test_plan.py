@@ -1,0 +1,193 @@
+"""The planner against brute force over every level of every layer, in every order; budgets; notches."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from pronghorn.bench.workloads import MODELS
+from pronghorn.errors import EnvironmentFault, RecipeError
+from pronghorn.memory.costs import LayerCosts, predicted_costs
+from pronghorn.memory.gpus import GPUS
+from pronghorn.memory.plan import (
+    KEEP,
+    LEVELS,
+    Level,
+    Outcome,
+    Problem,
+    evaluate,
+    host_room,
+    make_plan,
+    parse_budget,
+    smallest_budget,
+)
+from pronghorn.memory.sizes import Job, device_bytes, shape_of
+
+GB = 10**9
+HOST = 64 * GB
+
+
+def problem_of(layers: int = 32, budget: float = 1000, host: int = HOST, pieces: tuple[int, ...] = (1,),
+               **costs: float) -> Problem:
+    shape = replace(shape_of(MODELS["llama-8b"]), layers=layers)
+    job = Job(shape, 16384)
+    return Problem(job, replace(predicted_costs(job, GPUS["h200"]), **costs), int(budget * GB), host, pieces)  # type: ignore[arg-type]
+
+
+def everything(problem: Problem) -> list[Outcome]:
+    """Of all assignments of a level to each layer, in all orders, and all pieces."""
+    return [evaluate(problem, levels, pieces) for pieces in problem.pieces
+            for levels in itertools.product(LEVELS, repeat=problem.job.shape.layers)]
+
+
+COSTS: dict[str, dict[str, float]] = {
+    "this link": {},
+    "a slow link": {"to_host": 8e6, "from_host": 6e6},
+    "a fast link": {"to_host": 4e8, "from_host": 4e8},
+    "recomputing is dear": {"recompute_gate_up": 30.0, "recompute_layer": 31.0},
+}
+
+
+@pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS)
+def test_no_assignment_of_levels_is_faster(costs: dict[str, float]) -> None:
+    outcomes, met = everything(problem_of(4, **costs)), 0
+    for host in (0, 2 * GB, HOST):
+        least = smallest_budget(problem_of(4, host=host, **costs)) / GB
+        for more in (-0.01, 0.001, 0.5, 1.2, 2.1, 3.3, 6):
+            problem = problem_of(4, least + more, host, **costs)
+            fitting = [(o.ms, o.host) for o in outcomes if device_bytes(o.peak) <= problem.budget and o.host <= host]
+            if not fitting:
+                with pytest.raises(RecipeError):
+                    make_plan(problem)
+                continue
+            plan = make_plan(problem)
+            assert plan.ms == pytest.approx(min(fitting)[0])
+            assert plan.host_bytes == min(bytes_ for ms, bytes_ in fitting if ms < plan.ms + 1e-9)
+            assert plan.device_bytes <= problem.budget
+            met += 1
+    assert met >= 18
+
+
+@pytest.mark.parametrize("host", [0, HOST])
+def test_the_smallest_budget_is_the_smallest(host: int) -> None:
+    problem = problem_of(3, host=host, pieces=(1, 2))
+    least = smallest_budget(problem)
+    assert least == min(device_bytes(outcome.peak) for outcome in everything(problem) if outcome.host <= host)
+    assert make_plan(replace(problem, budget=least)).device_bytes == least
+    with pytest.raises(RecipeError):
+        make_plan(replace(problem, budget=least - 1))
+
+
+def test_more_memory_is_never_slower_and_is_used() -> None:
+    plans = [make_plan(problem_of(32, budget)) for budget in (24, 28, 32, 40, 50, 60, 80)]
+    times = [plan.ms for plan in plans]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 1.1 * times[-1]
+    assert plans[-1].counts() == {KEEP: 32}
+    assert plans[-1].reasons == ("everything fits: nothing is computed twice",)
+    for plan in plans:
+        assert len(plan.levels) == 32
+        assert plan.device_bytes <= plan.problem.budget
+        assert plan.host_bytes <= HOST
+        assert plan.peak_bytes == evaluate(plan.problem, plan.levels, plan.pieces).peak
+
+
+def test_layers_with_the_largest_working_set_stand_at_the_bottom_and_offloading_is_spread() -> None:
+    problem = problem_of(6)
+    levels = [Level("layer"), Level("gate_up"), KEEP, KEEP, KEEP, KEEP]
+    least = min(evaluate(problem, order).peak for order in itertools.permutations(levels))
+    assert evaluate(problem, levels).peak == least < evaluate(problem, levels[::-1]).peak
+    plan = make_plan(problem_of(32, 62))
+    assert {level.recompute for level in plan.levels} == {"nothing"}
+    gaps = [b - a for a, b in itertools.pairwise(plan.offloaded)]
+    assert min(gaps) >= 2  # a copy takes longer than one layer's forward: there is a layer between
+    assert max(gaps) - min(gaps) <= 1
+    assert plan.levels[-1] == KEEP  # what backward needs first does not leave
+
+
+def test_where_the_link_is_slow_nothing_leaves() -> None:
+    fast, slow = make_plan(problem_of(32, 40)), make_plan(problem_of(32, 40, to_host=1e6, from_host=1e6))
+    assert fast.offloaded
+    assert not slow.offloaded
+    assert slow.host_bytes == slow.slot_bytes == 0
+    assert not make_plan(problem_of(32, 40, host=0)).offloaded
+    some = make_plan(problem_of(32, 40, host=5 * GB))
+    assert 0 < some.host_bytes <= 5 * GB
+
+
+def test_pieces_make_smaller_budgets_possible() -> None:
+    one, several = problem_of(12, pieces=(1,)), problem_of(12, pieces=(1, 2, 4, 8))
+    assert smallest_budget(several) < smallest_budget(one) - GB
+    assert make_plan(replace(several, budget=smallest_budget(several))).pieces > 1
+    assert make_plan(several).pieces == 1  # with room, the MLP is done at once
+
+
+def test_too_little_is_told_with_what_would_do() -> None:
+    problem = problem_of(32, 12)
+    with pytest.raises(RecipeError) as caught:
+        make_plan(problem)
+    said = str(caught.value)
+    least = smallest_budget(problem)
+    assert f"{-(-least // 10**8) / 10:.1f} GB" in said
+    assert "train.capacity: 8192" in said
+    assert "method: qlora" in said
+    assert caught.value.exit_code == 2
+    half = replace(problem, job=problem.job.with_capacity(8192))
+    assert f"8192 ({-(-smallest_budget(half) // 10**8) / 10:.1f} GB)" in said
+
+
+def test_notch_by_notch_down_to_the_smallest_plan() -> None:
+    plan, notches = make_plan(problem_of(14, 80)), 0
+    least = smallest_budget(plan.problem)
+    while plan.device_bytes > least:
+        lower = plan.one_notch_lower()
+        assert lower.peak_bytes < plan.peak_bytes
+        assert lower.ms >= plan.ms
+        assert any("one notch below" in reason for reason in lower.reasons)
+        plan, notches = lower, notches + 1
+    assert 5 < notches < 60
+    with pytest.raises(EnvironmentFault, match="no plan takes less"):
+        plan.one_notch_lower()
+
+
+def test_a_plan_is_plain_data() -> None:
+    plan = make_plan(problem_of(32, 40))
+    told = plan.as_dict()
+    assert len(told["levels"]) == 32
+    assert told["peak_bytes"] == plan.peak_bytes <= told["device_bytes"] <= told["budget"]
+    assert plan.step_ms(4) == pytest.approx(4 * plan.ms + plan.problem.costs.optimizer)
+    assert sum(plan.counts().values()) == 32
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("24GB", 24 * GB), ("24 GiB", 24 * 2**30), ("500MB", 5 * 10**8), ("512MiB", 2**29), ("80%", 64 * GB), ("1.5GB", 15 * 10**8),
+    ("auto", int(70 * GB * 0.97)),
+])
+def test_budgets_are_read(text: str, expected: int) -> None:
+    assert parse_budget(text, 80 * GB, 70 * GB) == expected
+
+
+@pytest.mark.parametrize(("text", "said"), [("100GB", "more than the GPU"), ("120%", "more than"), ("lots", "not a budget")])
+def test_budgets_that_cannot_be(text: str, said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        parse_budget(text, 80 * GB)
+
+
+def test_the_host_tells_its_room() -> None:
+    assert 0 <= host_room() < 10**14
+
+
+def test_hidden_copies_cost_nothing_and_slow_ones_the_difference() -> None:
+    costs = LayerCosts(10, 20, 5, 8, 0, 0, 1, 1)
+    problem = replace(problem_of(4), costs=costs)
+    slot = problem.slot("layer")
+    levels = [Level("layer", offload=True)] * 2 + [Level("layer")] * 2
+
+    def ms(forth: float, home: float) -> float:
+        return evaluate(replace(problem, costs=replace(costs, to_host=slot / forth, from_host=slot / home)), levels).ms
+
+    assert ms(20, 56) == pytest.approx(4 * 38)  # two layers' compute for each copy: 20 and 56 ms
+    assert ms(23, 56) == pytest.approx(4 * 38 + 6)
+    assert ms(20, 60) == pytest.approx(4 * 38 + 8)
