@@ -301,17 +301,26 @@ def test_extend(device: str, tokens: int, rank: int) -> None:
     assert ((hi + lo).double() - true).abs()[inside].le((true.abs() * 2**-8 + 2**-9)[inside]).all()
 
 
+def some(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    """All of them, and there are all."""
+    found = [tensor for tensor in tensors if tensor is not None]
+    assert len(found) == len(tensors)
+    return found
+
+
 def test_an_mlp_as_a_layer_runs_it(place: str) -> None:
-    """h + down(act(gate(norm(h))) * up(norm(h))), both ways, every cast made by the kernel that makes the values; beside the same
-    in float64 with the same weights."""
+    """h + down(act(gate(norm(h))) * up(norm(h))), both ways, every cast made by the kernel that makes the values; beside the
+    same in float64 with the same weights."""
     T, D, F = 48, 64, 128
     h, dh = torch.randn(T, D, device=place).to(BF16), torch.randn(T, D, device=place).to(BF16)
     norm = (torch.rand(D, device=place) + 0.5).to(BF16)
     groups, whole = [], []
     for outputs, inputs in (([F, F], D), ([D], F)):
         stored = [fp8_quantize_weight(torch.randn(width, inputs, device=place) / inputs**0.5) for width in outputs]
-        adapters = [Adapter(i, torch.randn(8, inputs, device=place) / inputs**0.5, torch.randn(width, 8, device=place) * 0.05, 2.0)
-                    for i, width in enumerate(outputs)]
+        adapters = []
+        for i, width in enumerate(outputs):
+            A, B = torch.randn(8, inputs, device=place) / inputs**0.5, torch.randn(width, 8, device=place) * 0.05
+            adapters.append(Adapter(i, A, B, 2.0))
         groups.append(Fp8Group(stored, adapters))
         whole.append(torch.cat([fp8_dequantize(q, scale) for q, scale in stored]).double())
     gate_up, down = groups
@@ -333,15 +342,14 @@ def test_an_mlp_as_a_layer_runs_it(place: str) -> None:
     dgu8 = torch.empty(T, gate_up.grad_width, device=place, dtype=E4M3)
     dgu, _, scale, a = gated_activation_fp8_backward(da, gu, "silu", gate_up.scale_O, bound=gate_up.bound_grad, out=gu,
                                                      out8=dgu8[:, : 2 * F], activation_out=da)
-    assert (a is not None) and (aa is not None) and (dyb is not None) and (xa is not None)
-    grads = down.adapter_grads(dh, dyb, a, aa)
+    grads = down.adapter_grads(*some(dh, dyb, a, aa))
     dgub = gate_up.extend_grad(dgu, dgu8, scale)
-    assert dgub is not None
     dx = gate_up.backward_input(dgu8, scale, gate_up.transposed(buffer))
-    grads += gate_up.adapter_grads(dgu, dgub, normed.y_TD, xa)
+    grads += gate_up.adapter_grads(*some(dgu, dgub, normed.y_TD, xa))
     dh_in, _ = rms_norm_backward(dx, h, norm, normed.rstd_T, add_TD=dh)
 
-    true = [t.double().requires_grad_() for t in (h, *(p for g in (down, gate_up) for ad in g.adapters for p in (ad.A_RD, ad.B_OR)))]
+    parameters = [p for group in (down, gate_up) for adapter in group.adapters for p in (adapter.A_RD, adapter.B_OR)]
+    true = [t.double().requires_grad_() for t in (h, *parameters)]
     wide = rms_norm_reference(true[0], norm.double(), 1e-6)[0]
 
     def linear(x: torch.Tensor, weight: torch.Tensor, *pairs: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ from pronghorn.memory.sizes import (
 )
 from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.decoder_layer import Documents, Kept
+from pronghorn.model.decoder_layer import Kept
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 
@@ -79,7 +79,7 @@ def test_a_layer_keeps_what_the_formula_says(family: str, targets: Any) -> None:
     engine = engine_of(model)
     assert engine is not None
     engine.prepare(torch.float32)
-    documents = Documents(torch.tensor([0, 20, TOKENS], dtype=torch.int32), 28, engine.rotary(torch.arange(TOKENS)))
+    documents = engine.documents(torch.tensor([0, 20, TOKENS], dtype=torch.int32), 28, torch.arange(TOKENS))
     h = torch.randn(TOKENS, 32)
     with torch.no_grad():
         _, kept = engine.layers[0].forward(h, documents)

@@ -44,6 +44,7 @@ class PackedBatch:
     cu_seqlens: torch.Tensor  # int32, document boundaries, padded by repeating T
     loss_rows: torch.Tensor  # int64, the t with a label, padded with T - 1, which never has one
     longest: int  # tokens in the longest document
+    typical: int  # mean length of the documents, each token counted
     tokens: int  # real tokens: T less padding
     loss_tokens: int  # labels: `loss_rows` less padding
     documents: tuple[int, ...]  # row numbers in the table
@@ -85,6 +86,7 @@ class Shapes:
     entries: tuple[int, ...]  # of cu_seqlens
     rows: tuple[int, ...]  # of loss_rows; the last one is the capacity
     longest: int
+    typical: int  # mean length of all documents, each token counted
 
     @classmethod
     def planned(cls, table: TokenRows, packs: Packs, capacity: int) -> Shapes:
@@ -99,7 +101,13 @@ class Shapes:
             entries=tuple(sorted({*_sizes(documents, ENTRIES, 2 * ENTRIES), most})),
             rows=tuple(sorted({*_sizes(rows, max(16, capacity // ROW_STEPS), capacity // 8, capacity), capacity})),
             longest=longest,
+            typical=_typical(table.lengths),
         )
+
+
+def _typical(lengths: npt.NDArray[np.integer]) -> int:
+    """The mean length of the document that a token is in."""
+    return int(np.square(lengths, dtype=np.float64).sum() / max(1, lengths.sum(dtype=np.int64)))
 
 
 def _sizes(needed: npt.NDArray[np.integer], step: int, much: int, limit: int | None = None) -> set[int]:
@@ -140,11 +148,12 @@ def build_batch(table: TokenRows, rows: npt.NDArray[np.int64], capacity: int, pa
 
     loss_rows = np.flatnonzero(labels != IGNORED)
     count, entries, longest = len(loss_rows), _rounded(len(bounds), ENTRIES), int(document_lengths.max())
+    typical = _typical(document_lengths)
     if shapes is not None:
         size = next(size for size in shapes.rows if size >= count)
         loss_rows = np.arange(capacity) if size == capacity else _padded(loss_rows, size, capacity - 1)
         entries = next(size for size in shapes.entries if size >= len(bounds))
-        longest = shapes.longest
+        longest, typical = shapes.longest, shapes.typical
     return PackedBatch(
         ids_T=torch.from_numpy(ids),
         labels_T=torch.from_numpy(labels),
@@ -152,6 +161,7 @@ def build_batch(table: TokenRows, rows: npt.NDArray[np.int64], capacity: int, pa
         cu_seqlens=torch.from_numpy(_padded(bounds, entries, capacity)),
         loss_rows=torch.from_numpy(loss_rows),
         longest=longest,
+        typical=typical,
         tokens=tokens,
         loss_tokens=count,
         documents=documents,

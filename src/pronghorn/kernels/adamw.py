@@ -12,7 +12,8 @@ Where a tensor lies is read from a table on the device, built once: a step copie
 
 A norm that is not finite changes no tensor and no step counter, on the device, and adds one to `skipped`. With a loss to
 watch, so does a loss that is not finite or a norm of zero, and so does every step after the first refused one: the host, which
-reads the loss a step later, finds the weights of the last sound step. Sums have a fixed order, so results repeat bit for bit. Everything is computed in fp32 (the bias corrections in fp64) and rounded once.
+reads the loss a step later, finds the weights of the last sound step. Sums have a fixed order, so results repeat bit for bit.
+Everything is computed in fp32 (the bias corrections in fp64) and rounded once.
 Bound by memory: 4 bytes a parameter for the norm, 28 for the update and 2 for a bf16 shadow, with fp32 tensors.
 """
 

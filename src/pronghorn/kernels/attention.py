@@ -9,7 +9,8 @@ never changes (the padding is documents of no tokens). For tokens i, j of one do
     lse_in = log(sum_j exp s_ij + exp sink_n)      the sink only where there is one (gpt-oss)
     out_in = sum_j exp(s_ij - lse_in) v_jn'
 
-Four ways to compute it, `pick_backend` chooses: flash-attn-4, FlashAttention-2 in torch, flex attention, plain torch.
+Five ways to compute it, `pick_backend` chooses: our own kernel where documents are short, flash-attn-4, FlashAttention-2 in
+torch, flex attention, plain torch.
 None of them ever builds a T x T mask. All keep `out` and `lse` for backward and nothing else, so the layer decides what
 becomes of q, k and v. q, k, v, out and their gradients may be views into wider rows (a qkv buffer, extra LoRA columns).
 On the GPU no call waits for the device as long as the backend is not "torch", so all of this captures in a CUDA graph.
@@ -27,13 +28,16 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import EnvironmentFault
-from pronghorn.kernels import attention_flash, attention_flex, attention_torch
+from pronghorn.kernels import attention_flash, attention_flex, attention_short, attention_torch
 from pronghorn.kernels.attention_torch import Backend, Packed
 from pronghorn.kernels.dispatch import HAS_TRITON, cuda_capability, say_once
 
 MAX_FLASH_WIDTH = 256  # widest head of FlashAttention-2, and of flash-attn-4 on Hopper
 HALF = (torch.bfloat16, torch.float16)
+# Up to here documents are short: their mean length, each token counted. A prediction, for a sweep to correct.
+SHORT = 512
 BACKENDS: dict[Backend, Any] = {
+    "short": attention_short.Short,
     "flash4": attention_flash.Flash4,
     "flash2": attention_flash.Flash2,
     "flex": attention_flex.Flex,
@@ -76,10 +80,14 @@ def attention_reference(
 
 
 def pick_backend(
-    device: torch.device, dtype: torch.dtype, head_width: int, *, softcap: bool = False, sinks: bool = False
+    device: torch.device, dtype: torch.dtype, head_width: int, *, softcap: bool = False, sinks: bool = False,
+    typical: int | None = None,
 ) -> Backend:
-    """The fastest backend that computes this call, said once together with why the faster ones do not serve."""
-    return _pick(_Case(device, dtype, head_width, softcap, sinks))
+    """The fastest backend that computes this call, said once together with why the faster ones do not serve.
+
+    `typical`: the documents' mean length, each token counted, where the host knows it.
+    """
+    return _pick(_Case(device, dtype, head_width, softcap, sinks, typical is not None and typical <= SHORT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +99,12 @@ class _Case:
     head_width: int
     softcap: bool
     sinks: bool
+    short: bool = False  # the documents
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
-        return f"{kind}, head width {self.head_width}" + ", soft-cap" * self.softcap + ", sinks" * self.sinks
+        told = f"{kind}, head width {self.head_width}" + ", soft-cap" * self.softcap + ", sinks" * self.sinks
+        return told + ", short documents" * self.short
 
 
 @cache
@@ -109,6 +119,16 @@ def _pick(case: _Case) -> Backend:
             return backend
         reasons.append(f"{BACKENDS[backend].title}: {reason}")
     raise AssertionError("plain torch takes every case")
+
+
+def _no_short(case: _Case) -> str | None:
+    if case.device.type != "cuda" or not HAS_TRITON:
+        return "it needs an NVIDIA GPU and Triton"
+    if case.dtype not in (*HALF, torch.float32) or case.head_width > attention_short.MAX_WIDTH:
+        return f"it takes bf16, fp16 and fp32, and heads up to {attention_short.MAX_WIDTH} wide"
+    if case.dtype in HALF and not case.short:
+        return "the documents are long"  # fp32 goes to it whatever they are: the flash kernels do not compute in fp32
+    return None
 
 
 def _no_flash(case: _Case) -> str | None:
@@ -149,6 +169,7 @@ def _no_flex(case: _Case) -> str | None:
 
 # In order of preference: None where the backend computes a case, else the reason it does not.
 REFUSALS: dict[Backend, Callable[[_Case], str | None]] = {
+    "short": _no_short,
     "flash4": _no_flash4,
     "flash2": _no_flash2,
     "flex": _no_flex,
@@ -168,15 +189,18 @@ def attention_forward(
     softcap: float | None = None,
     sinks_N: Tensor | None = None,
     lengths: tuple[int, ...] | None = None,
+    spans_2T: Tensor | None = None,
+    typical: int | None = None,
     out: Tensor | None = None,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out_TNH, lse_NT in fp32). `longest`: no document is longer, constant over the replays of a CUDA graph.
 
-    `lengths`: the documents' lengths on the host, which spare the plain-torch backend a wait for the device.
+    `lengths`: the documents' lengths on the host, which spare the plain-torch backend a wait for the device. `spans_2T`: where
+    each token's document begins and ends (attention_torch.spans). `typical`: see `pick_backend`.
     """
-    packed = Packed(cu_seqlens, longest, scale, _useful(window, longest), softcap, sinks_N, lengths)
-    chosen = backend or _backend_for(q_TNH, packed)
+    packed = Packed(cu_seqlens, longest, scale, _useful(window, longest), softcap, sinks_N, lengths, spans_2T)
+    chosen = backend or _backend_for(q_TNH, packed, typical)
     with torch.no_grad():
         out_TNH, lse_NT = BACKENDS[chosen].forward(q_TNH, k_TKH, v_TKH, packed, out)
     return out_TNH, lse_NT
@@ -197,6 +221,8 @@ def attention_backward(
     softcap: float | None = None,
     sinks_N: Tensor | None = None,
     lengths: tuple[int, ...] | None = None,
+    spans_2T: Tensor | None = None,
+    typical: int | None = None,
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
     backend: Backend | None = None,
 ) -> Grads:
@@ -204,8 +230,8 @@ def attention_backward(
 
     `out_TNH` and `lse_NT` are the forward's, of the same backend, as are all the other arguments.
     """
-    packed = Packed(cu_seqlens, longest, scale, _useful(window, longest), softcap, sinks_N, lengths)
-    chosen = backend or _backend_for(q_TNH, packed)
+    packed = Packed(cu_seqlens, longest, scale, _useful(window, longest), softcap, sinks_N, lengths, spans_2T)
+    chosen = backend or _backend_for(q_TNH, packed, typical)
     with torch.no_grad():
         dq, dk, dv, dsinks = BACKENDS[chosen].backward(dout_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_NT, packed, grads)
     return dq, dk, dv, dsinks
@@ -216,10 +242,10 @@ def _useful(window: int | None, longest: int) -> int | None:
     return None if window is None or window >= longest else window
 
 
-def _backend_for(q_TNH: Tensor, packed: Packed) -> Backend:
+def _backend_for(q_TNH: Tensor, packed: Packed, typical: int | None) -> Backend:
     """The backend for these tensors; inside a CUDA graph one that waits for the device is an error said in words."""
     softcap, sinks = packed.softcap is not None, packed.sinks_N is not None
-    backend = pick_backend(q_TNH.device, q_TNH.dtype, q_TNH.shape[-1], softcap=softcap, sinks=sinks)
+    backend = pick_backend(q_TNH.device, q_TNH.dtype, q_TNH.shape[-1], softcap=softcap, sinks=sinks, typical=typical)
     if backend == "torch" and q_TNH.is_cuda and torch.cuda.is_current_stream_capturing():
         raise EnvironmentFault(
             what="this attention cannot run inside a CUDA graph",
@@ -259,11 +285,13 @@ def attention(
     softcap: float | None = None,
     sinks_N: Tensor | None = None,
     lengths: tuple[int, ...] | None = None,
+    spans_2T: Tensor | None = None,
+    typical: int | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
     """Attention over packed documents, with gradients for q, k, v and the sinks."""
     fixed = None if sinks_N is None else sinks_N.detach()
-    packed = Packed(cu_seqlens, longest, scale, _useful(window, longest), softcap, fixed, lengths)
-    chosen = backend or _backend_for(q_TNH, packed)
+    packed = Packed(cu_seqlens, longest, scale, _useful(window, longest), softcap, fixed, lengths, spans_2T)
+    chosen = backend or _backend_for(q_TNH, packed, typical)
     out: Tensor = _Attention.apply(q_TNH, k_TKH, v_TKH, sinks_N, packed, chosen)  # type: ignore[no-untyped-call]
     return out

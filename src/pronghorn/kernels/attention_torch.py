@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-Backend = Literal["flash4", "flash2", "flex", "torch"]  # in order of preference
+Backend = Literal["short", "flash4", "flash2", "flex", "torch"]  # in order of preference
 # Query rows at a time: 1.3 to 1.5 times as fast as 256 on one core (documents of 207 to 2048 tokens), as fewer scores above
 # the diagonal are computed; 32 heads against 8,192 keys are 134 MB of scores in fp32.
 BLOCK_ROWS = 128
@@ -34,6 +34,11 @@ class Packed:
     softcap: float | None = None
     sinks_N: Tensor | None = None
     lengths: tuple[int, ...] | None = None
+    spans_2T: Tensor | None = None
+
+    def spans_of(self, tokens: int) -> Tensor:
+        """[2, T]: where each token's document begins and ends; the caller's, who made it once per batch, or a new one."""
+        return spans(self.cu_seqlens, tokens) if self.spans_2T is None else self.spans_2T
 
     def documents(self) -> Iterator[tuple[int, int]]:
         """(first row, row after the last) of each document that has tokens, on the host."""
@@ -41,6 +46,13 @@ class Packed:
         for start, end in pairwise(bounds):
             if end > start:
                 yield start, end
+
+
+def spans(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """[2, T] int32: where each token's document begins, and where it ends. On the device, without asking it for anything."""
+    place = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens, place, right=True)
+    return torch.stack([cu_seqlens[document - 1], cu_seqlens[document]])
 
 
 def apply_sinks(out_TNH: Tensor, lse_NT: Tensor, sinks_N: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
 
 from pronghorn.errors import ModelError
+from pronghorn.kernels.attention_torch import spans
 from pronghorn.kernels.linear_cross_entropy import linear_cross_entropy
 from pronghorn.kernels.lora_refresh import CopyTable
 from pronghorn.kernels.rms_norm import rms_norm
@@ -86,10 +87,17 @@ class FastCausalLM:
             weight = head.weight if head.weight.dtype == x_ND.dtype else head.weight.to(x_ND.dtype)
             return linear_cross_entropy(x_ND, weight, labels_N, bias_V=head.bias, **self.head_terms)
 
+    def documents(self, cu_seqlens: Tensor, longest: int, positions_T: Tensor, typical: int | None = None) -> Documents:
+        """What the layers share about a pack. `typical`: mean length of the documents, each token counted; without it, the
+        plain mean of as many documents as there are boundaries."""
+        tokens = len(positions_T)
+        return Documents(cu_seqlens, longest, self.rotary(positions_T), spans(cu_seqlens, tokens),
+                         tokens // max(1, len(cu_seqlens) - 1) if typical is None else typical)
+
     def packed_loss(self, ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, longest: int, *, labels_T: Tensor,
-                    loss_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+                    loss_rows: Tensor | None = None, typical: int | None = None) -> tuple[Tensor, Tensor]:
         """What training calls: one packed batch, metadata built by the loader. `loss_rows`: only these have labels."""
-        documents = Documents(cu_seqlens, longest, self.rotary(positions_T))
+        documents = self.documents(cu_seqlens, longest, positions_T, typical)
         h_ND = self.hidden(self.embed(ids_T), documents, loss_rows)
         return self.loss(h_ND, labels_T if loss_rows is None else labels_T.index_select(0, loss_rows))
 

@@ -23,7 +23,8 @@ def composed_layer(layer: FastDecoderLayer, h_TD: Tensor, documents: Documents) 
     cos, sin = documents.rotary[layer.kind]
     qkv = _project(layer.qkv, _normed(layer.before_attention, h_TD))
     q, k, v = qk_rope(qkv, cos, sin, **layer.rope_options())
-    o = attention(q, k, v, documents.cu_seqlens, documents.longest, **layer.attention_options)
+    o = attention(q, k, v, documents.cu_seqlens, documents.longest, spans_2T=documents.spans_2T, typical=documents.typical,
+                  **layer.attention_options)
     h_TD = h_TD + layer.multiplier * _normed(layer.after_attention, _project(layer.out, o.flatten(1)))
     gu = _project(layer.gate_up, _normed(layer.before_mlp, h_TD))
     y = _project(layer.down, gated_activation(gu, layer.activation))

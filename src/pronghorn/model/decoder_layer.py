@@ -63,6 +63,8 @@ class Documents:
     cu_seqlens: Tensor
     longest: int
     rotary: dict[str, tuple[Tensor, Tensor]]  # layer type -> cos, sin, float32, [T, P / 2]
+    spans_2T: Tensor  # where each token's document begins and ends
+    typical: int  # mean length of the documents, each token counted: what is fast depends on it, the results do not
     room: GradientRoom = field(default_factory=GradientRoom)
 
 
@@ -179,8 +181,8 @@ class FastDecoderLayer:
         q, k, v, qk_rstd = self._rope(qkv, documents)
         o_ext = rows_like(h, self.heads * self.head_width + self.out.extra)
         o = o_ext[:, : self.heads * self.head_width].unflatten(1, (self.heads, self.head_width))
-        _, lse = attention_forward(q, k, v, documents.cu_seqlens, documents.longest, out=o,
-                                   **self.attention_options)
+        _, lse = attention_forward(q, k, v, documents.cu_seqlens, documents.longest, out=o, spans_2T=documents.spans_2T,
+                                   typical=documents.typical, **self.attention_options)
         del x
         if rows is not None:
             o_ext = o_ext.index_select(0, rows)
@@ -278,10 +280,11 @@ class FastDecoderLayer:
         if rows is not None:
             do, dh = _spread(do, rows, len(kept.h)), _spread(dh, rows, len(kept.h))
         dqkv_ext = self._room_for_dqkv(do)
-        backend = pick_backend(do.device, do.dtype, self.head_width, softcap=self.attention_options["softcap"] is not None)
+        backend = pick_backend(do.device, do.dtype, self.head_width, softcap=self.attention_options["softcap"] is not None,
+                               typical=documents.typical)
         dq, dk, dv, _ = attention_backward(
             do.unflatten(1, (self.heads, self.head_width)), kept.q, kept.k, kept.v, kept.o, kept.lse, documents.cu_seqlens,
-            documents.longest, **self.attention_options,
+            documents.longest, spans_2T=documents.spans_2T, typical=documents.typical, **self.attention_options,
             # FlashAttention-2 could only copy into them; RoPE's backward then reads its tensors where they are.
             grads=None if backend == "flash2" else self._parts_of(dqkv_ext),
         )

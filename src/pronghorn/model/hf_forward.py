@@ -25,7 +25,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from pronghorn.kernels.dispatch import say_once
 from pronghorn.kernels.rms_norm import rms_norm
 from pronghorn.model.causal_lm import ENGINE, FastCausalLM, head_of
-from pronghorn.model.decoder_layer import Documents
 
 IGNORED = -100
 LOSS = "ForCausalLM"  # transformers' name for the shifted cross-entropy
@@ -149,7 +148,7 @@ def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack) -> Tensor:
     else:
         h = inputs["inputs_embeds"].flatten(0, 1)
         h = engine.scaled(h if pack.real is None else h[pack.real])
-    return engine.hidden(h, Documents(pack.cu_seqlens, pack.longest, engine.rotary(pack.positions)))
+    return engine.hidden(h, engine.documents(pack.cu_seqlens, pack.longest, pack.positions))
 
 
 def _normed(engine: FastCausalLM, h: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ def loss_sum(model: Any, batch: PackedBatch) -> torch.Tensor:
     engine = engine_of(model)
     if engine is not None:
         return engine.packed_loss(batch.ids_T, batch.positions_T, batch.cu_seqlens, batch.longest, labels_T=batch.labels_T,
-                                  loss_rows=None if batch.every_row else batch.loss_rows)[0]
+                                  loss_rows=None if batch.every_row else batch.loss_rows, typical=batch.typical)[0]
     output = model(
         input_ids=batch.ids_T[None], position_ids=batch.positions_T[None], use_cache=False, logits_to_keep=batch.loss_rows
     )

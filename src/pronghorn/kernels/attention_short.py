@@ -1,0 +1,290 @@
+"""Attention over packed short documents in Triton (see attention.py for what is computed and for the letters).
+
+Kernels for long sequences cut each document into tiles of 128 rows and start a pipeline for each tile of each head: with
+documents of 200 tokens most of the time goes into starting and into rows that are not there. Here a tile is BM rows of the
+pack itself, whatever documents they belong to; it looks at the keys from the beginning of its first row's document to its own
+end, and a mask keeps documents apart. So the grid follows from T alone, there is nothing to be zeroed or converted, every sum
+has one place (the results repeat bit for bit), and many small programs an SM hide each other's latency.
+
+    starts_T, ends_T    int32: where each token's document begins and ends, made once per batch (`spans` in attention_torch.py)
+    forward             program = BM query rows of one head; loops over key blocks; online softmax
+    backward, dq        the same programs; also delta_NT = sum_h dout * out, which the next one reads
+    backward, dk, dv    program = BN key rows of one key/value head; loops over the query heads of its group and over query
+                        blocks up to the end of its last row's document
+
+Products run on tensor cores in the inputs' dtype with fp32 sums (fp32 inputs: true fp32); the softmax is in fp32, base 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.attention_torch import Packed, sink_gradients
+from pronghorn.kernels.dispatch import jit, tl, triton
+
+MAX_WIDTH = 128  # of a head: wider accumulators do not fit the registers
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class Tiles(NamedTuple):
+    rows: int  # query rows
+    keys: int
+    warps: int
+    stages: int
+
+
+class Config(NamedTuple):
+    forward: Tiles
+    dq: Tiles
+    dkdv: Tiles
+
+
+# By head width. `python -m benchmarks.ops --sweep attention` times the others.
+CONFIGS = {
+    64: [Config(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+         Config(Tiles(128, 64, 4, 2), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 1)),
+         Config(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 2))],
+    128: [Config(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2)),
+          Config(Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(32, 64, 4, 2)),
+          Config(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 32, 4, 2))],
+}  # fmt: skip
+
+
+def config_for(width: int) -> Config:
+    return CONFIGS[64 if width <= 64 else 128][0]
+
+
+# ---- Triton -------------------------------------------------------------------------------------------------
+# Parameters of kernels carry no types: Triton's compiler looks an annotation up and takes only its own names.
+
+
+@jit
+def _rows(pointer, row, row_stride, head, column, inside, H: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[rows, columns] of one head; zeros outside."""
+    places = pointer + row.to(tl.int64)[:, None] * row_stride + head * H + column[None, :]
+    return tl.load(places, mask=inside[:, None] & (column < H)[None, :], other=0.0)
+
+
+@jit
+def _capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(the scores under the soft-cap, their slope). tanh without cancellation near 0, as Triton's interpreter has none."""
+    slope = 1.0
+    if HAS_SOFTCAP:
+        x = scores / softcap
+        decay = tl.exp(-2.0 * tl.abs(x))
+        square = x * x
+        near = x * (1.0 + square * (-0.33333333 + square * (0.13333333 - square * 0.05396825)))
+        far = (1.0 - decay) / (1.0 + decay)
+        tanh = tl.where(tl.abs(x) < 0.1, near, tl.where(x < 0, -far, far))
+        scores = softcap * tanh
+        slope = 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
+    return scores, slope
+
+
+@jit
+def _seen(row, column, start, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which keys (columns) a query (row) looks at; `start` is where the query's document begins."""
+    seen = (column <= row) & (column >= start)
+    if WINDOW > 0:
+        seen &= row - column < WINDOW
+    return seen
+
+
+@jit
+def _forward_kernel(  # type: ignore[no-untyped-def]
+    q, q_row, k, k_row, v, v_row, out, out_row, lse, starts, sinks, scale, softcap, T,
+    H: tl.constexpr, HP: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    first_row = tl.program_id(1) * BM
+    row = first_row + tl.arange(0, BM)
+    inside = row < T
+    column = tl.arange(0, HP)
+    queries = _rows(q, row, q_row, head, column, inside, H)
+    start = tl.load(starts + row, mask=inside, other=0)
+    begin = tl.load(starts + first_row)
+    if WINDOW > 0:
+        begin = tl.maximum(begin, first_row - WINDOW + 1)
+    begin = begin // BN * BN
+    largest = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    result = tl.zeros([BM, HP], tl.float32)
+    for first_key in tl.range(begin, tl.minimum(first_row + BM, T), BN, num_stages=STAGES):
+        key = first_key + tl.arange(0, BN)
+        there = key < T
+        keys = _rows(k, key, k_row, head // GROUP, column, there, H)
+        values = _rows(v, key, v_row, head // GROUP, column, there, H)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+        scores, _ = _capped(scores, softcap, HAS_SOFTCAP)
+        scores = tl.where(_seen(row[:, None], key[None, :], start[:, None], WINDOW), scores * _LOG2E, float("-inf"))
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        anchor = tl.where(larger == float("-inf"), 0.0, larger)  # a row that has seen nothing yet
+        weights = tl.exp2(scores - anchor[:, None])
+        shrink = tl.exp2(largest - anchor)
+        total = total * shrink + tl.sum(weights, 1)
+        result = tl.dot(weights.to(values.dtype), values, result * shrink[:, None], input_precision=PRECISION)
+        largest = larger
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * _LOG2E
+        larger = tl.maximum(largest, sink)
+        result *= tl.exp2(largest - larger)[:, None]
+        total = total * tl.exp2(largest - larger) + tl.exp2(sink - larger)
+        largest = larger
+    total = tl.where(inside, total, 1.0)
+    places = out + row.to(tl.int64)[:, None] * out_row + head * H + column[None, :]
+    kept = inside[:, None] & (column < H)[None, :]
+    tl.store(places, (result / total[:, None]).to(out.dtype.element_ty), mask=kept)
+    tl.store(lse + head.to(tl.int64) * T + row, (largest + tl.log2(total)) / _LOG2E, mask=inside)
+
+
+@jit
+def _dq_kernel(  # type: ignore[no-untyped-def]
+    dout, dout_row, q, q_row, k, k_row, v, v_row, out, out_row, lse, delta, starts, dq, dq_row, scale, softcap, T,
+    H: tl.constexpr, HP: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    first_row = tl.program_id(1) * BM
+    row = first_row + tl.arange(0, BM)
+    inside = row < T
+    column = tl.arange(0, HP)
+    queries = _rows(q, row, q_row, head, column, inside, H)
+    douts = _rows(dout, row, dout_row, head, column, inside, H)
+    outs = _rows(out, row, out_row, head, column, inside, H)
+    deltas = tl.sum(douts.to(tl.float32) * outs.to(tl.float32), 1)
+    place = head.to(tl.int64) * T + row
+    tl.store(delta + place, deltas, mask=inside)
+    norm = tl.load(lse + place, mask=inside, other=0.0) * _LOG2E
+    start = tl.load(starts + row, mask=inside, other=0)
+    begin = tl.load(starts + first_row)
+    if WINDOW > 0:
+        begin = tl.maximum(begin, first_row - WINDOW + 1)
+    begin = begin // BN * BN
+    result = tl.zeros([BM, HP], tl.float32)
+    for first_key in tl.range(begin, tl.minimum(first_row + BM, T), BN, num_stages=STAGES):
+        key = first_key + tl.arange(0, BN)
+        there = key < T
+        keys = _rows(k, key, k_row, head // GROUP, column, there, H)
+        values = _rows(v, key, v_row, head // GROUP, column, there, H)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+        scores, slope = _capped(scores, softcap, HAS_SOFTCAP)
+        seen = _seen(row[:, None], key[None, :], start[:, None], WINDOW)
+        weights = tl.where(seen, tl.exp2(scores * _LOG2E - norm[:, None]), 0.0)
+        dweights = tl.dot(douts, tl.trans(values), input_precision=PRECISION)
+        dscores = weights * (dweights - deltas[:, None]) * slope
+        result = tl.dot(dscores.to(keys.dtype), keys, result, input_precision=PRECISION)
+    places = dq + row.to(tl.int64)[:, None] * dq_row + head * H + column[None, :]
+    tl.store(places, (result * scale).to(dq.dtype.element_ty), mask=inside[:, None] & (column < H)[None, :])
+
+
+@jit
+def _dkdv_kernel(  # type: ignore[no-untyped-def]
+    dout, dout_row, q, q_row, k, k_row, v, v_row, lse, delta, ends, dk, dk_row, dv, dv_row, scale, softcap, T,
+    H: tl.constexpr, HP: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Scores are transposed here, [keys, queries]: both products into the results then take their left factor as it is."""
+    kv_head = tl.program_id(0)
+    first_key = tl.program_id(1) * BN
+    key = first_key + tl.arange(0, BN)
+    there = key < T
+    column = tl.arange(0, HP)
+    keys = _rows(k, key, k_row, kv_head, column, there, H)
+    values = _rows(v, key, v_row, kv_head, column, there, H)
+    end = tl.load(ends + key, mask=there, other=0)
+    last = tl.load(ends + tl.minimum(first_key + BN, T) - 1)
+    if WINDOW > 0:
+        last = tl.minimum(last, first_key + BN - 1 + WINDOW)
+    key_sums = tl.zeros([BN, HP], tl.float32)
+    value_sums = tl.zeros([BN, HP], tl.float32)
+    begin = first_key // BM * BM
+    blocks = tl.cdiv(last - begin, BM)
+    for step in tl.range(0, GROUP * blocks, num_stages=STAGES):  # heads of the group, and query blocks of each: one loop
+        head = kv_head * GROUP + step // blocks
+        row = begin + (step % blocks) * BM + tl.arange(0, BM)
+        inside = row < T
+        queries = _rows(q, row, q_row, head, column, inside, H)
+        douts = _rows(dout, row, dout_row, head, column, inside, H)
+        place = head.to(tl.int64) * T + row
+        norm = tl.load(lse + place, mask=inside, other=0.0) * _LOG2E
+        deltas = tl.load(delta + place, mask=inside, other=0.0)
+        scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * scale
+        scores, slope = _capped(scores, softcap, HAS_SOFTCAP)
+        seen = (key[:, None] <= row[None, :]) & (row[None, :] < end[:, None])
+        if WINDOW > 0:
+            seen &= row[None, :] - key[:, None] < WINDOW
+        weights = tl.where(seen, tl.exp2(scores * _LOG2E - norm[None, :]), 0.0)
+        value_sums = tl.dot(weights.to(douts.dtype), douts, value_sums, input_precision=PRECISION)
+        dweights = tl.dot(values, tl.trans(douts), input_precision=PRECISION)
+        dscores = weights * (dweights - deltas[None, :]) * slope
+        key_sums = tl.dot(dscores.to(queries.dtype), queries, key_sums, input_precision=PRECISION)
+    kept = there[:, None] & (column < H)[None, :]
+    offset = key.to(tl.int64)[:, None]
+    tl.store(dk + offset * dk_row + kv_head * H + column[None, :], (key_sums * scale).to(dk.dtype.element_ty), mask=kept)
+    tl.store(dv + offset * dv_row + kv_head * H + column[None, :], value_sums.to(dv.dtype.element_ty), mask=kept)
+
+
+# ---- the backend --------------------------------------------------------------------------------------------
+
+
+class Short:
+    title: ClassVar[str] = "our kernel for short documents"
+
+    @staticmethod
+    def _options(q_TNH: Tensor, k_TKH: Tensor, packed: Packed) -> dict[str, Any]:
+        _, heads, width = q_TNH.shape
+        if any(x.stride()[1:] != (width, 1) for x in (q_TNH, k_TKH)):
+            raise ValueError(f"heads must lie side by side in a row; strides are {q_TNH.stride()} and {k_TKH.stride()}")
+        return {
+            "H": width, "HP": max(16, triton.next_power_of_2(width)), "GROUP": heads // k_TKH.shape[1],
+            "WINDOW": packed.window or 0, "HAS_SOFTCAP": packed.softcap is not None,
+            "PRECISION": "ieee" if q_TNH.dtype == torch.float32 else None,
+        }  # fmt: skip
+
+    @staticmethod
+    def forward(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: Packed, out: Tensor | None) -> tuple[Tensor, Tensor]:
+        T, heads, width = q_TNH.shape
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device) if out is None else out
+        lse_NT = torch.empty(heads, T, dtype=torch.float32, device=q_TNH.device)
+        tiles = config_for(width).forward
+        _forward_kernel[(heads, triton.cdiv(T, tiles.rows))](
+            q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0), out_TNH, out_TNH.stride(0), lse_NT,
+            packed.spans_of(T)[0], packed.sinks_N, packed.scale, packed.softcap or 1.0, T,
+            **Short._options(q_TNH, k_TKH, packed), HAS_SINKS=packed.sinks_N is not None,
+            BM=tiles.rows, BN=tiles.keys, STAGES=tiles.stages, num_warps=tiles.warps,
+        )  # fmt: skip
+        return out_TNH, lse_NT
+
+    @staticmethod
+    def backward(
+        dout_TNH: Tensor,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        out_TNH: Tensor,
+        lse_NT: Tensor,
+        packed: Packed,
+        grads: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        T, heads, width = q_TNH.shape
+        dq, dk, dv = grads or tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TNH, k_TKH, v_TKH))
+        delta_NT = torch.empty_like(lse_NT)
+        starts_T, ends_T = packed.spans_of(T)
+        options = Short._options(q_TNH, k_TKH, packed)
+        config, softcap = config_for(width), packed.softcap or 1.0
+        inputs = (dout_TNH, dout_TNH.stride(0), q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0))
+        tiles = config.dq
+        _dq_kernel[(heads, triton.cdiv(T, tiles.rows))](
+            *inputs, out_TNH, out_TNH.stride(0), lse_NT, delta_NT, starts_T, dq, dq.stride(0), packed.scale, softcap, T,
+            **options, BM=tiles.rows, BN=tiles.keys, STAGES=tiles.stages, num_warps=tiles.warps,
+        )  # fmt: skip
+        tiles = config.dkdv
+        _dkdv_kernel[(k_TKH.shape[1], triton.cdiv(T, tiles.keys))](
+            *inputs, lse_NT, delta_NT, ends_T, dk, dk.stride(0), dv, dv.stride(0), packed.scale, softcap, T,
+            **options, BM=tiles.rows, BN=tiles.keys, STAGES=tiles.stages, num_warps=tiles.warps,
+        )  # fmt: skip
+        return dq, dk, dv, sink_gradients(dout_TNH, out_TNH, lse_NT, packed.sinks_N)

@@ -1,0 +1,153 @@
+"""Our attention kernel for short documents: in Triton's interpreter, or on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pronghorn.kernels import attention_short
+from pronghorn.kernels.attention import attention_backward, attention_forward, attention_reference, pick_backend
+from pronghorn.kernels.attention_short import Config, Tiles
+from pronghorn.kernels.attention_torch import spans
+
+CUDA = torch.cuda.is_available()
+# One token; documents that end in the middle of a block, at its end, and that span several; padding of no tokens behind.
+LENGTHS = (1, 37, 26, 64, 3, 90, 5) if CUDA else (1, 20, 11, 32, 2, 29)
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped": {"heads": 3, "kv_heads": 1},
+    "window": {"window": 17},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": True, "kv_heads": 1},
+    "all": {"sinks": True, "window": 20, "softcap": 5.0, "kv_heads": 1},
+    "odd width": {"width": 24},
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks a document at sizes an interpreter can do; unequal, so that a mix-up of the two shows."""
+    if not CUDA:
+        small = Config(Tiles(32, 16, 4, 1), Tiles(16, 32, 4, 1), Tiles(16, 32, 4, 1))
+        monkeypatch.setattr(attention_short, "config_for", lambda width: small)
+
+
+@pytest.fixture
+def where(monkeypatch: pytest.MonkeyPatch) -> str:
+    if not CUDA:
+        pytest.importorskip("triton")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return "cuda" if CUDA else "cpu"
+
+
+def make(
+    device: str, dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS, *, heads: int = 2, kv_heads: int = 2, width: int = 32,
+    sinks: bool = False, **options: Any,
+) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, Any]]:  # fmt: skip
+    """([dout, q, k, v, sinks or nothing], cu_seqlens, options); q, k and v are parts of one buffer with wider rows."""
+    tokens = sum(lengths)
+    parts = [heads * width, kv_heads * width, kv_heads * width, 16]
+    q, k, v, _ = torch.randn(tokens, sum(parts), device=device).to(dtype).split(parts, dim=1)
+    tensors = [torch.randn(tokens, heads, width, device=device).to(dtype), q.unflatten(1, (heads, width)),
+               k.unflatten(1, (kv_heads, width)), v.unflatten(1, (kv_heads, width))]  # fmt: skip
+    tensors += [torch.randn(heads, device=device)] if sinks else []
+    ends = list(itertools.accumulate(lengths, initial=0))
+    cu = torch.tensor(ends + [tokens] * 4, dtype=torch.int32, device=device)
+    return tensors, cu, {"scale": 1 / math.sqrt(width), **options}
+
+
+def by_autograd(
+    tensors: list[torch.Tensor], cu: torch.Tensor, options: dict[str, Any], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    dout, *inputs = [x.detach().cpu().to(dtype) for x in tensors]
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    sinks = inputs[3] if len(inputs) > 3 else None
+    out = attention_reference(*inputs[:3], cu.cpu(), sinks_N=sinks, **options)
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+
+def ours(tensors: list[torch.Tensor], cu: torch.Tensor, options: dict[str, Any], **more: Any) -> list[torch.Tensor]:
+    dout, q, k, v = tensors[:4]
+    settings = options | {"sinks_N": tensors[4] if len(tensors) > 4 else None, "backend": "short"} | more
+    out, lse = attention_forward(q, k, v, cu, max(LENGTHS), **settings)
+    grads = attention_backward(dout, q, k, v, out, lse, cu, max(LENGTHS), **settings)
+    return [out, *(grad for grad in grads if grad is not None)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_forward_and_backward_are_as_near_to_the_truth_as_plain_torch(
+    where: str, name: str, dtype: torch.dtype, judge: Callable[..., None]
+) -> None:
+    if not CUDA and (dtype == torch.bfloat16 or (dtype == torch.float16 and name != "all")):
+        pytest.skip("the interpreter multiplies bf16 by its bits, and what fp16 adds to fp32 one case shows")
+    tensors, cu, options = make(where, dtype, **CASES[name])
+    truth, yardstick = (by_autograd(tensors, cu, options, kind) for kind in (torch.float64, dtype))
+    got = ours(tensors, cu, options)
+    assert len(got) == len(truth)
+    for what, mine, theirs, exact in zip(("out", "dq", "dk", "dv", "dsinks"), got, yardstick, truth, strict=False):
+        judge(mine.cpu(), theirs, exact, f"{name} {what}")
+
+
+def test_the_real_tiles_compute_the_same(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, cu, options = make(where, torch.float32, kv_heads=1)
+    expected = by_autograd(tensors, cu, options, torch.float64)
+    for width, configs in attention_short.CONFIGS.items():
+        for config in configs:
+            monkeypatch.setattr(attention_short, "config_for", lambda _, config=config: config)
+            for mine, exact in zip(ours(tensors, cu, options), expected, strict=True):
+                torch.testing.assert_close(mine.cpu().double(), exact, rtol=1e-4, atol=1e-5, msg=f"{width} {config}")
+
+
+def test_results_go_where_they_are_asked_for_and_repeat_bit_for_bit(where: str) -> None:
+    tensors, cu, options = make(where, torch.float16, kv_heads=1)
+    dout, q, k, v = tensors
+    first = ours(tensors, cu, options)
+    wide = torch.full((len(q), 2 * 32 + 8), 7.0, dtype=q.dtype, device=where)
+    room = torch.full((len(q), 4 * 32 + 8), 7.0, dtype=q.dtype, device=where)
+    parts = room[:, :128].split([64, 32, 32], dim=1)
+    grads = tuple(part.unflatten(1, (-1, 32)) for part in parts)
+    settings = options | {"backend": "short", "spans_2T": spans(cu, len(q))}
+    out, lse = attention_forward(q, k, v, cu, max(LENGTHS), out=wide[:, :64].unflatten(1, (2, 32)), **settings)
+    attention_backward(dout, q, k, v, out, lse, cu, max(LENGTHS), grads=grads, **settings)
+    for mine, expected in zip((out, *grads), first, strict=True):
+        assert torch.equal(mine, expected)
+    assert (wide[:, 64:] == 7).all()
+    assert (room[:, 128:] == 7).all()
+
+
+def test_documents_do_not_see_each_other(where: str) -> None:
+    tensors, cu, options = make(where, torch.float32)
+    before = ours(tensors, cu, options)
+    begin, end = sum(LENGTHS[:3]), sum(LENGTHS[:4])
+    for tensor in tensors:
+        tensor[begin:end] += 3
+    for mine, old in zip(ours(tensors, cu, options), before, strict=True):
+        changed = (mine != old).flatten(1).any(1).nonzero().flatten()
+        assert len(changed) > 0
+        assert ((changed >= begin) & (changed < end)).all()
+
+
+def test_spans_by_hand() -> None:
+    cu = torch.tensor([0, 2, 3, 6, 6, 6], dtype=torch.int32)
+    assert spans(cu, 6).tolist() == [[0, 0, 2, 3, 3, 3], [2, 2, 3, 6, 6, 6]]
+
+
+def test_heads_must_lie_side_by_side(where: str) -> None:
+    (_, q, k, v), cu, options = make(where, torch.float32)
+    with pytest.raises(ValueError, match="side by side"):
+        attention_forward(q.transpose(0, 1).contiguous().transpose(0, 1), k, v, cu, 90, backend="short", **options)
+
+
+@pytest.mark.skipif(not CUDA, reason="no CUDA device")
+def test_short_documents_choose_it_and_long_ones_do_not() -> None:
+    device = torch.device("cuda")
+    assert pick_backend(device, torch.bfloat16, 64, typical=300) == "short"
+    assert pick_backend(device, torch.bfloat16, 64, typical=4000) != "short"
+    assert pick_backend(device, torch.float32, 64, typical=4000) == "short"
+    assert pick_backend(device, torch.bfloat16, 256, typical=300) != "short"
