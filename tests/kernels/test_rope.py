@@ -88,9 +88,9 @@ def test_forward_and_backward_are_as_good_as_plain_torch(
     for name, ours, true, theirs in zip(("q", "k", "v", "dqkv", "dq_norm", "dk_norm"), found, truth, plain, strict=False):
         judge(ours, theirs, true, name)
     assert len(found) == len(truth)
-    without, *nothing = backward_of(given, grads, rstd)
+    without, *nothing = backward_of(given, grads, rstd)  # another tile and no loop: the last bit may differ on a GPU
     assert nothing == [None, None]
-    torch.testing.assert_close(without, dqkv, rtol=0, atol=0)
+    judge(without, plain[3], truth[3], "dqkv without the norms' gradients")
 
 
 @pytest.mark.parametrize(("shape", "neighbours"), [((4, 2, 64, 64), False), ((4, 2, 64, 64), True), ((5, 5, 80, 32), False),

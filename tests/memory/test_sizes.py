@@ -34,7 +34,7 @@ from pronghorn.memory.sizes import (
 )
 from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.decoder_layer import Kept
+from pronghorn.model.kept import Kept
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 

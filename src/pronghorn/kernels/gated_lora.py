@@ -42,8 +42,9 @@ def gated_lora_reference(gu_TG: Tensor, kind: Kind, A_RF: Tensor) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """Rows and columns of one step of a program, its warps, how many steps' loads are under way or in use, and programs that
-    fit a multiprocessor. `ranks_first`: which way round a sum is, [R, columns] or [columns, R]."""
+    """Rows and columns of one step of a program, its warps, the stages of its loads (all but one are under way while one is
+    computed), and how many programs a multiprocessor is to hold, which sets the registers of each. `ranks_first`: the way round
+    in which the tensor cores are given a sum, [R, columns] or [columns, R]."""
 
     rows: int
     columns: int
@@ -52,18 +53,41 @@ class Tile(NamedTuple):
     programs: int
     ranks_first: bool = True
 
+    @property
+    def registers(self) -> int | None:
+        """The most a thread may have; None where it may have all there are."""
+        most = 65536 // (self.programs * self.warps * 32) // 8 * 8
+        return most if most < 255 else None
 
-# For `python -m benchmarks.ops --sweep gated_lora`.
-BACKWARD_CONFIGS = [Tile(32, 64, 4, 3, 4), Tile(32, 128, 8, 3, 2)]
-FORWARD_CONFIGS = [Tile(32, 64, 4, 3, 4), Tile(32, 128, 4, 3, 4)]
+
+# For `python -m benchmarks.ops --sweep gated_lora`. None spills at rank 16 in bf16, but for 8 to 16 bytes outside the products
+# of (32, 64, 4, 3, 4), (32, 128, 8, 4, 2) and (16, 128, 4, 3, 4) (compiled for sm_90 by Triton 3.6).
+BACKWARD_CONFIGS = [Tile(*config) for config in (
+    (32, 128, 8, 3, 2), (32, 128, 8, 3, 2, False), (32, 128, 8, 2, 2), (32, 128, 8, 4, 2), (32, 64, 4, 3, 4, False),
+    (32, 64, 4, 2, 4), (32, 64, 4, 3, 4), (32, 64, 4, 3, 3), (16, 128, 8, 4, 3), (16, 128, 4, 3, 4), (64, 64, 4, 3, 2, False),
+    (32, 128, 4, 3, 2),
+)]  # fmt: skip
+FORWARD_CONFIGS = [Tile(*config) for config in (
+    (32, 128, 4, 3, 4), (32, 128, 4, 2, 4), (32, 64, 4, 3, 6), (32, 64, 4, 4, 6), (16, 128, 4, 3, 7), (64, 64, 8, 3, 2),
+    (64, 128, 8, 3, 2),
+)]  # fmt: skip
 
 
 def _backward_tile(rank: int, itemsize: int) -> Tile:
-    return BACKWARD_CONFIGS[0]
+    """At rank 16: 48 KB of loads are under way for each of two programs, 28 instructions a value, 126 registers. Higher ranks
+    have larger sums, so fewer columns: 166 registers at rank 32, 112 at 64. In fp32 the products are not the tensor cores'."""
+    if itemsize > 2:
+        return Tile(16, 64, 4, 2, 3, False)
+    if rank > 32:
+        return Tile(32, 64, 8, 3, 2)
+    return Tile(32, 64, 4, 3, 3, False) if rank > 16 else BACKWARD_CONFIGS[0]
 
 
 def _forward_tile(rank: int, itemsize: int) -> Tile:
-    return FORWARD_CONFIGS[0]
+    """32 rows, so that 16,384 are 512 programs: four on each of 128 multiprocessors, 40 KB of loads under way for each."""
+    if itemsize > 2:
+        return Tile(16, 64, 4, 2, 4)
+    return Tile(32, 128, 4, 2, 4) if rank > 32 else FORWARD_CONFIGS[0]
 
 
 # ---- Triton ----------------------------------------------------------------------------------------------------------------
@@ -84,9 +108,9 @@ def _short_sigmoid(power: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _act(gate: tl.tensor, GELU: tl.constexpr, SHORT: tl.constexpr) -> tl.tensor:
+def _act(gate: tl.tensor, GELU: tl.constexpr, NARROW: tl.constexpr) -> tl.tensor:
     """act(gate) and its derivative: gated_mlp.py's formulas, or, for 16-bit results, shorter ones."""
-    if not SHORT:
+    if not NARROW:
         activated, derivative = _activation(gate, GELU)
     elif GELU:
         near = tl.minimum(tl.maximum(gate, -10.0), 10.0)
@@ -121,8 +145,12 @@ def _zeros(COLUMNS: tl.constexpr, R_BLOCK: tl.constexpr, RANKS_FIRST: tl.constex
 
 
 @jit
-def _add_product(thin: tl.tensor, wide: tl.tensor, total: tl.tensor, RANKS_FIRST: tl.constexpr) -> tl.tensor:
+def _add_product(
+    thin: tl.tensor, wide: tl.tensor, total: tl.tensor, RANKS_FIRST: tl.constexpr, NARROW: tl.constexpr
+) -> tl.tensor:
     """total + thin^T wide (or its transpose)."""
+    if not NARROW:
+        thin, wide = thin.to(tl.float32), wide.to(tl.float32)
     if RANKS_FIRST:
         total = tl.dot(tl.trans(thin), wide, total, input_precision="ieee")
     else:
@@ -147,31 +175,31 @@ def _backward_kernel(
     dyb_row: tl.tensor, xa_gate: tl.tensor, xa_up: tl.tensor, xa_row: tl.tensor, partial: tl.tensor, T: tl.tensor,
     rows: tl.tensor, F: tl.constexpr, DOWN: tl.constexpr, DOWN_BLOCK: tl.constexpr, GATE: tl.constexpr,
     GATE_BLOCK: tl.constexpr, UP: tl.constexpr, UP_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr, GELU: tl.constexpr, SHORT: tl.constexpr, RANKS_FIRST: tl.constexpr,
+    STAGES: tl.constexpr, GELU: tl.constexpr, NARROW: tl.constexpr, RANKS_FIRST: tl.constexpr,
 ) -> None:  # fmt: skip
     """A program goes down `rows` rows of its columns, ROWS at a time. Its sums go to partial [programs, DOWN + GATE + UP, F].
 
-    DOWN, GATE, UP are the adapters' ranks, 0 for one that is not there. Neighbouring programs take neighbouring columns, so that
-    whole rows of memory are read at about the same time.
+    DOWN, GATE, UP are the adapters' ranks, 0 for one that is not there. Neighbouring programs take neighbouring columns, so
+    that whole rows of memory are read at about the same time.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
-    first = tl.program_id(1) * rows
-    end = tl.minimum(first + rows, T)
+    first = tl.program_id(1).to(tl.int64) * rows
+    count = tl.minimum(rows, T - tl.program_id(1) * rows)
     if DOWN > 0:
         total_down = _zeros(COLUMNS, DOWN_BLOCK, RANKS_FIRST)
     if GATE > 0:
         total_gate = _zeros(COLUMNS, GATE_BLOCK, RANKS_FIRST)
     if UP > 0:
         total_up = _zeros(COLUMNS, UP_BLOCK, RANKS_FIRST)
-    for start in tl.range(first, end, ROWS, num_stages=STAGES):
-        at, left = start.to(tl.int64), end - start
+    for start in tl.range(0, count, ROWS, num_stages=STAGES):
+        at, left = first + start, count - start
         inside = (row < left)[:, None] & (column < F)[None, :]
         source = gu + at * gu_row + row[:, None] * gu_row + column[None, :]
         grad = tl.load(da + at * da_row + row[:, None] * da_row + column[None, :], mask=inside, other=0.0).to(tl.float32)
         gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(source + F, mask=inside, other=0.0).to(tl.float32)
-        activated, derivative = _act(gate, GELU, SHORT)
+        activated, derivative = _act(gate, GELU, NARROW)
         dgate = (grad * up * derivative).to(dgu.dtype.element_ty)
         dup = (grad * activated).to(dgu.dtype.element_ty)
         target = dgu + at * dgu_row + row[:, None] * dgu_row + column[None, :]
@@ -179,13 +207,14 @@ def _backward_kernel(
         tl.store(target + F, dup, mask=inside)
         if DOWN > 0:
             thin = _adapter_rows(dyb + at * dyb_row, dyb_row, row, left, DOWN, DOWN_BLOCK)
-            total_down = _add_product(thin, (activated * up).to(dgu.dtype.element_ty), total_down, RANKS_FIRST)
+            a = (activated * up).to(dgu.dtype.element_ty)
+            total_down = _add_product(thin, a, total_down, RANKS_FIRST, NARROW)
         if GATE > 0:
             thin_gate = _adapter_rows(xa_gate + at * xa_row, xa_row, row, left, GATE, GATE_BLOCK)
-            total_gate = _add_product(thin_gate, dgate, total_gate, RANKS_FIRST)
+            total_gate = _add_product(thin_gate, dgate, total_gate, RANKS_FIRST, NARROW)
         if UP > 0:
             thin_up = _adapter_rows(xa_up + at * xa_row, xa_row, row, left, UP, UP_BLOCK)
-            total_up = _add_product(thin_up, dup, total_up, RANKS_FIRST)
+            total_up = _add_product(thin_up, dup, total_up, RANKS_FIRST, NARROW)
     partial += tl.program_id(1).to(tl.int64) * (DOWN + GATE + UP) * F
     if DOWN > 0:
         _give_sum(partial, total_down, column, F, DOWN, DOWN_BLOCK, RANKS_FIRST)
@@ -198,31 +227,33 @@ def _backward_kernel(
 @jit
 def _add_sums_kernel(
     partial: tl.tensor, count: tl.tensor, down: tl.tensor, down_row: tl.tensor, gate: tl.tensor, up: tl.tensor,
-    gate_up_row: tl.tensor, F: tl.constexpr, DOWN: tl.constexpr, GATE: tl.constexpr, UP: tl.constexpr, BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
+    gate_up_row: tl.tensor, F: tl.constexpr, DOWN: tl.constexpr, GATE: tl.constexpr, UP: tl.constexpr, R_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Adds the `count` partial sums of one row to that row of the sums it belongs to."""
-    rank = tl.program_id(1)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([STEP, BLOCK], tl.float32)
-    for first in range(0, count, STEP):
-        program = first + tl.arange(0, STEP)
-        place = (program.to(tl.int64) * (DOWN + GATE + UP) + rank)[:, None] * F + column[None, :]
-        total += tl.load(partial + place, mask=(program < count)[:, None] & (column < F)[None, :], other=0.0)
-    target = up + (rank - DOWN - GATE).to(tl.int64) * gate_up_row
-    if rank < DOWN:
-        target = down + rank.to(tl.int64) * down_row
-    elif rank < DOWN + GATE:
-        target = gate + (rank - DOWN).to(tl.int64) * gate_up_row
-    before = tl.load(target + column, mask=column < F, other=0.0)
-    tl.store(target + column, before + tl.sum(total, 0), mask=column < F)
+    """Adds the `count` partial sums of some columns to the sums they belong to; program_id(1) says which of the three."""
+    which = tl.program_id(1)
+    rank, column = tl.arange(0, R_BLOCK), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    ranks = tl.where(which == 0, DOWN, tl.where(which == 1, GATE, UP))
+    before = tl.where(which == 0, 0, tl.where(which == 1, DOWN, DOWN + GATE))
+    target = down
+    if which == 1:
+        target = gate
+    if which == 2:
+        target = up
+    place = target + rank.to(tl.int64)[:, None] * tl.where(which == 0, down_row, gate_up_row) + column[None, :]
+    inside = (rank < ranks)[:, None] & (column < F)[None, :]
+    total = tl.zeros([R_BLOCK, COLUMNS], tl.float32)
+    for program in tl.range(0, count, num_stages=3):
+        row = program * (DOWN + GATE + UP) + before + rank
+        total += tl.load(partial + row.to(tl.int64)[:, None] * F + column[None, :], mask=inside, other=0.0)
+    tl.store(place, tl.load(place, mask=inside, other=0.0) + total, mask=inside)
 
 
 @jit
 def _forward_kernel(
     gu: tl.tensor, gu_row: tl.tensor, A: tl.tensor, A_row: tl.tensor, out: tl.tensor, out_row: tl.tensor, T: tl.tensor,
     F: tl.constexpr, R: tl.constexpr, R_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    GELU: tl.constexpr, SHORT: tl.constexpr,
+    GELU: tl.constexpr, NARROW: tl.constexpr,
 ) -> None:  # fmt: skip
     """A program goes along ROWS whole rows, COLUMNS at a time."""
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -238,9 +269,11 @@ def _forward_kernel(
         gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(source + F, mask=inside, other=0.0).to(tl.float32)
         A_RF = tl.load(A + rank[:, None] * A_row + column[None, :], mask=(rank < R)[:, None] & (column < F)[None, :], other=0.0)
-        activated, _ = _act(gate, GELU, SHORT)
+        activated, _ = _act(gate, GELU, NARROW)
         a = (activated * up).to(out.dtype.element_ty)
         tl.store(out + row[:, None] * out_row + column[None, :], a, mask=inside)
+        if not NARROW:
+            a, A_RF = a.to(tl.float32), A_RF.to(tl.float32)
         total = tl.dot(a, tl.trans(A_RF), total, input_precision="ieee")
     target = out + row[:, None] * out_row + F + rank[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=(row < left)[:, None] & (rank < R)[None, :])
@@ -249,8 +282,9 @@ def _forward_kernel(
 # ---- raw functions -----------------------------------------------------------------------------------------------------------
 
 
-def _short(dtype: torch.dtype) -> bool:
-    """Whether a result in this dtype cannot tell the shorter formulas from the long ones. The interpreter knows no PTX."""
+def _narrow(dtype: torch.dtype) -> bool:
+    """Whether 16-bit numbers are multiplied as they are, and made by shorter formulas, whose difference they do not show. The
+    interpreter knows neither PTX nor products of bf16."""
     return dtype != torch.float32 and not KERNELS_ARE_INTERPRETED
 
 
@@ -272,7 +306,8 @@ def gated_lora_forward(gu_TG: Tensor, kind: Kind, A_RF: Tensor, *, out_ext: Tens
     tile = _forward_tile(block, gu_TG.element_size())
     _forward_kernel[(triton.cdiv(T, tile.rows),)](
         gu_TG, gu_TG.stride(0), A_RF, A_RF.stride(0), out_ext, out_ext.stride(0), T, F=F, R=R, R_BLOCK=block, ROWS=tile.rows,
-        COLUMNS=tile.columns, STAGES=tile.stages, GELU=kind == "gelu_tanh", SHORT=_short(gu_TG.dtype), num_warps=tile.warps,
+        COLUMNS=tile.columns, STAGES=tile.stages, GELU=kind == "gelu_tanh", NARROW=_narrow(gu_TG.dtype), num_warps=tile.warps,
+        maxnreg=tile.registers,
     )  # fmt: skip
     return out_ext
 
@@ -299,7 +334,7 @@ def gated_lora_backward(
     gate_columns: slice | None = None, up_columns: slice | None = None, sums_down_RF: Tensor | None = None,
     sums_gate_up_RG: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Writes dgu into the first 2F columns of dgu_out, and adds to the sums:
+    """Writes dgu into the first 2F columns of dgu_out, which may be gu itself, and adds to the sums:
 
         sums_down      += dyb^T a
         sums_gate_up   += xa^T dgu, in the gate's ranks and columns and in the up's only
@@ -341,21 +376,22 @@ def _launch_backward(
         da_TF, da_TF.stride(0), gu_TG, gu_TG.stride(0), dgu_out, dgu_out.stride(0), down.thin_TR, down.thin_TR.stride(0),
         gate.thin_TR, up.thin_TR, gate.thin_TR.stride(0), partial, T, rows, F=F, DOWN=ranks[0], DOWN_BLOCK=blocks[0],
         GATE=ranks[1], GATE_BLOCK=blocks[1], UP=ranks[2], UP_BLOCK=blocks[2], ROWS=tile.rows, COLUMNS=tile.columns,
-        STAGES=tile.stages, GELU=kind == "gelu_tanh", SHORT=_short(gu_TG.dtype), RANKS_FIRST=tile.ranks_first,
-        num_warps=tile.warps,
+        STAGES=tile.stages, GELU=kind == "gelu_tanh", NARROW=_narrow(gu_TG.dtype), RANKS_FIRST=tile.ranks_first,
+        num_warps=tile.warps, maxnreg=tile.registers,
     )  # fmt: skip
     if not sum(ranks):
         return
-    block = min(256, triton.next_power_of_2(F))
-    _add_sums_kernel[(triton.cdiv(F, block), sum(ranks))](
+    block = max(blocks)
+    columns = max(32, 2048 // block)
+    _add_sums_kernel[(triton.cdiv(F, columns), 3)](
         partial, programs, down.sum_RF, down.sum_RF.stride(0), gate.sum_RF, up.sum_RF, gate.sum_RF.stride(0), F=F,
-        DOWN=ranks[0], GATE=ranks[1], UP=ranks[2], BLOCK=block, STEP=16, num_warps=4,
+        DOWN=ranks[0], GATE=ranks[1], UP=ranks[2], R_BLOCK=block, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
 
 
 def _rows_of_a_program(T: int, F: int, tile: Tile, processors: int) -> int:
-    """So many that two rounds of programs fill the GPU nearly exactly: 99 % of it at F = 14,336, 97 % at 8,192 (H200, four
-    programs a multiprocessor). More rounds would make the partial sums larger, which are 1 to 3 % of what is moved."""
-    columns = triton.cdiv(F, tile.columns)
-    programs = max(1, 2 * processors * tile.programs // columns)
-    return int(triton.cdiv(triton.cdiv(T, programs), tile.rows) * tile.rows)
+    """So many that two to four rounds of programs fill the GPU best: 99 % of 132 multiprocessors at F = 14,336, 97 % at 8,192.
+    More rounds would make the partial sums larger, 19 and 13 MB there, which are written and read again."""
+    columns, places = triton.cdiv(F, tile.columns), processors * tile.programs
+    rounds = max((2, 3, 4), key=lambda rounds: rounds * places // columns / rounds)  # the first of equals
+    return int(triton.cdiv(triton.cdiv(T, max(1, rounds * places // columns)), tile.rows) * tile.rows)

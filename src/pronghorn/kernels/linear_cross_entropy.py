@@ -38,10 +38,25 @@ CPU_SCRATCH_BYTES = 64_000_000  # plain torch makes about four fp32 copies of th
 # Row stride of the chunk in elements: keeps every row at a 128-byte boundary or better, whatever V is (259, 50,257).
 PADDING = 64
 
-# One program a row. (block of columns, warps): 8,192 columns on 16 warps is 16 values a thread and 59 registers, so two
-# programs fit a multiprocessor: 264 rows of 256 KB in flight, and the second read, which goes backwards, finds a good part
-# of them in the L2 cache. 32,768 columns on 32 warps spill. `python -m benchmarks.ops --sweep linear_cross_entropy`.
-CONFIGS = [(8192, 16), (4096, 8), (2048, 4), (8192, 8), (16384, 16), (16384, 32)]
+class Tile(NamedTuple):
+    """How a program goes through its row: `block` columns at a time; `stages` - 1 blocks are being loaded while one is
+    computed; the largest logit so far is known to every `group` columns (0: to all, which takes a barrier in every block; 8:
+    to the thread that reads them, for one more exponential in eight columns)."""
+
+    block: int
+    warps: int
+    stages: int = 1
+    group: int = 0
+
+
+# One program a row. 8,192 columns on 16 warps is 16 values a thread and 59 registers, so two programs fit a multiprocessor:
+# 264 rows of 256 KB in flight, and the second read, which goes backwards, finds a good part of them in the L2 cache. 32,768
+# columns on 32 warps spill. 0.46 ms for 2,048 rows of 128,256 (H200); reading once and writing once would be 0.25, reading
+# twice 0.37, so it waits for more than bytes. `python -m benchmarks.ops --sweep linear_cross_entropy`.
+CONFIGS = [Tile(*config) for config in (
+    (8192, 16), (4096, 8), (16384, 32), (8192, 16, 1, 8), (8192, 16, 2, 8), (8192, 16, 3, 8), (4096, 8, 3, 8), (16384, 32, 1, 8),
+    (16384, 32, 2, 8), (16384, 32, 3, 8), (16384, 16, 3, 8), (16384, 16, 5, 8),
+)]  # fmt: skip
 CONFIG = CONFIGS[0]
 
 
@@ -123,24 +138,27 @@ def _logits(raw, logit_scale, softcap, inverse_softcap, HAS_SOFTCAP: tl.constexp
 @jit
 def _row_sums(  # type: ignore[no-untyped-def]
     row_ptr, row_stride, vocabulary, softcap, inverse_softcap, logit_scale,
-    HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """(the largest logit, the sum of exp(logit - largest), the sum of logits where smoothing needs it) of one row."""
-    block = tl.arange(0, BLOCK_V)
-    largest = tl.full([], float("-inf"), tl.float32)
-    sums = tl.zeros([BLOCK_V], dtype=tl.float32)  # a sum a lane: one reduction a block (the maximum) instead of two
-    totals = tl.zeros([BLOCK_V], dtype=tl.float32)
-    for index in range(0, tl.cdiv(row_stride, BLOCK_V)):
+    GROUPS: tl.constexpr = BLOCK_V // GROUP
+    block = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    largest = tl.full([GROUPS], -3.4e38, tl.float32)  # of each group; finite, because a group may lie beyond the vocabulary
+    sums = tl.zeros([GROUPS, GROUP], dtype=tl.float32)  # a sum a lane: no reduction of them in the loop
+    totals = tl.zeros([GROUPS, GROUP], dtype=tl.float32)
+    for index in tl.range(0, tl.cdiv(row_stride, BLOCK_V), num_stages=STAGES):
         columns = index * BLOCK_V + block
         raw = tl.load(row_ptr + columns, mask=columns < row_stride, other=0.0, eviction_policy="evict_last")
         logits, _ = _logits(raw, logit_scale, softcap, inverse_softcap, HAS_SOFTCAP)
         if HAS_SMOOTHING:
             totals += tl.where(columns < vocabulary, logits, 0.0)
         logits = tl.where(columns < vocabulary, logits, float("-inf"))
-        larger = tl.maximum(largest, tl.max(logits, 0))
-        sums = sums * tl.exp(largest - larger) + tl.exp(logits - larger)
+        larger = tl.maximum(largest, tl.max(logits, 1))
+        sums = sums * tl.exp(largest - larger)[:, None] + tl.exp(logits - larger[:, None])
         largest = larger
-    return largest, tl.sum(sums, 0), tl.sum(totals, 0)
+    of_all = tl.max(largest, 0)
+    total = tl.sum(tl.sum(sums, 1) * tl.exp(largest - of_all), 0)
+    return of_all, total, tl.sum(tl.sum(totals, 1), 0)
 
 
 @jit
@@ -148,7 +166,7 @@ def _loss_and_gradient_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, labels_ptr, weights_ptr, losses_ptr, grad_scale_ptr, row_stride,
     vocabulary, softcap, inverse_softcap, logit_scale, smoothing, z_loss,
     HAS_WEIGHTS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, NEED_GRAD: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    BLOCK_V: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One row: its loss, and d(loss * grad_scale) / d(product) over the logits, in place.
 
@@ -173,8 +191,9 @@ def _loss_and_gradient_kernel(  # type: ignore[no-untyped-def]
         # Read before the reductions of _row_sums: their barriers keep any other warp from overwriting it first.
         target_logit, _ = _logits(tl.load(row_ptr + target), logit_scale, softcap, inverse_softcap, HAS_SOFTCAP)
         largest, total, logits_sum = _row_sums(
-            row_ptr, row_stride, vocabulary, softcap, inverse_softcap, logit_scale, HAS_SOFTCAP, HAS_SMOOTHING, BLOCK_V
-        )
+            row_ptr, row_stride, vocabulary, softcap, inverse_softcap, logit_scale, HAS_SOFTCAP, HAS_SMOOTHING, BLOCK_V, GROUP,
+            STAGES,
+        )  # fmt: skip
         lse = largest + tl.log(total)
         weight = tl.where(valid, 1.0, float("nan"))
         if HAS_WEIGHTS:
@@ -186,7 +205,7 @@ def _loss_and_gradient_kernel(  # type: ignore[no-untyped-def]
         if NEED_GRAD:
             factor = weight * tl.load(grad_scale_ptr) * logit_scale
             share = (1.0 + 2.0 * z_loss * lse) / total
-            for index in range(0, blocks):  # backwards: what was read last is still in the cache
+            for index in tl.range(0, blocks, num_stages=STAGES):  # backwards: what was read last is still in the cache
                 columns = (blocks - 1 - index) * BLOCK_V + block
                 raw = tl.load(row_ptr + columns, mask=columns < row_stride, other=0.0, eviction_policy="evict_first")
                 logits, slope = _logits(raw, logit_scale, softcap, inverse_softcap, HAS_SOFTCAP)
@@ -225,16 +244,16 @@ def _loss_and_gradient(
         _loss_and_gradient_torch(logits_CV, labels_C, weights_C, losses_C, grad_scale, terms, need_grad)
         return
     rows, vocabulary = logits_CV.shape
-    block, warps = CONFIG
+    block, warps, stages, group = CONFIG
     if vocabulary < block:
         block = triton.next_power_of_2(vocabulary)
-        warps = max(4, warps * block // CONFIG[0])
+        warps = max(4, warps * block // CONFIG.block)
     _loss_and_gradient_kernel[(rows,)](
         logits_CV, labels_C, weights_C, losses_C, grad_scale,
         logits_CV.stride(0), vocabulary, terms.softcap, 1.0 / terms.softcap if terms.softcap else 0.0,
         terms.logit_scale, terms.label_smoothing, terms.z_loss,
         HAS_WEIGHTS=weights_C is not None, HAS_SOFTCAP=terms.softcap != 0, HAS_SMOOTHING=terms.label_smoothing != 0,
-        NEED_GRAD=need_grad, BLOCK_V=block, num_warps=warps,
+        NEED_GRAD=need_grad, BLOCK_V=block, GROUP=min(group or block, block), STAGES=stages, num_warps=warps,
     )  # fmt: skip
 
 

@@ -108,26 +108,34 @@ class LoraGroup:
     Without adapters M is the weights alone, R is 0, and x_ext, dy_ext are plain x and dy.
     """
 
+    M: Tensor
+
     def __init__(self, weights: Sequence[Tensor], adapters: Sequence[Adapter] = (), *, padding: int | None = None) -> None:
+        self._lay_out([weight.shape[0] for weight in weights], weights[0].shape[1], adapters, padding)
+        self.M = self._joined(weights)
+        self._table = CopyTable([job for pair in self._jobs() for job in pair])
+        self.refresh()
+
+    def _lay_out(self, widths: Sequence[int], D: int, adapters: Sequence[Adapter], padding: int | None) -> None:
         ranks = sum(adapter.rank for adapter in adapters)
         multiple = padding or default_padding(adapters)
         self.adapters = tuple(adapters)
-        self.D = weights[0].shape[1]
+        self.D = D
         self.R = -(-ranks // multiple) * multiple
         self.rows: list[slice] = []  # of each linear in M
         self.columns: list[slice] = []  # of each adapter among the R
         self.O = 0
-        for weight in weights:
-            self.rows.append(slice(self.O, self.O + weight.shape[0]))
-            self.O += weight.shape[0]
+        for width in widths:
+            self.rows.append(slice(self.O, self.O + width))
+            self.O += width
         used = 0
         for adapter in adapters:
             self.columns.append(slice(used, used + adapter.rank))
             used += adapter.rank
         self.sums: tuple[Tensor, Tensor] | None = None  # dA [R, D] and dB^T [R, O] of a step; None: gradients are handed out
-        self.M = self._joined(weights)
-        self._table = CopyTable([job for pair in self._jobs() for job in pair])
-        self.refresh()
+
+    def load(self) -> None:
+        """Before M is used: nothing to do for a group that owns it (kernels/nf4_lora.py has others)."""
 
     def _joined(self, weights: Sequence[Tensor]) -> Tensor:
         if len(weights) == 1 and not self.adapters:

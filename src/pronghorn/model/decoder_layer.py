@@ -38,6 +38,7 @@ from pronghorn.kernels.lora_linear import NormOf
 from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
 from pronghorn.kernels.rope import qk_rope_backward, qk_rope_forward
 from pronghorn.model.families import ACTIVATIONS, Family, activation_name, layer_type, window
+from pronghorn.model.kept import Elsewhere, Input, Kept, Left, Level, come_back, leave
 from pronghorn.model.projections import Projections
 
 
@@ -83,29 +84,6 @@ class Norm:
         return self.weight.requires_grad
 
 
-@dataclass
-class Kept:
-    """What forward leaves for backward; the planner of memory will choose among these."""
-
-    h: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    lse: Tensor
-    o: Tensor  # attention's output, of every token
-    o_ext: Tensor  # with the extra columns; only `rows` of it in the last layer, else what `o` is part of
-    h2: Tensor
-    gu: Tensor
-    qkv: Tensor | None = None  # before qk-norm
-    qk_rstd: Any = None
-    xa1: Tensor | None = None  # x A^T of each group of projections: T x R
-    xa2: Tensor | None = None
-    xa3: Tensor | None = None
-    y1: Tensor | None = None  # attention branch, where a norm follows it
-    y2: Tensor | None = None  # MLP branch, where a norm follows it
-    rstd: dict[str, Tensor] = field(default_factory=dict)
-
-
 class FastDecoderLayer:
     def __init__(self, layer: Any, family: Family, config: Any, index: int) -> None:
         self.layer, self.family, self.index = layer, family, index
@@ -136,7 +114,9 @@ class FastDecoderLayer:
                  "before_mlp": self.before_mlp, "after_mlp": self.after_mlp, "q_norm": self.q_norm, "k_norm": self.k_norm}
         self.norms = {name: norm for name, norm in named.items() if norm is not None}
         self.fused = False  # set by `prepare`
-        self.recompute = False  # keep only the layer's input, and run forward again in backward
+        self.level: Level = "nothing"  # what backward computes again (model/kept.py)
+        self.recompute = False  # everything, whatever the level: as people ask for it who know gradient checkpointing
+        self.offload: Elsewhere | None = None  # where what is kept waits for backward
 
     def prepare(self, dtype: torch.dtype) -> bool:
         """Before every forward: finds out what the modules are now. Returns whether adapters moved."""
@@ -175,6 +155,15 @@ class FastDecoderLayer:
     # ---- forward -----------------------------------------------------------------------------------------------
 
     def forward(self, h: Tensor, documents: Documents, rows: Tensor | None = None) -> tuple[Tensor, Kept]:
+        kept = self._to_gate_up(h, documents, rows)
+        assert kept.gu is not None
+        a_ext = self._activated(kept.gu)
+        h3, kept.y2 = self._branch(self.down, a_ext, kept.h2, self.after_mlp, kept.rstd, "after_mlp")
+        kept.xa3 = a_ext[:, kept.gu.shape[1] // 2 :].clone() if self.down.extra else None
+        return h3, kept
+
+    def _to_gate_up(self, h: Tensor, documents: Documents, rows: Tensor | None) -> Kept:
+        """Everything before the activation."""
         rstd: dict[str, Tensor] = {}
         x = self._normed(self.before_attention, h, self.qkv.extra, rstd, "before_attention")
         qkv, xa1 = self.qkv.forward(x)
@@ -189,13 +178,21 @@ class FastDecoderLayer:
         h_rows = h if rows is None else h.index_select(0, rows)
         x2, h2, y1 = self._to_mlp(o_ext, h_rows, rstd)
         gu, xa2 = self.gate_up.forward(x2)
-        del x2
-        a_ext = self._activated(gu)
-        h3, y2 = self._branch(self.down, a_ext, h2, self.after_mlp, rstd, "after_mlp")
-        width = gu.shape[1] // 2
-        kept = Kept(h, q, k, v, lse, o, o_ext, h2, gu, qkv if self.q_norm else None, qk_rstd, xa1, xa2,
-                    a_ext[:, width:].clone() if self.down.extra else None, y1, y2, rstd)
-        return h3, kept
+        return Kept(h, q, k, v, lse, o, o_ext, h2, gu, qkv if self.q_norm else None, qk_rstd, xa1, xa2, y1=y1, rstd=rstd)
+
+    def again(self, left: Left, documents: Documents, rows: Tensor | None) -> Kept:
+        """What forward had, out of what it left: brought back, and computed again where it was not kept."""
+        found = come_back(left, self.index, self.offload)
+        if isinstance(found, Input):
+            kept = self._to_gate_up(found.h, documents, rows)
+            kept.xa3 = found.xa3
+            if self.after_mlp is not None and kept.gu is not None:
+                _, kept.y2 = self._branch(self.down, self._activated(kept.gu), kept.h2, self.after_mlp, kept.rstd, "after_mlp")
+            return kept
+        if found.gu is None:
+            x2 = self._normed(self.before_mlp, found.h2, self.gate_up.extra, found.rstd, "before_mlp")
+            found.gu = self.gate_up.forward(x2)[0]
+        return found
 
     def _normed(self, norm: Norm | None, h: Tensor, extra: int, rstd: dict[str, Tensor], name: str) -> Tensor:
         """norm(h) in rows with room for the group's extra columns; h itself where there is neither."""
@@ -262,8 +259,10 @@ class FastDecoderLayer:
         width = da.shape[1]
         a = rows_like(da, width)
         dgu_ext = rows_like(da, 2 * width + self.gate_up.extra)
+        assert kept.gu is not None
         gated_activation_backward(da, kept.gu, self.activation, out=dgu_ext[:, : 2 * width],
                                   need_activation=self.down.needs_input, activation_out=a)
+        kept.gu = None  # the largest of all: its memory is free from here on
         down_grads = self.down.backward_parameters(dy, a, kept.xa3)
         del da, a, dy
         dx2 = self.gate_up.backward_input(dgu_ext)
@@ -388,14 +387,14 @@ class _Layer(torch.autograd.Function):
                 *parameters: Tensor) -> Tensor:
         out, kept = layer.forward(h, documents, rows)
         ctx.layer, ctx.documents, ctx.rows = layer, documents, rows
-        ctx.kept = h if layer.recomputes else kept
+        ctx.left = leave(kept, "layer" if layer.recomputes else layer.level, layer.index, layer.offload)
         return out
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
-        kept, ctx.kept = ctx.kept, None  # what was kept is freed as it is used
-        if isinstance(kept, Tensor):
-            kept = ctx.layer.forward(kept, ctx.documents, ctx.rows)[1]
+        left, ctx.left = ctx.left, None  # what was kept is freed as it is used
+        kept = ctx.layer.again(left, ctx.documents, ctx.rows)
+        del left
         dh, gradients = ctx.layer.backward(incoming[0], kept, ctx.documents, ctx.rows, ctx.needs_input_grad[0])
         needed = ctx.needs_input_grad[4:]
         return (dh, None, None, None, *(g if wanted else None for g, wanted in zip(gradients, needed, strict=True)))

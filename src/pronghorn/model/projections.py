@@ -4,6 +4,7 @@ T = packed tokens, D = input width, O = output width of all of them together, R 
 
 The modules stay the model's own: `nn.Linear`, or PEFT's wrapper around one. With adapters, the frozen weights move into one
 buffer (kernels/lora_linear.py) and the modules' weights become views of it, so they are stored once and keep their names.
+Weights in 4 bits stay where they are; `load_weights` dequantizes them into memory that all layers share (kernels/nf4_lora.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from torch import Tensor, nn
 from pronghorn.kernels.lora_collect import CollectJob
 from pronghorn.kernels.lora_linear import Adapter, LoraGroup, NormOf, linear_backward_weight
 from pronghorn.kernels.lora_refresh import CopyJob
+from pronghorn.kernels.nf4_lora import NF4LoraGroup
+from pronghorn.model.quantized import NF4Linear
+
+PLAIN = (nn.Linear, NF4Linear)  # exactly these: a subclass may compute something else
 
 
 class Projections:
@@ -43,12 +48,18 @@ class Projections:
             if isinstance(module, LoraLinear):
                 if why := _why_not_fused(module):
                     return why
-            elif type(module) is not nn.Linear:
+            elif type(module) not in PLAIN:
                 return f"{type(module).__name__} is not a linear layer we know"
         self._look()
-        if self.adapters and any(linear.weight.requires_grad for linear in self.linears):
-            return "a weight is trained beside its adapter"
+        if any(linear.weight.requires_grad for linear in self.linears):
+            if self.adapters:
+                return "a weight is trained beside its adapter"
+            if self._in_4_bits():
+                return "a weight is trained beside one in 4 bits"
         return ""
+
+    def _in_4_bits(self) -> NF4Linear | None:
+        return next((linear for linear in self.linears if isinstance(linear, NF4Linear)), None)
 
     def _look(self) -> None:
         """What the modules are now. Once per forward, because the products ask for it many times."""
@@ -59,7 +70,7 @@ class Projections:
         biases = [linear.bias for linear in self.linears if linear.bias is not None]
         self.parameters = weights + biases + [p for adapter in self.adapters for p in (adapter.A_RD, adapter.B_OR)]
         self.needs_input = bool(self.adapters) or any(weight.requires_grad for weight in weights)
-        self.widths = [weight.shape[0] for weight in weights]
+        self.widths = [linear.out_features for linear in self.linears]
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -69,6 +80,8 @@ class Projections:
         Returns whether the adapters' buffer was built anew; filling it with their present values is left to `copy_jobs`.
         """
         self._bias = _joined_bias(self.linears, dtype)
+        if (quantized := self._in_4_bits()) is not None:
+            return self._prepare_4_bits(quantized, dtype)
         if not self.adapters:
             had_group, self._group = self._group is not None, None
             # float32 master weights are computed with in the activations' dtype. Made again each time: version counters
@@ -83,6 +96,24 @@ class Projections:
         self._built_for = self._identity()
         return True
 
+    def _prepare_4_bits(self, quantized: NF4Linear, dtype: torch.dtype) -> bool:
+        """Adapters are read at each load, and whatever was loaded before this forward is out of date."""
+        identity = (*self._identity(), dtype)
+        rebuilt = self._group is None or self._built_for != identity
+        if rebuilt:
+            scratch = quantized.workspace.scratch(self.names, dtype, quantized.weight.device)
+            weights = [linear.nf4 if isinstance(linear, NF4Linear) else linear.weight.detach() for linear in self.linears]
+            self._group = NF4LoraGroup(weights, self.adapters, scratch)
+            self._built_for = identity
+        assert isinstance(self._group, NF4LoraGroup)
+        self._group.scratch.forget()
+        return rebuilt
+
+    def load_weights(self) -> None:
+        """Weights in 4 bits are dequantized, unless they still are from the call before. The methods below do it themselves."""
+        if self._group:
+            self._group.load()
+
     def _identity(self) -> tuple[Any, ...]:
         """Changes when an adapter is added, replaced or scaled, or a weight moves to another place or device."""
         adapters = tuple((id(adapter.A_RD), id(adapter.B_OR), adapter.scale) for adapter in self.adapters)
@@ -91,12 +122,12 @@ class Projections:
     @property
     def copy_jobs(self) -> list[CopyJob]:
         """What puts the adapters' present values into the buffer; the model runs those of all layers in one launch."""
-        return self._group.jobs if self._group else []
+        return self._group.jobs if self._group and not isinstance(self._group, NF4LoraGroup) else []
 
     @property
     def sum_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
         """Of dA and dB^T, where the adapters' gradients are to be added up."""
-        return ((self._group.R, self._group.D), (self._group.R, self._group.O)) if self._group else None
+        return ((self._group.R, self._group.D), (self._group.R, self._group.O)) if self._group and self.adapters else None
 
     def add_up_in(self, sums: tuple[Tensor, Tensor] | None) -> None:
         """The adapters' gradients are added to dA and dB^T instead of being handed to autograd."""
@@ -104,7 +135,7 @@ class Projections:
         self._group.sums = sums
 
     def collect_jobs(self, norm: NormOf | None) -> list[CollectJob]:
-        return self._group.collect_jobs(norm) if self._group else []
+        return self._group.collect_jobs(norm) if self._group and self.adapters else []
 
     @property
     def extra(self) -> int:
@@ -116,8 +147,9 @@ class Projections:
         """(y_TO, x A^T or None). x_ext has `extra` columns behind x, which this fills."""
         bias = self._bias
         if self._group:
+            self._group.load()
             xa = self._group.extend(x_ext)
-            return self._group.forward(x_ext, bias_O=bias, extended=True), xa.clone()
+            return self._group.forward(x_ext, bias_O=bias, extended=True), xa.clone() if self.extra else None
         weights = self._weights
         if len(weights) == 1:
             return torch.nn.functional.linear(x_ext, weights[0], bias), None
@@ -130,6 +162,7 @@ class Projections:
         """h + multiplier * y in one product: the residual is added before the result is rounded."""
         bias = self._bias
         if self._group:
+            self._group.load()
             self._group.extend(x_ext)
             weight = self._group.M[: self._group.O]
         else:
@@ -142,6 +175,7 @@ class Projections:
     def extend_grad(self, dy_ext: Tensor) -> None:
         """Fills the `extra` columns behind dy, which the adapters' gradients need."""
         if self._group:
+            self._group.load()
             self._group.extend_grad(dy_ext)
 
     def backward_input(self, dy_ext: Tensor) -> Tensor:
@@ -176,7 +210,7 @@ class Projections:
             part.sum(0, dtype=precise).to(linear.bias.dtype) if linear.bias.requires_grad else None
             for linear, part in zip(linears, parts, strict=True) if linear.bias is not None
         ]
-        if self._group is None:
+        if self._group is None or not self.adapters:
             return grads
         assert xa_TR is not None
         rows = self._group.O
@@ -202,8 +236,9 @@ def _joined_bias(linears: list[nn.Linear], dtype: torch.dtype) -> Tensor | None:
     """One vector for all; linears without a bias count as zero."""
     if all(linear.bias is None for linear in linears):
         return None
-    parts = [linear.weight.new_zeros(linear.weight.shape[0]) if linear.bias is None else linear.bias for linear in linears]
-    return torch.cat([part.detach() for part in parts]).to(dtype)
+    device = linears[0].weight.device
+    return torch.cat([torch.zeros(linear.out_features, dtype=dtype, device=device) if linear.bias is None
+                      else linear.bias.detach().to(dtype) for linear in linears])
 
 
 def _why_not_fused(module: LoraLinear) -> str:
@@ -213,7 +248,7 @@ def _why_not_fused(module: LoraLinear) -> str:
         return "an adapter is merged"
     if len(active) > 1:
         return "several adapters are active"
-    if type(module.get_base_layer()) is not nn.Linear:
+    if type(module.get_base_layer()) not in PLAIN:
         return f"the base layer is {type(module.get_base_layer()).__name__}"
     for name in active:
         if name not in module.lora_A:

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from pronghorn.errors import ModelError
 from pronghorn.kernels.nf4 import (
@@ -32,6 +32,7 @@ from pronghorn.kernels.nf4 import (
     nf4_dequantize,
     nf4_quantize,
 )
+from pronghorn.kernels.nf4_lora import Workspace
 
 Progress = Callable[[str, int, int], None]
 SKIP = ("lm_head",)
@@ -62,9 +63,11 @@ class NF4Linear(nn.Linear):
     nested_code: Tensor | None
     offset: Tensor | None
 
-    def __init__(self, q: NF4Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, q: NF4Tensor, bias: Tensor | None = None, workspace: Workspace | None = None) -> None:
+        """`workspace`: where the fast layers dequantize, one for all the linears of a model."""
         nn.Module.__init__(self)  # nn.Linear's would allocate the weight that is to be avoided
         self.out_features, self.in_features = q.shape
+        self.workspace = workspace or Workspace()
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)  # type: ignore[assignment]
         self._set(q)
 
@@ -75,14 +78,22 @@ class NF4Linear(nn.Linear):
             self.register_buffer(name, getattr(q, name), persistent=False)
 
     @classmethod
-    def from_linear(cls, module: nn.Linear, *, nested: bool = True) -> NF4Linear:
-        return cls(nf4_quantize(module.weight.detach(), nested=nested), module.bias)
+    def from_linear(cls, module: nn.Linear, *, nested: bool = True, workspace: Workspace | None = None) -> NF4Linear:
+        return cls(nf4_quantize(module.weight.detach(), nested=nested), module.bias, workspace)
 
     @property
     def nf4(self) -> NF4Tensor:
         shape = self.out_features, self.in_features
         return NF4Tensor(self.weight.data, self.absmax, shape, self.weight_dtype, nf4_code(self.weight.device),
                          self.nested_absmax, self.nested_code, self.offset)
+
+    @property
+    def W_q(self) -> Tensor:  # noqa: N802
+        """PEFT asks modules that have this name to `dequantize` themselves, where it needs the weight (DoRA's norms)."""
+        return self.weight
+
+    def dequantize(self) -> Tensor:
+        return nf4_dequantize(self.nf4)
 
     def to_linear(self, dtype: torch.dtype) -> nn.Linear:
         """The same linear in 16 or 32 bits."""
@@ -232,21 +243,22 @@ def _linears(model: nn.Module, kind: type[nn.Linear], skip: Collection[str]) -> 
 
 def quantize_model_(model: nn.Module, *, skip: Collection[str] = SKIP, nested: bool = True) -> int:
     """Every linear but those skipped becomes an `NF4Linear`, one after the other on its own device. How many there were."""
-    count = 0
+    count, workspace = 0, Workspace()
     for parent, name, _, module in _linears(model, nn.Linear, skip):
-        setattr(parent, name, NF4Linear.from_linear(module, nested=nested))
+        setattr(parent, name, NF4Linear.from_linear(module, nested=nested, workspace=workspace))
         count += 1
     return count
 
 
-def dequantize_model_(model: nn.Module, dtype: torch.dtype) -> int:
-    """Every `NF4Linear`, also inside PEFT's wrappers, becomes an `nn.Linear` with its values in `dtype`.
+def dequantize_model_(model: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> int:
+    """Every `NF4Linear`, also inside PEFT's wrappers, becomes an `nn.Linear` with its values in `dtype`, and goes to `device`,
+    where one is given, as soon as it is there.
 
     PEFT's `merge_and_unload` then gives exactly dequantized weight + scale * B A. How many there were.
     """
     count = 0
     for parent, name, _, module in _linears(model, NF4Linear, ()):
-        setattr(parent, name, module.to_linear(dtype))
+        setattr(parent, name, module.to_linear(dtype).to(device))
         count += 1
     return count
 
@@ -258,7 +270,9 @@ class _Shards:
         self.files: dict[str, Any] = {}
         self.file_of: dict[str, str] = {}
         index = folder / "model.safetensors.index.json"
-        if index.is_file():
+        if (folder / "model.safetensors").is_file():
+            names = ["model.safetensors"]
+        elif index.is_file():
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         else:
             names = sorted(file.name for file in folder.glob("*.safetensors"))
@@ -299,7 +313,7 @@ def load_nf4(
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     shards = _Shards(folder, device)
     linears = {full: (parent, name) for parent, name, full, _ in _linears(model, nn.Linear, ())}
-    tied = _tied(model)
+    tied, workspace = _tied(model), Workspace()
     keys = dict.fromkeys([key for key, _ in model.named_parameters()])
     keys |= dict.fromkeys(key for key, _ in model.named_buffers() if key in model.state_dict())
     missing = [key for key in keys if key not in shards and key not in tied]
@@ -313,11 +327,14 @@ def load_nf4(
             continue
         owner, _, leaf = key.rpartition(".")
         parts = shards.beside(key)
-        if leaf == "weight" and owner in linears and (parts or not (set(skip) & {owner, linears[owner][1]})):
+        skipped = owner in linears and bool(set(skip) & {owner, linears[owner][1]})
+        if parts and skipped:  # a head in 4 bits: its loss wants 16
+            _place(model, owner, leaf, nf4_dequantize(stored_weight(shards.get(key), parts, where=key)), dtype, folder)
+        elif leaf == "weight" and owner in linears and not skipped:
             q = _one_weight(shards.get(key), parts, dtype, nested, key, str(folder))
             _require_shape(q.shape, model.get_parameter(key).shape, key, folder)
             parent, name = linears[owner]
-            module = NF4Linear(q)
+            module = NF4Linear(q, workspace=workspace)
             module.bias = getattr(parent, name).bias  # still to come, if there is one
             setattr(parent, name, module)
         else:
@@ -326,6 +343,8 @@ def load_nf4(
             progress("loading 4-bit weights", done + 1, len(keys))
     model.tie_weights()
     _fill_computed_buffers(model, device)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)  # the tokens that end an answer, for one
     model.config.use_cache = False
     model.requires_grad_(False)
     return model.eval()  # type: ignore[no-any-return]

@@ -1,0 +1,108 @@
+"""What is kept, computed again or waiting elsewhere changes no bit of loss and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Olmo2Config, Qwen3Config
+
+from pronghorn.data.batches import build_batch
+from pronghorn.memory.offload import OffloadPool, bytes_needed
+from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
+from pronghorn.model.kept import Away, Input, Kept, Level, come_back, leave
+from pronghorn.model.lora import add_adapter
+from pronghorn.recipe import Lora
+from pronghorn.train.objectives import loss_sum
+from samples import random_table
+
+SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+FAMILIES = {
+    "llama": LlamaConfig(**SMALL),
+    "qwen3": Qwen3Config(**SMALL, head_dim=8),
+    "gemma2": Gemma2Config(**SMALL, head_dim=8, sliding_window=16, query_pre_attn_scalar=8),
+    "olmo2": Olmo2Config(**SMALL),
+}
+LEVELS: tuple[Level, ...] = ("nothing", "gate_up", "layer")
+
+
+def model_of(family: str, lora: bool) -> tuple[Any, FastCausalLM]:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family])
+    if lora:
+        model = add_adapter(model, Lora(r=4), seed=1)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.05)
+    assert install(model) == ""
+    engine = engine_of(model)
+    assert engine is not None
+    return model.train(), engine
+
+
+def gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    table = random_table(12)
+    loss = loss_sum(model, build_batch(table, np.arange(12), 512))
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return float(loss.detach()), found
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_level_gives_the_same_bits(family: str, lora: bool) -> None:
+    model, engine = model_of(family, lora)
+    loss, expected = gradients(model)
+    assert any(float(grad.norm()) > 0 for grad in expected.values())
+    for levels in (["gate_up"] * 4, ["layer"] * 4, ["layer", "gate_up", "nothing", "layer"]):
+        for layer, level in zip(engine.layers, levels, strict=True):
+            layer.level = level  # type: ignore[assignment]
+        again, found = gradients(model)
+        assert again == loss
+        assert equal(found, expected), levels
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_waits_elsewhere_comes_back_bit_for_bit(family: str) -> None:
+    model, engine = model_of(family, lora=True)
+    _, expected = gradients(model)
+    pool = OffloadPool(4, 4_000_000, torch.device("cpu"))
+    for layer, level in zip(engine.layers, ("nothing", "layer", "gate_up", "nothing"), strict=True):
+        layer.level, layer.offload = level, pool  # type: ignore[assignment]
+    _, found = gradients(model)
+    pool.finish()
+    assert equal(found, expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_level_holds_on_to_what_it_says(level: Level) -> None:
+    def tensor() -> torch.Tensor:
+        return torch.randn(3, 4)
+
+    kept = Kept(*(tensor() for _ in range(8)), gu=tensor(), xa3=tensor(), rstd={"before_mlp": torch.randn(3)})
+    h, gu, norm = kept.h, kept.gu, kept.rstd["before_mlp"]
+    left = leave(kept, level, 0, None)
+    if level == "layer":
+        assert isinstance(left, Input)
+        assert left.h is h
+        return
+    assert isinstance(left, Kept)
+    assert left.gu is (gu if level == "nothing" else None)
+    pool = OffloadPool(1, bytes_needed([tensor() for _ in range(20)]), torch.device("cpu"))
+    away = leave(left, level, 0, pool)
+    assert isinstance(away, Away)
+    assert isinstance(away.shape, Kept)
+    assert away.shape.h is None
+    back = come_back(away, 0, pool)
+    assert isinstance(back, Kept)
+    assert torch.equal(back.h, h)
+    assert torch.equal(back.rstd["before_mlp"], norm)
+    assert back.y1 is None
