@@ -115,7 +115,7 @@ def _truth(data: _Data, rows: int = 2048) -> list[Tensor]:
         parts = (a, da * up * derivative, da * activated)
         dgu.append(torch.cat(parts[1:], dim=-1).bfloat16())
         for total, thin, part in zip(sums, (data.dyb, data.xa[:, GATE], data.xa[:, UP]), parts, strict=True):
-            total += thin[some].float().T @ part
+            total.addmm_(thin[some].float().T, part)
     if not data.backward:
         return [torch.cat(column) for column in zip(*forward, strict=True)]
     return [torch.cat(dgu), *sums]
@@ -134,6 +134,7 @@ def sweep(case: dict[str, Any]) -> list[Line]:
     lines = []
     for tile in op.BACKWARD_CONFIGS if data.backward else op.FORWARD_CONFIGS:
         with replaced(op, name, lambda *_, tile=tile: tile):
-            label = f"{tile.rows}x{tile.columns} w{tile.warps} s{tile.stages} p{tile.programs}" + " R"[tile.ranks_first]
+            way = " [R, F]" if data.backward and tile.ranks_first else ""
+            label = f"{tile.rows}x{tile.columns} w{tile.warps} s{tile.stages} p{tile.programs}{way}"
             lines += compare("gated_lora", data.name, {label: _ours(data)}, lambda: truth, moved_bytes=data.moved_bytes)
     return lines

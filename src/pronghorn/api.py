@@ -22,15 +22,23 @@ from pronghorn.errors import CommandError, ModelError
 from pronghorn.kernels.dispatch import say_once
 from pronghorn.model.causal_lm import base_of, engine_of, install
 from pronghorn.model.hf_adapter import save_merged, with_adapter
-from pronghorn.model.load import load_model, pick_device, require_tokenizer_fits, resolve_precision, without_progress_bars
+from pronghorn.model.load import (
+    load_model,
+    local_folder,
+    pick_device,
+    require_tokenizer_fits,
+    resolve_precision,
+    without_progress_bars,
+)
+from pronghorn.model.quantized import NF4Linear
 
 __all__ = ["FastLanguageModel", "get_chat_template", "is_bfloat16_supported", "train_on_responses_only"]
 
 SEVEN_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DEFAULT_LENGTH = 2048
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-INITS = ("gaussian", "orthogonal", "olora", "pissa")  # of those PEFT knows, what needs no data and no quantization
-HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+INITS = ("gaussian", "orthogonal")  # of those PEFT knows, what needs no data
+WEIGHT_INITS = ("olora", "pissa")  # and what takes the adapter out of the weights
 FULL = "_pronghorn_full_finetuning"  # attribute of the model instance
 
 Recompute = bool | Literal["unsloth"]
@@ -60,13 +68,13 @@ class FastLanguageModel:
         """(model, tokenizer), the model on fast layers.
 
         dtype None: bf16 on a GPU that has it, else float32. device_map "auto": the GPU if there is one, else the CPU.
-        `load_in_16bit` and `full_finetuning` mean unquantized weights, whatever `load_in_4bit` says. Without
-        `full_finetuning` all weights are frozen: `get_peft_model` or a trainer's `peft_config` adds what trains; with it
-        all train, in `dtype` (float32 for master weights). `verify` compares loss and gradients with the family's own
-        layers.
+        `load_in_4bit` stores the linears as NF4 (QLoRA); `load_in_16bit` and `full_finetuning` mean unquantized weights,
+        whatever `load_in_4bit` says. Without `full_finetuning` all weights are frozen: `get_peft_model` or a trainer's
+        `peft_config` adds what trains; with it all train, in `dtype` (float32 for master weights). `verify` compares loss
+        and gradients with the family's own layers.
         """
         _refuse_unknown(FastLanguageModel.from_pretrained, unknown)
-        _refuse_quantized(load_in_4bit and not (load_in_16bit or full_finetuning), load_in_8bit, load_in_fp8)
+        _refuse_quantized(load_in_8bit, load_in_fp8)
         if trust_remote_code:
             raise CommandError(what="trust_remote_code=True", why="no file can make Pronghorn run code",
                                fix="use a model type that transformers has itself")
@@ -74,9 +82,9 @@ class FastLanguageModel:
         device = _device(device_map)
         precision = _precision(dtype, load_in_16bit, device)
         torch.manual_seed(random_state)
-        source = _fetched(model_name, token) if token else model_name
+        source = str(local_folder(model_name, token)) if token else model_name
         tokenizer = load_tokenizer(source)
-        model = load_model(source, precision, device)
+        model = load_model(source, precision, device, four_bit=load_in_4bit and not (load_in_16bit or full_finetuning))
         model.config._name_or_path = model.name_or_path = model_name  # adapters name their base by it
         require_tokenizer_fits(tokenizer, int(model.get_input_embeddings().weight.shape[0]), model_name)
         _set_length(model, tokenizer, max_seq_length, model_name)
@@ -117,7 +125,7 @@ class FastLanguageModel:
                                fix="give it to from_pretrained alone")
         if loftq_config:
             raise CommandError(what="loftq_config is not honoured", fix="leave it out",
-                               why="LoftQ starts from quantized weights, which come later")
+                               why="the weights are stored as plain NF4; LoftQ would choose them together with the adapter")
         if hasattr(model, "peft_config"):
             raise CommandError(what="this model has an adapter already",
                                fix="give get_peft_model what from_pretrained returned")
@@ -126,7 +134,7 @@ class FastLanguageModel:
                                why="an adapter would freeze its weights",
                                fix="leave get_peft_model out, or load without full_finetuning")
         _check_choice("bias", bias, ("none", "all", "lora_only"))
-        _check_init(init_lora_weights)
+        _check_init(init_lora_weights, four_bit=any(isinstance(module, NF4Linear) for module in model.modules()))
         _check_recompute(use_gradient_checkpointing)
         layers = _chosen_layers(model, layers_to_transform, finetune_last_n_layers)
         adapted = with_adapter(
@@ -160,7 +168,8 @@ class FastLanguageModel:
         """merged_16bit: one model folder, adapter added in float32 and rounded once; lora: the adapter, as PEFT has it."""
         _refuse_unknown(FastLanguageModel.save_pretrained_merged, unknown)
         if save_method.startswith("merged_4bit"):
-            raise CommandError(what=f"save_method={save_method!r} is not in this version", why="4-bit weights come later",
+            raise CommandError(what=f"save_method={save_method!r} is not in this version",
+                               why="a second rounding to 4 bits would undo much of the training",
                                fix='save_method="merged_16bit" or "lora"')
         _check_choice("save_method", save_method, ("merged_16bit", "lora"))
         folder = Path(save_directory).expanduser()
@@ -190,13 +199,11 @@ def _refuse_unknown(function: Any, unknown: dict[str, Any]) -> None:
         raise TypeError(f"{function.__name__}() has no argument `{name}`; {hint}")
 
 
-def _refuse_quantized(four_bit: bool, eight_bit: bool, fp8: bool) -> None:
-    later = {"load_in_4bit": four_bit, "load_in_8bit": eight_bit, "load_in_fp8": fp8}
-    for name, asked in later.items():
+def _refuse_quantized(eight_bit: bool, fp8: bool) -> None:
+    for name, asked in {"load_in_8bit": eight_bit, "load_in_fp8": fp8}.items():
         if asked:
-            default = " (the default of this interface)" if name == "load_in_4bit" else ""
-            raise CommandError(what=f"{name}=True{default} is not in this version", why="quantized base weights come later",
-                               fix="pass load_in_4bit=False, or load_in_16bit=True")
+            raise CommandError(what=f"{name}=True is not in this version", why="of quantized base weights there is NF4",
+                               fix="pass load_in_4bit=True or load_in_16bit=True")
 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -212,10 +219,16 @@ def _check_recompute(asked: Any) -> None:
                            fix='True, False, or "unsloth" (which means our own)')
 
 
-def _check_init(asked: bool | str) -> None:
-    if isinstance(asked, str) and asked not in INITS and not asked.startswith("pissa_niter_"):
-        raise CommandError(what=f"init_lora_weights={asked!r} is not honoured",
-                           why="it needs data or quantized weights at the start", fix=f"True, False, {', '.join(INITS)}")
+def _check_init(asked: bool | str, *, four_bit: bool) -> None:
+    if not isinstance(asked, str):
+        return
+    changes_weights = asked in WEIGHT_INITS or asked.startswith("pissa_niter_")
+    if asked not in INITS and not changes_weights:
+        raise CommandError(what=f"init_lora_weights={asked!r} is not honoured", why="it needs data at the start",
+                           fix=f"True, False, {', '.join(INITS + WEIGHT_INITS)}")
+    if changes_weights and four_bit:
+        raise CommandError(what=f"init_lora_weights={asked!r} on weights in 4 bits",
+                           why="it changes the weights it starts from", fix=f"True, False, {', '.join(INITS)}, or load_in_16bit=True")
 
 
 def _device(asked: DeviceMap) -> torch.device:
@@ -248,20 +261,6 @@ def _precision(dtype: Dtype, half: bool, device: torch.device) -> torch.dtype:
         raise CommandError(what="load_in_16bit=True with dtype=torch.float32", fix="drop one of them")
     resolve_precision(DTYPES[dtype], device)  # type: ignore[arg-type]
     return dtype
-
-
-def _fetched(name: str, token: str) -> str:
-    """A gated model: its files, fetched with the token, as a folder."""
-    if Path(name).expanduser().is_dir():
-        return name
-    from huggingface_hub import snapshot_download
-
-    try:
-        return str(snapshot_download(name, token=token, allow_patterns=HUB_FILES))
-    except (OSError, ValueError) as error:  # huggingface_hub's errors are among these
-        raise ModelError(what="cannot fetch the model with this token", where=name,
-                         why=str(error).strip().split("\n")[0][:300],
-                         fix="check the name, the token, and that the model's owner gave you access") from error
 
 
 def _set_length(model: Any, tokenizer: Any, length: int, name: str) -> None:

@@ -106,6 +106,7 @@ class Eval(Section):
 
 class Recipe(Section):
     model: Annotated[str, Field(min_length=1)]  # hub name or local folder
+    # lora: adapters on a frozen model; qlora: the same with its linears in 4 bits (NF4; 4-bit checkpoints are read); full: all
     method: Literal["lora", "qlora", "fp8", "full"] = "lora"
     lora: Lora = Lora()
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # auto: bf16 on a GPU that has it, else fp32

@@ -26,10 +26,22 @@ from pronghorn.kernels import linear_cross_entropy as cross_entropy
 from pronghorn.kernels.adamw import AdamWTensors, Shadow, adamw_step
 from pronghorn.kernels.copy_rows import copy_rows, copy_rows_reference
 from pronghorn.kernels.dispatch import use_triton
+from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows, fp8_dequantize, fp8_transpose
+from pronghorn.kernels.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
+from pronghorn.kernels.fp8_lora import SplitJob, SplitTable, fp8_extend, split_reference_job
+from pronghorn.kernels.fp8_norm import rms_norm_fp8_forward
+from pronghorn.kernels.gated_lora import gated_lora_backward, gated_lora_forward, gated_lora_reference
 from pronghorn.kernels.gated_mlp import gated_activation_backward, gated_activation_forward, gated_activation_reference
 from pronghorn.kernels.lora_collect import CollectJob, CollectTable, collect_reference
 from pronghorn.kernels.lora_refresh import CopyJob, CopyTable
 from pronghorn.kernels.nf4 import NF4Job, NF4Table, nf4_dequantize, nf4_dequantize_reference, nf4_quantize
+from pronghorn.kernels.nf4_fp8 import nf4_fp8_scales, nf4_to_fp8
+from pronghorn.kernels.nvfp4 import (
+    nvfp4_dequantize,
+    nvfp4_dequantize_reference,
+    nvfp4_quantize,
+    nvfp4_quantize_reference,
+)
 from pronghorn.kernels.rms_norm import (
     rms_norm_backward,
     rms_norm_forward,
@@ -40,8 +52,8 @@ from pronghorn.kernels.rope import qk_rope_backward, qk_rope_forward, qk_rope_re
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 EPS = 1e-5
-# The interpreter cuts fp32 to bf16 where a GPU rounds; sums of many rows in fp32 differ in their last digits.
-TOLERANCE = {FP32: 1e-4, BF16: 3e-2, FP16: 3e-3}
+# The interpreter cuts fp32 to bf16 and to FP8 where a GPU rounds; sums of many rows in fp32 differ in their last digits.
+TOLERANCE = {FP32: 1e-4, BF16: 3e-2, FP16: 3e-3, E4M3: 0.13}
 
 
 class _Launches:
@@ -96,7 +108,7 @@ def _near(what: str, got: torch.Tensor | None, expected: torch.Tensor, dtype: to
 
 
 def _untouched(what: str, buffer: torch.Tensor, width: int) -> None:
-    assert buffer[:, width:].cpu().isnan().all(), f"{what}: wrote beside a row"
+    assert buffer[:, width:].cpu().float().isnan().all(), f"{what}: wrote beside a row"
 
 
 def _leaf(x: torch.Tensor) -> torch.Tensor:
@@ -321,10 +333,138 @@ def check_nf4(device: str) -> None:
         _untouched("nf4 table", out, q.shape[1])
 
 
+def check_gated_lora(device: str) -> None:
+    """All three adapters, one, and none; several programs and steps of rows, the last of each partly outside."""
+    many = 1100 if device == "cuda" else 37
+    cases: list[tuple[Any, ...]] = [(many, 133, BF16, "silu", 16, (0, 16), (16, 21)), (3, 70, FP32, "gelu_tanh", 5, None, (1, 4)),
+                                    (2, 65, FP16, "silu", 0, None, None)]  # fmt: skip
+    for rows, width, dtype, kind, rank, gate, up in cases:
+        what = f"gated_lora {rows} x {width} {kind}"
+        gu, da = _rows(rows, 2 * width, 3, dtype, device), _rows(rows, width, 5, dtype, device)
+        dyb, xa, A = (_rows(*shape, 7, dtype, device) for shape in ((rows, rank), (rows, 21), (rank or 1, width)))
+        out, space = _space(rows, width + len(A), 9, dtype, device), _space(rows, 2 * width, 11, dtype, device)
+        leaf = _leaf(gu)
+        expected = gated_lora_reference(leaf, kind, A.cpu().float())
+        gated_lora_forward(gu, kind, A, out_ext=out[:, : width + len(A)])
+        _near(what, out[:, :width], expected[:, :width])
+        _near(what, out[:, width : width + len(A)], expected[:, width:])
+        _untouched(what, out, width + len(A))
+        (true,) = torch.autograd.grad(expected[:, :width], leaf, da.cpu().float())
+        down, gate_up = _rows(rank, width, 2, FP32, device), _rows(21, 2 * width, 1, FP32, device)
+        sums = [down.cpu().clone(), gate_up.cpu().clone()]
+        sums[0] += dyb.cpu().float().T @ expected[:, :width].detach()
+        columns = [None if ranks is None else slice(*ranks) for ranks in (gate, up)]
+        for own, place in zip(columns, (slice(0, width), slice(width, 2 * width)), strict=True):
+            if own is not None:
+                sums[1][own, place] += xa.cpu().float()[:, own].T @ true[:, place]
+        gated_lora_backward(da, gu, kind, dgu_out=space, dyb_TR=dyb if rank else None, xa_TR=xa, gate_columns=columns[0],
+                            up_columns=columns[1], sums_down_RF=down if rank else None, sums_gate_up_RG=gate_up)  # fmt: skip
+        _near(what, space[:, : 2 * width], true)
+        _untouched(what, space, 2 * width)
+        if rank:
+            _near(what, down, sums[0], dtype)
+        _near(what, gate_up, sums[1], dtype)
+
+
+def _near_fp8(what: str, x8: torch.Tensor, scale: torch.Tensor, expected: torch.Tensor, buffer: torch.Tensor) -> None:
+    _near(what, fp8_dequantize(x8.cpu(), scale.cpu()), expected, E4M3)
+    _untouched(what, buffer, x8.shape[1])
+
+
+def check_fp8_cast(device: str) -> None:
+    """Rows in registers, in one and in two blocks, and rows read twice; bytes turned round."""
+    for rows, width, dtype, bounded in ((5, 97, BF16, True), (3, 1500, FP32, False), (2, 16401, BF16, True)):
+        x, columns = _rows(rows, width, 3, dtype, device), torch.rand(width) + 0.1
+        out, bound = _space(rows, width, 5, E4M3, device), torch.tensor([0.01]).to(device) if bounded else None
+        x8, scale = fp8_cast_rows(x, columns.to(device), bound=bound, out=out[:, :width])
+        _near_fp8("fp8 rows", x8, scale, x.cpu().float() * columns, out)
+    q, out = torch.randint(0, 120, (48, 160), dtype=torch.uint8).view(E4M3), _space(144, 48, 16, E4M3, device)
+    fp8_transpose(q.to(device)[:, :144], out[:, :48])
+    assert torch.equal(out.cpu()[:, :48].float(), q[:, :144].float().T)
+    _untouched("fp8 transposed", out, 48)
+
+
+def check_fp8_norm(device: str) -> None:
+    for rows, width, added in ((5, 97, True), (3, 1500, False)):
+        x, residual = _rows(rows, width, 3, BF16, device), _rows(rows, width, 5, BF16, device)
+        weight, bound = torch.randn(width).to(BF16), torch.tensor([0.01]).to(device)
+        out, out8 = _space(rows, width, 7, BF16, device), _space(rows, width, 9, E4M3, device)
+        got = rms_norm_fp8_forward(x, weight.to(device), EPS, residual_TD=residual if added else None, multiplier=0.5,
+                                   bound=bound if added else None, out=out[:, :width], out8=out8[:, :width])  # fmt: skip
+        h = 0.5 * x.cpu().float() + residual.cpu().float() if added else x.cpu().float()
+        expected = rms_norm_reference(h, weight.float(), EPS)[0]
+        _near("fp8 norm", got.y_TD, expected)
+        _untouched("fp8 norm", out, width)
+        _near_fp8("fp8 norm", got.y8_TD, got.scale_T, expected, out8)
+
+
+def check_fp8_gated(device: str) -> None:
+    rows, width, bound = 3, 2101, torch.tensor([0.01]).to(device)
+    gu, da = _rows(rows, 2 * width, 3, BF16, device), _rows(rows, width, 5, BF16, device)
+    for kind in ("silu", "gelu_tanh"):
+        leaf, columns = _leaf(gu), torch.rand(2 * width) + 0.1
+        expected = gated_activation_reference(leaf, kind)  # type: ignore[arg-type]
+        (true,) = torch.autograd.grad(expected, leaf, da.cpu().float())
+        out, out8 = _space(rows, width, 1, BF16, device), _space(rows, width, 3, E4M3, device)
+        _, a8, scale = gated_activation_fp8_forward(gu, kind, bound=bound, out=out[:, :width], out8=out8[:, :width])  # type: ignore[arg-type]
+        _near(kind, out[:, :width], expected)
+        _untouched(kind, out, width)
+        _near_fp8(kind, a8, scale, expected.detach(), out8)
+        space, space8 = _space(rows, 2 * width, 7, BF16, device), _space(rows, 2 * width, 5, E4M3, device)
+        dgu, dgu8, scale, again = gated_activation_fp8_backward(
+            da, gu, kind, columns.to(device), out=space[:, : 2 * width], out8=space8[:, : 2 * width]  # type: ignore[arg-type]
+        )
+        _near(kind, dgu, true)
+        _near(kind, again, expected)
+        _untouched(kind, space, 2 * width)
+        _near_fp8(kind, dgu8, scale, true * columns, space8)
+
+
+def check_fp8_lora(device: str) -> None:
+    """Two groups of adapters, of which one is a whole tile; then their rows beside an x."""
+    jobs, plain = [], []
+    for outputs, width, rank in ((37, 48, 16), (300, 144, 32)):
+        given = [torch.randn(rank, width).to(BF16), torch.randn(outputs, rank).to(BF16), torch.rand(outputs) + 0.5,
+                 torch.zeros(outputs, 3 * rank).to(E4M3), torch.zeros(3 * rank, width).to(E4M3), torch.zeros(2, rank),
+                 torch.zeros(2)]  # fmt: skip
+        jobs.append(SplitJob(*_moved(given, device)))
+        plain.append(SplitJob(*given))
+    SplitTable(jobs).run()
+    for job, other in zip(jobs, plain, strict=True):
+        split_reference_job(other)
+        R, factors = len(job.A_RD), job.factors_2R.cpu()
+        _near("factors", job.factors_2R, other.factors_2R)
+        _near("bounds", job.bounds_2, other.bounds_2)
+        columns, rows = job.columns_OE.cpu().float(), job.rows_ED.cpu().float()
+        _near("sB", (columns[:, :R] + columns[:, 2 * R :]) * factors[0], other.sB_OR.float() / other.scale_O[:, None], BF16)
+        _near("A", (rows[:R] + rows[2 * R :]) * factors[1][:, None], other.A_RD, BF16)
+        xa, scale, out = _rows(5, R, 3, BF16, device), torch.rand(5) + 0.5, _space(5, 3 * R, 16, E4M3, device)
+        fp8_extend(xa, scale.to(device), job.factors_2R[0], out[:, : 3 * R])
+        _near("x A^T", out.cpu()[:, :R].float() + out.cpu()[:, R : 2 * R].float(),
+              xa.cpu().float() * factors[0] / scale[:, None], BF16)  # fmt: skip
+        _untouched("x A^T", out, 3 * R)
+
+
+def check_nf4_fp8(device: str) -> None:
+    q = nf4_quantize(torch.randn(37, 192).to(device, BF16))
+    out, scale = _space(37, 192, 16, E4M3, device), nf4_fp8_scales(q)
+    _near_fp8("nf4 to fp8", nf4_to_fp8(q, scale, out[:, :192]), scale, nf4_dequantize_reference(q.to("cpu"), FP32), out)
+
+
+def check_nvfp4(device: str) -> None:
+    weight = _rows(5, 1040, 16, BF16, device)
+    q, plain = nvfp4_quantize(weight), nvfp4_quantize_reference(weight.cpu())
+    assert torch.equal(q.packed.cpu(), plain.packed)
+    out = _space(5, 1040, 3, BF16, device)
+    _near("nvfp4", nvfp4_dequantize(q, out[:, :1040]), nvfp4_dequantize_reference(plain))
+    _untouched("nvfp4", out, 1040)
+
+
 OPS: dict[str, Callable[[str], None]] = {
     "rms_norm": check_rms_norm, "rope": check_rope, "gated_mlp": check_gated_mlp, "cross_entropy": check_cross_entropy,
     "lora_refresh": check_lora_refresh, "lora_collect": check_lora_collect, "copy_rows": check_copy_rows, "adamw": check_adamw,
-    "nf4": check_nf4,
+    "nf4": check_nf4, "gated_lora": check_gated_lora, "fp8_cast": check_fp8_cast, "fp8_norm": check_fp8_norm,
+    "fp8_gated": check_fp8_gated, "fp8_lora": check_fp8_lora, "nf4_fp8": check_nf4_fp8, "nvfp4": check_nvfp4,
 }  # fmt: skip
 
 

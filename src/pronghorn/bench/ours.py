@@ -26,7 +26,7 @@ Graph = Literal["auto", "on", "off"]
 
 def bench_recipe(workload: Workload) -> Recipe:
     return Recipe.model_validate({
-        "model": str(model_folder(workload.model)), "lora": {"r": LORA_RANK, "alpha": LORA_RANK},
+        "model": str(model_folder(workload.model)), "method": workload.method, "lora": {"r": LORA_RANK, "alpha": LORA_RANK},
         "data": {"train": ["the benchmark's documents"], "max_length": workload.row},
         "train": {"capacity": workload.tokens, "batch_tokens": workload.tokens, "lr": LEARNING_RATE, "clip": CLIP,
                   "seed": SEED},
@@ -59,7 +59,8 @@ class Ours:
         recipe = bench_recipe(workload)
         meter.mark("imports")
         self.batches = iter(make_loader(documents(workload, meter.total, lengths), recipe, pin=device.type == "cuda"))
-        model = add_adapter(load_model(recipe.model, DTYPES[precision], device), recipe.lora, seed=SEED)
+        base = load_model(recipe.model, DTYPES[precision], device, four_bit=recipe.method == "qlora")
+        model = add_adapter(base, recipe.lora, seed=SEED)
         if layers == "fast" and (why := install(model)):
             raise RuntimeError(f"no fast layers: {why}")
         meter.mark("model")

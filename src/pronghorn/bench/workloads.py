@@ -99,8 +99,7 @@ WORKLOADS = {workload.name: workload for workload in (
     Workload("llama-1b-8k", "llama-1b", 16384, document=8192, systems=_LARGE),
     Workload("llama-8b-8k", "llama-8b", 16384, document=8192, systems=_LARGE),
     Workload("llama-8b-32k", "llama-8b", 32768, document=32768, systems=_LARGE),
-    Workload("qwen3-14b", "qwen3-14b", 8192, systems=("pronghorn", "unsloth-ckpt", "liger-ckpt"), method="qlora",
-             waits_for="qlora"),
+    Workload("qwen3-14b", "qwen3-14b", 8192, systems=("pronghorn", "unsloth-ckpt", "liger-ckpt"), method="qlora"),
     Workload("tiny", "tiny", 512, document=0, systems=("pronghorn", "packed", "packed-ckpt", "padded")),
 )}
 DEFAULT_WORKLOADS = tuple(name for name in WORKLOADS if name != "tiny")  # tiny is for machines without a GPU

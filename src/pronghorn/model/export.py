@@ -13,8 +13,9 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
 
 from pronghorn.errors import CommandError
-from pronghorn.model.load import load_model, without_progress_bars
+from pronghorn.model.load import DTYPES, load_model, pick_device, resolve_precision, without_progress_bars
 from pronghorn.model.lora import load_adapter
+from pronghorn.model.quantized import dequantize_model_
 from pronghorn.recipe import Recipe
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -96,15 +97,30 @@ def trained_model(checkpoint: Path, recipe: Recipe, dtype: torch.dtype, device: 
     """The model with what was trained, for evaluation and chat."""
     if recipe.method == "full":
         return load_model(str(checkpoint), dtype, device)
-    return load_adapter(load_model(recipe.model, dtype, device), checkpoint)
+    return load_adapter(load_model(recipe.model, dtype, device, four_bit=recipe.method == "qlora"), checkpoint)
 
 
 def merged_model(checkpoint: Path, recipe: Recipe) -> Any:
     """Base weights plus adapter, added in float32; rounded once where the recipe asks for bf16 or fp16."""
+    if recipe.method == "qlora":
+        return _merged_from_4_bits(checkpoint, recipe)
     model = trained_model(checkpoint, recipe, torch.float32, torch.device("cpu"))
     assert isinstance(model, PeftModel)
     merged = model.merge_and_unload(safe_merge=True)
     return merged.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision, torch.float32))
+
+
+def _merged_from_4_bits(checkpoint: Path, recipe: Recipe) -> Any:
+    """The adapter is added to what it was trained on: the weights out of their 4 bits, in the precision of the run.
+
+    They are quantized where the run did it, on the GPU if there is one: its reciprocals differ in the last bit, which decides
+    some of the 4-bit numbers.
+    """
+    device, host = pick_device(), torch.device("cpu")
+    dtype = DTYPES[resolve_precision(recipe.precision, device)]
+    model = trained_model(checkpoint, recipe, dtype, device)
+    dequantize_model_(model, dtype, host)
+    return model.to(host).float().merge_and_unload(safe_merge=True).to(dtype)
 
 
 def _copy(source: Path, target: Path, wanted: Any) -> None:

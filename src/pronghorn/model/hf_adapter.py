@@ -14,8 +14,10 @@ from torch import Tensor
 
 from pronghorn.errors import CommandError, ModelError
 from pronghorn.kernels.dispatch import say_once
+from pronghorn.kernels.nf4 import nf4_dequantize
 from pronghorn.model.causal_lm import base_of
 from pronghorn.model.load import without_progress_bars
+from pronghorn.model.quantized import NF4Linear
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
          "up_proj": "gate_up_proj"}
@@ -29,8 +31,12 @@ def with_adapter(model: Any, *, target_modules: Sequence[str] | str, modules_to_
     linears, other = _targets(model, target_modules)
     whole = [*other, *(name for name in modules_to_save or () if name not in other)]
     for name in whole:
-        if not any(path.split(".")[-1] == name for path, _ in model.named_modules()):
+        found = [module for path, module in model.named_modules() if path.split(".")[-1] == name]
+        if not found:
             raise ModelError(what=f"modules_to_save: this model has no module `{name}`", why="it would train nothing")
+        if any(isinstance(inner, NF4Linear) for module in found for inner in module.modules()):
+            raise ModelError(what=f"modules_to_save: `{name}` is stored in 4 bits", why="they have no gradient",
+                             fix="give it an adapter (target_modules), or load with load_in_16bit=True")
     targets = linears
     if linears == "all-linear" and layers is not None:
         targets = _linear_names(model)  # PEFT wants names to choose layers
@@ -86,8 +92,11 @@ def save_merged(model: Any, folder: Path) -> None:
 
 
 def merged_weights(model: Any) -> dict[str, Tensor]:
-    """Names as the model was loaded with. Adapters are added in float32 and rounded once."""
+    """Names as the model was loaded with. Adapters are added in float32 and rounded once; to weights in 4 bits as they are
+    trained on, dequantized in the model's dtype."""
     base = base_of(model)
+    quantized = {".".join(part for part in path.split(".") if part != "base_layer"): module
+                 for path, module in base.named_modules() if isinstance(module, NF4Linear)}
     half = _half(base.dtype)
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
     found: dict[str, Tensor] = {}
@@ -96,8 +105,14 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
         if id(value) in seen:
             found[name] = seen[id(value)]
             continue
-        weight = value.detach()
-        if (module := adapted.get(name.removesuffix(".weight"))) is not None:
+        owner = name.removesuffix(".weight")
+        if owner in quantized:
+            weight = nf4_dequantize(quantized[owner].nf4, dtype=base.dtype)
+        elif owner.rpartition(".weight.")[0] in quantized:
+            continue  # scales
+        else:
+            weight = value.detach()
+        if (module := adapted.get(owner)) is not None:
             weight = _with_deltas(weight, module)
         found[name] = seen[id(value)] = weight.to("cpu", half if weight.is_floating_point() else weight.dtype, copy=True)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,12 @@ from transformers.utils import logging
 from pronghorn.errors import ModelError, RecipeError
 from pronghorn.model.families import why_not_fast
 from pronghorn.model.lora import add_adapter
+from pronghorn.model.quantized import SKIP, load_nf4, refuse_other_quantization
 from pronghorn.recipe import Lora
 
 Precision = Literal["bf16", "fp16", "fp32"]
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -29,6 +31,7 @@ class ModelFacts:
 
     model_type: str
     parameters: int
+    linear_parameters: int  # of these: weights that method: qlora stores in 4 bits
     adapter_parameters: int  # 0 when no adapter was asked for
     layers: int
     width: int
@@ -54,14 +57,19 @@ def resolve_precision(asked: Literal["auto"] | Precision, device: torch.device) 
     return asked
 
 
-def inspect_model(name: str, lora: Lora | None = None) -> ModelFacts:
+def inspect_model(name: str, lora: Lora | None = None, *, four_bit: bool = False) -> ModelFacts:
     """Reads the config, allocates nothing. With `lora`, also counts the adapter and refuses targets that match nothing."""
     _refuse_unreadable_folder(name)
-    config = _guarded(name, lambda: AutoConfig.from_pretrained(_place(name), trust_remote_code=False))
+    config = _config(name, four_bit)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # sizes are those of the model it was made from
     with torch.device("meta"):
         model = _guarded(name, lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     text = config.get_text_config()
     parameters = sum(p.numel() for p in model.parameters())
+    linears = [module for path, module in model.named_modules()
+               if type(module) is torch.nn.Linear and path.rsplit(".", 1)[-1] not in SKIP]
+    linear_parameters = sum(linear.weight.numel() for linear in linears)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     if lora:
         with torch.device("meta"):
@@ -71,6 +79,7 @@ def inspect_model(name: str, lora: Lora | None = None) -> ModelFacts:
     return ModelFacts(
         model_type=config.model_type,
         parameters=parameters,
+        linear_parameters=linear_parameters,
         adapter_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad) if lora else 0,
         layers=int(text.num_hidden_layers),
         width=int(text.hidden_size),
@@ -82,9 +91,20 @@ def inspect_model(name: str, lora: Lora | None = None) -> ModelFacts:
     )
 
 
-def load_model(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The family's own layers, weights from safetensors only. No code from the model's folder is ever run."""
+def load_model(name: str, dtype: torch.dtype, device: torch.device, *, four_bit: bool = False,
+               progress: Callable[[str, int, int], None] | None = None) -> PreTrainedModel:
+    """The family's own layers, weights from safetensors only. No code from the model's folder is ever run.
+
+    `four_bit`: its linears are stored as NF4, or read from a checkpoint that is (model/quantized.py).
+    """
     _refuse_unreadable_folder(name)
+    _config(name, four_bit)
+    if four_bit:
+        folder = local_folder(name)
+        _refuse_unreadable_folder(str(folder))
+        model = _guarded(name, lambda: load_nf4(folder, dtype, device, progress=progress))
+        model.config._name_or_path = model.name_or_path = _place(name)  # adapters name their base by it
+        return model  # type: ignore[no-any-return]
     with without_progress_bars():
         model, found = _guarded(
             name,
@@ -96,6 +116,36 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device) -> PreTraine
     _refuse_made_up_weights(name, found)
     model.config.use_cache = False
     return model.to(device)  # type: ignore[no-any-return]
+
+
+def local_folder(name: str, token: str | None = None) -> Path:
+    """Where the files of a model are: its folder, or the hub's cache, fetched if they are not there yet."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        with without_progress_bars():
+            return Path(snapshot_download(name, token=token, allow_patterns=HUB_FILES))
+    except (OSError, ValueError) as error:  # huggingface_hub's errors are among these
+        with_token = " with this token" if token else ""
+        raise ModelError(what=f"cannot fetch the model{with_token}", where=name, why=str(error).strip().split("\n")[0][:300],
+                         fix="check the name, the token, and that the model's owner gave you access" if token else
+                         "check the name; without a network, the model must be a folder or already in the hub cache") from error
+
+
+def _config(name: str, four_bit: bool) -> Any:
+    """Refused where the weights are stored in a form that this way of loading does not read."""
+    config = _guarded(name, lambda: AutoConfig.from_pretrained(_place(name), trust_remote_code=False))
+    if four_bit:
+        refuse_other_quantization(config, name)
+    elif (found := getattr(config, "quantization_config", None)) is not None:
+        facts = found if isinstance(found, dict) else found.to_dict()
+        if facts.get("load_in_4bit"):
+            raise ModelError(what="the checkpoint is stored in 4 bits", where=name, why="they are trained on as they are",
+                             fix="set method: qlora (in Python: load_in_4bit=True), or use the 16-bit model")
+    return config
 
 
 @contextmanager

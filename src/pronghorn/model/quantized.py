@@ -300,14 +300,16 @@ def load_nf4(
     folder: Path, dtype: torch.dtype, device: torch.device, *, skip: Collection[str] = SKIP, nested: bool = True,
     progress: Progress | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """A model from a folder with its linears in 4 bits: those stored so as they are, the others quantized as they are read.
+    """A model from a folder with its linears in 4 bits: stored so, or quantized as they are read. In a checkpoint that is
+    stored in 4 bits, linears that are not stay in 16: whoever made it left them out.
 
     Never more than the result and one 16-bit weight on the device, and nothing on the host: each tensor is read on its own.
     Weights are cast to `dtype` before they are quantized, as transformers with bitsandbytes does.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     refuse_other_quantization(config, str(folder))
-    if hasattr(config, "quantization_config"):
+    stored_in_4_bits = hasattr(config, "quantization_config")
+    if stored_in_4_bits:
         del config.quantization_config  # it asks for bitsandbytes; `save_nf4` writes it again
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -330,7 +332,7 @@ def load_nf4(
         skipped = owner in linears and bool(set(skip) & {owner, linears[owner][1]})
         if parts and skipped:  # a head in 4 bits: its loss wants 16
             _place(model, owner, leaf, nf4_dequantize(stored_weight(shards.get(key), parts, where=key)), dtype, folder)
-        elif leaf == "weight" and owner in linears and not skipped:
+        elif leaf == "weight" and owner in linears and not skipped and (parts or not stored_in_4_bits):
             q = _one_weight(shards.get(key), parts, dtype, nested, key, str(folder))
             _require_shape(q.shape, model.get_parameter(key).shape, key, folder)
             parent, name = linears[owner]
@@ -341,6 +343,9 @@ def load_nf4(
             _place(model, owner, leaf, shards.get(key), dtype, folder)
         if progress:
             progress("loading 4-bit weights", done + 1, len(keys))
+    if not any(True for _ in _linears(model, NF4Linear, ())):
+        raise ModelError(what="no linear layer of this model can be stored in 4 bits", where=str(folder),
+                         why=f"{config.model_type} has other layers", fix="method: lora, or load_in_4bit=False in Python")
     model.tie_weights()
     _fill_computed_buffers(model, device)
     if (folder / "generation_config.json").is_file():

@@ -15,6 +15,7 @@ from pronghorn.train.setup import notices, packs_per_step, prepare_data, refuse_
 
 LOGITS_CHUNK = 640_000_000  # the most that linear + cross-entropy holds at once (kernels/linear_cross_entropy.py)
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+NF4_BYTES = 0.516  # a value, its share of the scales included (kernels/nf4.py)
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Fac
     refuse_what_is_not_built(recipe)
     device = pick_device()
     precision = resolve_precision(recipe.precision, device)
-    facts = inspect_model(recipe.model, None if recipe.method == "full" else recipe.lora)
+    facts = inspect_model(recipe.model, None if recipe.method == "full" else recipe.lora, four_bit=recipe.method == "qlora")
     tokenizer = load_tokenizer(recipe.model, recipe.data.chat_template)
     require_tokenizer_fits(tokenizer, facts.vocabulary, recipe.model)
     data = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
@@ -82,11 +83,19 @@ def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Fac
         precision=precision, documents=summary["documents"], tokens=summary["tokens"], loss_tokens=summary["loss_tokens"],
         eval_documents=len(data.evaluation) if data.evaluation is not None else 0, packs=summary["packs"],
         packing_efficiency=summary["efficiency"], micro_batches_per_step=packs_per_step(recipe), steps=data.total_steps,
-        memory_weights=facts.parameters * (4 if recipe.method == "full" else BYTES[precision]),
+        memory_weights=_weights(recipe, facts, precision),
         memory_training=trainable * (4 * 3 + (0 if recipe.method == "full" else 4)),
         memory_activations=_activations(recipe, facts, precision),
         notices=tuple(notices(recipe, data, device, precision, facts)),
     )
+
+
+def _weights(recipe: Recipe, facts: ModelFacts, precision: Precision) -> int:
+    if recipe.method == "qlora":  # linears in 4 bits, and one layer of them dequantized
+        linears = facts.linear_parameters
+        whole = facts.parameters - linears + linears // facts.layers
+        return round(linears * NF4_BYTES) + whole * BYTES[precision]
+    return facts.parameters * (4 if recipe.method == "full" else BYTES[precision])
 
 
 def _activations(recipe: Recipe, facts: ModelFacts, precision: Precision) -> int:

@@ -98,8 +98,8 @@ class Session:
 def refuse_what_is_not_built(recipe: Recipe) -> None:
     """An option that would be ignored is an error, never silence."""
     problems = []
-    if recipe.method in ("qlora", "fp8"):
-        problems.append(RecipeError(what=f"method: {recipe.method} is not in this version", fix="set method: lora or full"))
+    if recipe.method == "fp8":
+        problems.append(RecipeError(what="method: fp8 is not in this version", fix="set method: lora, qlora or full"))
     if recipe.memory.budget != "auto":
         problems.append(RecipeError(what="memory.budget: planning memory from a budget is not in this version",
                                     fix="set memory.budget: auto, and lower train.capacity if memory is short"))
@@ -161,7 +161,7 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> S
     with stage("load"):
         device = pick_device()
         precision = resolve_precision(recipe.precision, device)
-        facts = inspect_model(recipe.model, None if recipe.method == "full" else recipe.lora)
+        facts = inspect_model(recipe.model, None if recipe.method == "full" else recipe.lora, four_bit=recipe.method == "qlora")
         tokenizer = load_tokenizer(recipe.model, recipe.data.chat_template)
         require_tokenizer_fits(tokenizer, facts.vocabulary, recipe.model)
     data = prepare_data(recipe, tokenizer, report=report, stage=stage)
@@ -172,7 +172,7 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> S
         )
     with stage("load"):
         report("loading the model", 0, 0)
-        model = _build_model(recipe, precision, device, found[0] if found else None)
+        model = _build_model(recipe, precision, device, found[0] if found else None, report)
         require_trainable(model)
         require_isolated_documents(model, device, facts.vocabulary)
         why_own_layers = "the recipe asks for them" if recipe.layers == "own" else install(model)
@@ -196,11 +196,13 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> S
     return session
 
 
-def _build_model(recipe: Recipe, precision: Precision, device: torch.device, checkpoint: Path | None) -> Any:
+def _build_model(recipe: Recipe, precision: Precision, device: torch.device, checkpoint: Path | None, report: Report
+                 ) -> Any:
     if recipe.method == "full":
         # float32 master weights under autocast: an update of 1e-5 of a weight is lost in bf16's 8 bits.
         return load_model(str(checkpoint or recipe.model), torch.float32, device)
-    model = add_adapter(load_model(recipe.model, DTYPES[precision], device), recipe.lora, recipe.train.seed)
+    base = load_model(recipe.model, DTYPES[precision], device, four_bit=recipe.method == "qlora", progress=report)
+    model = add_adapter(base, recipe.lora, recipe.train.seed)
     if checkpoint:
         restore_adapter(model, checkpoint)
     return model
