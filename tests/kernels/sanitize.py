@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
+from fp8_interpreter import interpreter_casts_as_a_gpu
 
 import pronghorn.kernels
 from pronghorn.kernels import linear_cross_entropy as cross_entropy
@@ -52,8 +54,8 @@ from pronghorn.kernels.rope import qk_rope_backward, qk_rope_forward, qk_rope_re
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 EPS = 1e-5
-# The interpreter cuts fp32 to bf16 and to FP8 where a GPU rounds; sums of many rows in fp32 differ in their last digits.
-TOLERANCE = {FP32: 1e-4, BF16: 3e-2, FP16: 3e-3, E4M3: 0.13}
+# Sums of many rows in fp32 differ in their last digits; FP8 has three bits behind the first.
+TOLERANCE = {FP32: 1e-4, BF16: 3e-2, FP16: 3e-3, E4M3: 0.07}
 
 
 class _Launches:
@@ -336,8 +338,10 @@ def check_nf4(device: str) -> None:
 def check_gated_lora(device: str) -> None:
     """All three adapters, one, and none; several programs and steps of rows, the last of each partly outside."""
     many = 1100 if device == "cuda" else 37
-    cases: list[tuple[Any, ...]] = [(many, 133, BF16, "silu", 16, (0, 16), (16, 21)), (3, 70, FP32, "gelu_tanh", 5, None, (1, 4)),
-                                    (2, 65, FP16, "silu", 0, None, None)]  # fmt: skip
+    cases: list[tuple[Any, ...]] = [
+        (many, 133, BF16, "silu", 16, (0, 16), (16, 21)), (3, 70, FP32, "gelu_tanh", 5, None, (1, 4)),
+        (2, 65, FP16, "silu", 0, None, None),
+    ]  # fmt: skip
     for rows, width, dtype, kind, rank, gate, up in cases:
         what = f"gated_lora {rows} x {width} {kind}"
         gu, da = _rows(rows, 2 * width, 3, dtype, device), _rows(rows, width, 5, dtype, device)
@@ -403,16 +407,16 @@ def check_fp8_gated(device: str) -> None:
     gu, da = _rows(rows, 2 * width, 3, BF16, device), _rows(rows, width, 5, BF16, device)
     for kind in ("silu", "gelu_tanh"):
         leaf, columns = _leaf(gu), torch.rand(2 * width) + 0.1
-        expected = gated_activation_reference(leaf, kind)  # type: ignore[arg-type]
+        expected = gated_activation_reference(leaf, kind)
         (true,) = torch.autograd.grad(expected, leaf, da.cpu().float())
         out, out8 = _space(rows, width, 1, BF16, device), _space(rows, width, 3, E4M3, device)
-        _, a8, scale = gated_activation_fp8_forward(gu, kind, bound=bound, out=out[:, :width], out8=out8[:, :width])  # type: ignore[arg-type]
+        _, a8, scale = gated_activation_fp8_forward(gu, kind, bound=bound, out=out[:, :width], out8=out8[:, :width])
         _near(kind, out[:, :width], expected)
         _untouched(kind, out, width)
         _near_fp8(kind, a8, scale, expected.detach(), out8)
         space, space8 = _space(rows, 2 * width, 7, BF16, device), _space(rows, 2 * width, 5, E4M3, device)
         dgu, dgu8, scale, again = gated_activation_fp8_backward(
-            da, gu, kind, columns.to(device), out=space[:, : 2 * width], out8=space8[:, : 2 * width]  # type: ignore[arg-type]
+            da, gu, kind, columns.to(device), out=space[:, : 2 * width], out8=space8[:, : 2 * width]
         )
         _near(kind, dgu, true)
         _near(kind, again, expected)
@@ -473,7 +477,8 @@ def main(arguments: Sequence[str] = ()) -> int:
     if not use_triton(torch.empty(1, device=device)):
         raise SystemExit("no Triton for this machine's tensors: set TRITON_INTERPRET=1 where there is no GPU")
     torch.manual_seed(0)
-    with _noting_launches() as (kernels, seen):
+    with pytest.MonkeyPatch.context() as patch, _noting_launches() as (kernels, seen):
+        interpreter_casts_as_a_gpu(patch)
         for name in arguments or OPS:
             before = len(seen)
             OPS[name](device)

@@ -250,9 +250,8 @@ def _backward_heads(
             shared = tl.sum(a * x_a, 1) + tl.sum(b * x_b, 1)
             if REST > 0:
                 x_rest = tl.load(x + token * x_row + at, mask=other_mask, other=0.0).to(tl.float32)
-                rest = rest * inverse[:, None]
-                dw_rest += rest * x_rest
-                rest = rest * scale_rest
+                dw_rest += rest * inverse[:, None] * x_rest
+                rest = rest * inverse[:, None] * scale_rest
                 shared += tl.sum(rest * x_rest, 1)
             share = (shared / H * inverse * inverse)[:, None]
             a, b = a - x_a * share, b - x_b * share
