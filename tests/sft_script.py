@@ -3,8 +3,18 @@
     python tests/sft_script.py                 # as a user writes it: FastLanguageModel, get_peft_model, SFTTrainer, packing
     python tests/sft_script.py --plain         # the same with AutoModelForCausalLM and PEFT
     python tests/sft_script.py --compare       # both, from the same adapter weights: every step's loss within 1 %
+    python tests/sft_script.py --compare --started    # the same from an adapter that is not zero, as after some training
 
-100 steps in bf16 on a GPU, 6 in fp32 without one. Needs no network: model and tokenizer are made here.
+100 steps in bf16 on a GPU, 6 in fp32 without one (--bf16: in bf16 there, too). Needs no network: model and tokenizer are made
+here.
+
+In bf16 the comparison has two more curves: plain with the same batches in larger micro-batches, which differs by rounding
+alone, and plain in float32, from the same weights, which is the one the fast curve must follow within 1 %. Against plain in
+bf16 it need not, in the first steps: PEFT adds the adapter's output to the frozen layer's, which is rounded to bf16 already,
+and as long as B is nearly zero, less than half a rounding step is added: nothing. The fast layers add before they round.
+Measured on a CPU (8 layers of width 128, 100 steps, losses 6.44 to 0.58, against plain in float32): plain in bf16 is 0.96 %
+too high in step 3 and the fast layers 0.01 %; plain with the sum rounded once -0.01 %. A lower rate (2e-4) draws it out, to
+1.00 % in step 6. From an adapter that is not zero the two in bf16 differ by 0.32 % at most.
 """
 
 from __future__ import annotations
@@ -22,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from datasets import Dataset, disable_progress_bars
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Qwen3Config, Qwen3ForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from pronghorn import FastLanguageModel
@@ -33,6 +43,7 @@ CUDA = torch.cuda.is_available()
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MAX_LENGTH = 1024 if CUDA else 128
 TOLERANCE = 0.01
+LEARNING_RATE = 2e-3
 
 
 class TorchLogProbs:
@@ -48,7 +59,7 @@ class TorchLogProbs:
         return everything.gather(1, targets[:, None])[:, 0], entropy, None, None, logits.argmax(-1) == targets
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, dtype: torch.dtype) -> None:
     """Random weights large enough that an adapter alone can lower the loss of a model that never learned anything."""
     torch.manual_seed(0)
     width, layers = (512, 8) if CUDA else (64, 2)
@@ -58,7 +69,7 @@ def write_model(folder: Path) -> None:
         max_position_embeddings=2048, initializer_range=1.2 / width**0.5, tie_word_embeddings=False, bos_token_id=None,
         eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
-    Qwen3ForCausalLM(config).to(torch.bfloat16 if CUDA else torch.float32).save_pretrained(folder)
+    Qwen3ForCausalLM(config).to(dtype).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
 
 
@@ -68,10 +79,11 @@ def dataset(tokenizer: Any) -> Dataset:
     return Dataset.from_list([{"text": row} for row in rows])
 
 
-def fast_model(folder: Path, adapter: Path) -> tuple[Any, Any]:
+def fast_model(folder: Path, adapter: Path, dtype: torch.dtype, started: bool) -> tuple[Any, Any]:
     model, tokenizer = FastLanguageModel.from_pretrained(
         model_name=str(folder),
         max_seq_length=MAX_LENGTH,
+        dtype=dtype,
         load_in_4bit=False,
         load_in_8bit=False,
         full_finetuning=False,
@@ -89,28 +101,34 @@ def fast_model(folder: Path, adapter: Path) -> tuple[Any, Any]:
         loftq_config=None,
     )
     assert engine_of(model) is not None, "the fast layers are in place"
-    model.save_pretrained(adapter)  # for the other run to start from
+    if started:
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.02)
+    model.save_pretrained(adapter)  # for the other runs to start from
     return model, tokenizer
 
 
-def plain_model(folder: Path, adapter: Path) -> tuple[Any, Any]:
+def plain_model(folder: Path, adapter: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     from importlib.util import find_spec
 
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    attention = "flash_attention_2" if CUDA and find_spec("flash_attn") else "sdpa"
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation=attention)
+    attention = "flash_attention_2" if CUDA and dtype == torch.bfloat16 and find_spec("flash_attn") else "sdpa"
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
     base = base.to("cuda" if CUDA else "cpu")
     if (adapter / "adapter_config.json").is_file():
         model: Any = PeftModel.from_pretrained(base, adapter, is_trainable=True)
     else:
         torch.manual_seed(3407)
         model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=16, target_modules=LINEARS))
-    print(f"plain: {attention}, adapter weights in {next(p.dtype for p in model.parameters() if p.requires_grad)}")
+    adapter_dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+    print(f"plain: {attention}, frozen weights in {dtype}, adapter in {adapter_dtype}")
     return model, AutoTokenizer.from_pretrained(folder)
 
 
-def train(model: Any, tokenizer: Any, steps: int, output: Path) -> list[float]:
+def train(model: Any, tokenizer: Any, steps: int, output: Path, *, bf16: bool, accumulation: int = 2) -> list[float]:
+    """The losses; `accumulation` says in how many micro-batches a step's rows go through the model."""
     trainer = SFTTrainer(
         model=model,
         train_dataset=dataset(tokenizer),
@@ -118,11 +136,11 @@ def train(model: Any, tokenizer: Any, steps: int, output: Path) -> list[float]:
         args=SFTConfig(
             max_length=MAX_LENGTH,
             packing=True,
-            per_device_train_batch_size=4 if CUDA else 2,
-            gradient_accumulation_steps=2,
+            per_device_train_batch_size=(8 if CUDA else 4) // accumulation,
+            gradient_accumulation_steps=accumulation,
             warmup_steps=5,
             max_steps=steps,
-            learning_rate=2e-3,
+            learning_rate=LEARNING_RATE,
             logging_steps=1,
             optim="adamw_torch",
             weight_decay=0.01,
@@ -134,29 +152,43 @@ def train(model: Any, tokenizer: Any, steps: int, output: Path) -> list[float]:
             disable_tqdm=True,
             gradient_checkpointing=False,
             use_cpu=not CUDA,
-            bf16=CUDA,
+            bf16=bf16,
         ),
     )
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def compared(fast: list[float], plain: list[float]) -> float:
-    """The largest relative difference of a step's loss; says it, and fails over the tolerance."""
-    assert len(fast) == len(plain)
-    differences = [abs(one - other) / other for one, other in zip(fast, plain, strict=True)]
+def difference(one: list[float], other: list[float]) -> tuple[float, str]:
+    """The largest relative difference of a step's loss, and in words with the mean one."""
+    differences = [abs(a - b) / b for a, b in zip(one, other, strict=True)]
     worst = max(differences)
-    print(f"{len(fast)} steps: loss {plain[0]:.4f} -> {plain[-1]:.4f} plain, {fast[0]:.4f} -> {fast[-1]:.4f} fast; relative "
-          f"difference at most {worst:.2e} (step {differences.index(worst) + 1}), mean {sum(differences) / len(fast):.2e}")
-    assert plain[-1] < 0.9 * plain[0] or len(plain) < 50, "the loss falls"
-    assert worst <= TOLERANCE, f"over {TOLERANCE:.0%}"
-    return worst
+    return worst, f"{worst:.2%} at most (step {differences.index(worst) + 1}), {sum(differences) / len(one):.3%} on average"
+
+
+def compared(curves: dict[str, list[float]]) -> bool:
+    """Whether the fast curve follows plain transformers + PEFT; the last line says it all."""
+    fast, plain = curves["fast"], curves["plain"]
+    true = curves.get("plain in float32", plain)
+    worst, words = difference(fast, true)
+    parts = [f"fast and plain in float32: {words}"]
+    if true is not plain:
+        parts.append(f"plain in bf16 and in float32: {difference(plain, true)[1]}")
+        parts.append(f"fast and plain in bf16: {difference(fast, plain)[1]}")
+        parts.append(f"plain in bf16, other micro-batches: {difference(curves['plain again'], plain)[1]}")
+    falls = true[-1] < 0.9 * true[0] or len(true) < 50
+    verdict = "ok" if worst <= TOLERANCE and falls else "FAILED" if falls else "FAILED (the loss does not fall)"
+    print(f"{verdict}: {len(fast)} steps, loss {true[0]:.4f} -> {true[-1]:.4f} plain, {fast[-1]:.4f} fast; {'; '.join(parts)}")
+    return verdict == "ok"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plain", action="store_true", help="transformers + PEFT alone")
     parser.add_argument("--compare", action="store_true", help="both, and their difference")
+    parser.add_argument("--started", action="store_true", help="B of the adapter is drawn instead of zero")
+    parser.add_argument("--bf16", action="store_true", default=CUDA, help="on a CPU, too")
     parser.add_argument("--steps", type=int, default=100 if CUDA else 6)
     options = parser.parse_args(arguments)
     disable_progress_bars()
@@ -164,17 +196,25 @@ def main(arguments: list[str] | None = None) -> int:
         import trl.trainer.utils
 
         trl.trainer.utils._ChunkedLogProbFunction = TorchLogProbs
+    dtype = torch.bfloat16 if options.bf16 else torch.float32
     with tempfile.TemporaryDirectory() as work:
         folder, adapter = Path(work) / "model", Path(work) / "adapter"
-        write_model(folder)
-        curves = {}
-        for name, build in (("fast", fast_model), ("plain", plain_model)):
-            if options.compare or (name == "plain") == options.plain:
-                curves[name] = train(*build(folder, adapter), options.steps, Path(work) / name)
-                print(f"{name}: {' '.join(f'{loss:.4f}' for loss in curves[name])}", flush=True)
+        write_model(folder, dtype)
+        runs: dict[str, Any] = {
+            "fast": lambda: (fast_model(folder, adapter, dtype, options.started), {"bf16": options.bf16}),
+            "plain": lambda: (plain_model(folder, adapter, dtype), {"bf16": options.bf16}),
+            "plain again": lambda: (plain_model(folder, adapter, dtype), {"bf16": True, "accumulation": 1}),
+            "plain in float32": lambda: (plain_model(folder, adapter, torch.float32), {"bf16": False}),
+        }
+        wanted = ["plain" if options.plain else "fast"]
         if options.compare:
-            compared(curves["fast"], curves["plain"])
-    return 0
+            wanted = list(runs) if options.bf16 else ["fast", "plain"]
+        curves = {}
+        for name in wanted:
+            (model, tokenizer), how = runs[name]()
+            curves[name] = train(model, tokenizer, options.steps, Path(work) / name, **how)
+            print(f"{name}: {' '.join(f'{loss:.4f}' for loss in curves[name])}", flush=True)
+        return 0 if not options.compare or compared(curves) else 1
 
 
 if __name__ == "__main__":

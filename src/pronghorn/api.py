@@ -228,7 +228,8 @@ def _check_init(asked: bool | str, *, four_bit: bool) -> None:
                            fix=f"True, False, {', '.join(INITS + WEIGHT_INITS)}")
     if changes_weights and four_bit:
         raise CommandError(what=f"init_lora_weights={asked!r} on weights in 4 bits",
-                           why="it changes the weights it starts from", fix=f"True, False, {', '.join(INITS)}, or load_in_16bit=True")
+                           why="it changes the weights it starts from",
+                           fix=f"True, False, {', '.join(INITS)}, or load_in_16bit=True")
 
 
 def _device(asked: DeviceMap) -> torch.device:

@@ -40,11 +40,11 @@ def make_our_step(model: Any, recipe: Recipe, device: torch.device, precision: P
                      graph=graph, say=say)
 
 
-def make_loader(rows: list[Any], recipe: Recipe, *, pin: bool) -> BatchLoader:
+def make_loader(rows: list[Any], recipe: Recipe, *, pin: bool) -> tuple[BatchLoader, Shapes]:
     table, capacity = DocumentTable(rows), recipe.train.capacity
     shapes = Shapes.planned(table, pack(table.lengths, capacity, seed=SEED, epoch=0), capacity)
     return BatchLoader(table, capacity=capacity, packs_per_step=1, seed=SEED, workers=recipe.data.workers, pin=pin,
-                       shapes=shapes)
+                       shapes=shapes), shapes
 
 
 class Ours:
@@ -58,7 +58,8 @@ class Ours:
         precision = resolve_precision("auto", device)
         recipe = bench_recipe(workload)
         meter.mark("imports")
-        self.batches = iter(make_loader(documents(workload, meter.total, lengths), recipe, pin=device.type == "cuda"))
+        loader, shapes = make_loader(documents(workload, meter.total, lengths), recipe, pin=device.type == "cuda")
+        self.batches = iter(loader)
         base = load_model(recipe.model, DTYPES[precision], device, four_bit=recipe.method == "qlora")
         model = add_adapter(base, recipe.lora, seed=SEED)
         if layers == "fast" and (why := install(model)):
@@ -66,8 +67,8 @@ class Ours:
         meter.mark("model")
         self.step = make_our_step(model, recipe, device, precision, graph, self._note)
         config = model.get_base_model().config
-        self.facts = {"attention": pick_backend(device, DTYPES[precision], config.head_dim), "precision": precision,
-                      "layers": layers, "step": type(self.step).__name__}
+        attention = pick_backend(device, DTYPES[precision], config.head_dim, typical=shapes.typical)
+        self.facts = {"attention": attention, "precision": precision, "layers": layers, "step": type(self.step).__name__}
         meter.ready(trainable(model).values())
 
     def _note(self, text: str) -> None:

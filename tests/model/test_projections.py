@@ -1,0 +1,357 @@
+"""Linears in 4 bits under the fast layers: the same numbers as the same weights in nn.Linear, in every order of calls, with
+one buffer for all layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Olmo2Config, Phi3Config, Qwen2Config, Qwen3Config
+
+from pronghorn.data.batches import PackedBatch, build_batch
+from pronghorn.kernels.nf4 import NF4Table
+from pronghorn.kernels.nf4_lora import NF4LoraGroup, Scratch
+from pronghorn.model.adapter_sums import AdapterSums
+from pronghorn.model.causal_lm import base_of, engine_of, install
+from pronghorn.model.lora import add_adapter
+from pronghorn.model.quantized import NF4Linear, dequantize_model_, quantize_model_
+from pronghorn.model.verify import verify
+from pronghorn.recipe import Lora
+from samples import random_table
+
+SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+FAMILIES: dict[str, Any] = {
+    "llama": LlamaConfig(**SMALL),
+    "llama, every bias": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
+    "llama, tied": LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "llama, rows of no whole blocks": LlamaConfig(**(SMALL | {"hidden_size": 48, "intermediate_size": 80})),
+    "qwen2": Qwen2Config(**SMALL),
+    "qwen3": Qwen3Config(**SMALL, head_dim=32),
+    "phi3": Phi3Config(**SMALL),
+    "gemma2": Gemma2Config(**SMALL, head_dim=16, sliding_window=16, query_pre_attn_scalar=16),
+    "olmo2": Olmo2Config(**SMALL),
+}
+LORAS: dict[str, Lora | None] = {
+    "all": Lora(r=4),
+    "some": Lora(r=4, targets=("q_proj", "up_proj", "down_proj")),
+    "dora": Lora(r=4, dora=True),
+    "norms": None,  # no adapter at all: the norms train
+}
+
+
+def model_of(family: str = "llama", lora: Lora | None = LORAS["all"], **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family])
+    for name, parameter in model.named_parameters():
+        if "bias" in name:
+            nn.init.normal_(parameter, std=0.3)
+    quantize_model_(model, **options)
+    if lora is None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name)
+        return model.train()
+    if family == "phi3" and lora.targets != "all-linear":
+        lora = lora.model_copy(update={"targets": ("qkv_proj", "down_proj")})
+    model = add_adapter(model, lora, seed=1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model.train()
+
+
+def twin_of(model: Any) -> Any:
+    """The same weights in nn.Linear, on fast layers of its own."""
+    twin = copy.deepcopy(model)
+    assert dequantize_model_(twin, torch.float32) > 0
+    assert not install(twin)
+    return twin
+
+
+def batch_of(seed: int = 0, documents: int = 12) -> PackedBatch:
+    return build_batch(random_table(documents, seed=seed), np.arange(documents), 512)
+
+
+def loss_of(model: Any, batch: PackedBatch) -> torch.Tensor:
+    engine = engine_of(model)
+    assert engine is not None
+    return engine.packed_loss(batch.ids_T, batch.positions_T, batch.cu_seqlens, batch.longest, loss_rows=batch.loss_rows,
+                              labels_T=batch.labels_T)[0]
+
+
+def step_of(model: Any, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = loss_of(model, batch)
+    loss.backward()
+    return loss.detach(), taken(model)
+
+
+def taken(model: Any) -> dict[str, torch.Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], allowed: float = 1e-6) -> None:
+    assert ours.keys() == theirs.keys() != set()
+    for name, expected in theirs.items():
+        assert float((ours[name] - expected).norm()) <= allowed * float(expected.norm()) + 1e-9, name
+
+
+def scratches(model: Any) -> list[Scratch]:
+    engine = engine_of(model)
+    assert engine is not None
+    groups = [group._group for layer in engine.layers for group in layer.groups]
+    assert all(isinstance(group, NF4LoraGroup) for group in groups)
+    return list({id(group.scratch): group.scratch for group in groups if isinstance(group, NF4LoraGroup)}.values())
+
+
+# ---- the same numbers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lora", ["all", "some"])
+def test_loss_and_every_gradient_are_those_of_the_dequantized_weights(family: str, lora: str) -> None:
+    model, batch = model_of(family, LORAS[lora]), batch_of()
+    twin = twin_of(model)
+    assert not install(model)
+    loss, gradients = step_of(model, batch)
+    expected, theirs = step_of(twin, batch)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    assert_same(gradients, theirs)
+    assert len(scratches(model)) == 4
+    verify(model)  # PEFT's own forward through NF4Linear says the same
+
+
+@pytest.mark.parametrize("lora", ["dora", "norms"])
+def test_without_plain_adapters(lora: str) -> None:
+    model, batch = model_of("llama, every bias", LORAS[lora]), batch_of()
+    twin = twin_of(model)
+    assert not install(model)
+    loss, gradients = step_of(model, batch)
+    expected, theirs = step_of(twin, batch)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    assert_same(gradients, theirs, 1e-5)
+    engine = engine_of(model)
+    assert engine is not None
+    assert all(layer.fused == (lora != "dora") for layer in engine.layers)
+    verify(model)
+
+
+def test_dropout_drops_in_training_only() -> None:
+    model, batch = model_of("llama", Lora(r=4, dropout=0.5)), batch_of()
+    twin = twin_of(model)
+    assert not install(model)
+    found = []
+    for each in (model, twin):
+        torch.manual_seed(3)
+        found.append(step_of(each, batch))
+    assert_same(found[0][1], found[1][1])
+    with torch.no_grad():
+        assert float(loss_of(model.eval(), batch)) == pytest.approx(float(loss_of(twin.eval(), batch)), rel=1e-6)
+    assert float(found[0][0]) != float(loss_of(model, batch))
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_half_precision_is_that_of_the_dequantized_weights(nested: bool) -> None:
+    model, batch = model_of(nested=nested), batch_of()
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and "lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    twin = copy.deepcopy(model)
+    dequantize_model_(twin, torch.bfloat16)
+    assert not install(model)
+    assert not install(twin)
+    loss, gradients = step_of(model, batch)
+    expected, theirs = step_of(twin, batch)
+    assert torch.equal(loss, expected)
+    assert_same(gradients, theirs, 1e-2)
+    assert {scratch.dtype for scratch in scratches(model)} == {torch.bfloat16}
+
+
+def test_some_linears_of_a_group_in_16_bits() -> None:
+    """As in checkpoints that leave out what suffers most."""
+    model = model_of()
+    for layer, name in ((0, "up_proj"), (2, "gate_proj")):
+        wrapper = getattr(base_of(model).model.layers[layer].mlp, name)
+        wrapper.base_layer = wrapper.base_layer.to_linear(torch.float32)
+    twin = twin_of(model)
+    assert not install(model)
+    batch = batch_of()
+    loss, gradients = step_of(model, batch)
+    expected, theirs = step_of(twin, batch)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    assert_same(gradients, theirs)
+
+
+def test_layers_with_and_without_adapters_share_the_buffer() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    plain = model_of(lora=None).requires_grad_(False)
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj", "up_proj"], layers_to_transform=[1],
+                        init_lora_weights=False, rank_pattern={"up_proj": 40})
+    model = get_peft_model(plain, config).train()
+    twin = twin_of(model)
+    assert not install(model)
+    for seed in range(2):
+        loss, gradients = step_of(model, batch_of(seed))
+        expected, theirs = step_of(twin, batch_of(seed))
+        assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+        assert_same(gradients, theirs)
+    assert len(scratches(model)) == 4
+
+
+# ---- in any order ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_micro_batches_looks_in_between_and_updates(recompute: bool) -> None:
+    model = model_of()
+    twin = twin_of(model)
+    assert not install(model)
+    found = []
+    for each in (model, twin):
+        engine = engine_of(each)
+        assert engine is not None
+        for layer in engine.layers:
+            layer.recompute = recompute
+        optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2, fused=True)
+        losses = []
+        for seed in range(3):
+            first, second = loss_of(each, batch_of(seed)), loss_of(each, batch_of(seed + 10))
+            with torch.no_grad():
+                losses.append(float(loss_of(each, batch_of(seed + 20))))
+            second.backward()
+            first.backward()
+            losses += [float(first.detach()), float(second.detach())]
+            optimizer.step()
+            if seed < 2:
+                optimizer.zero_grad()
+        found.append((losses, taken(each)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    assert_same(found[0][1], found[1][1], 1e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_one_load_serves_recompute_and_backward(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    assert not install(model)
+    engine = engine_of(model)
+    assert engine is not None
+    for layer in engine.layers:
+        layer.recompute = recompute
+    loads = 0
+    own = NF4Table.run
+
+    def counted(self: NF4Table) -> None:
+        nonlocal loads
+        loads += 1
+        own(self)
+
+    monkeypatch.setattr(NF4Table, "run", counted)
+    for _ in range(2):
+        loads = 0
+        step_of(model, batch_of())
+        assert loads == 4 * (3 + 2)  # four groups: forward of three layers; backward of all but the last, which is still there
+
+
+def test_what_stands_in_the_buffer_before_a_step_does_not_matter() -> None:
+    """So a captured step can be replayed after anything else."""
+    model, batch = model_of(), batch_of()
+    assert not install(model)
+    loss, gradients = step_of(model, batch)
+    for scratch in scratches(model):
+        assert scratch._buffer is not None
+        scratch._buffer.fill_(float("nan"))
+    again, others = step_of(model, batch)
+    assert torch.equal(again, loss)
+    for name, gradient in gradients.items():
+        assert torch.equal(others[name], gradient), name
+
+
+def test_the_buffer_stays_where_it_is_and_is_as_large_as_one_layer() -> None:
+    model = model_of()
+    assert not install(model)
+    step_of(model, batch_of())
+    places = [scratch._buffer.data_ptr() for scratch in scratches(model) if scratch._buffer is not None]
+    step_of(model, batch_of(1))
+    assert [scratch._buffer.data_ptr() for scratch in scratches(model) if scratch._buffer is not None] == places
+    values = sum(scratch._buffer.numel() for scratch in scratches(model) if scratch._buffer is not None)
+    layer = base_of(model).model.layers[0]
+    weights = sum(m.in_features * m.out_features for m in layer.modules() if isinstance(m, NF4Linear))
+    widened = sum((out + r) * (width + r) for out, width, r in ((128, 64, 64), (64, 64, 16), (256, 64, 64), (64, 128, 16)))
+    assert weights < values == widened
+
+
+def test_a_copied_model_has_its_own_buffer() -> None:
+    model, batch = model_of(), batch_of()
+    assert not install(model)
+    loss, gradients = step_of(model, batch)
+    other = copy.deepcopy(model)
+    again, others = step_of(other, batch)
+    assert torch.equal(again, loss)
+    for name, gradient in gradients.items():
+        assert torch.equal(others[name], gradient), name
+    assert not {id(scratch) for scratch in scratches(model)} & {id(scratch) for scratch in scratches(other)}
+
+
+def with_adapter_off(model: Any, batch: PackedBatch) -> float:
+    with torch.no_grad(), model.disable_adapter():
+        return float(loss_of(model, batch))
+
+
+def moved_to_other_values(model: Any, batch: PackedBatch) -> float:
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data = parameter.data * 2
+    with torch.no_grad():
+        return float(loss_of(model, batch))
+
+
+@pytest.mark.parametrize("change", [with_adapter_off, moved_to_other_values])
+def test_adapters_that_are_switched_off_or_replaced(change: Callable[[Any, PackedBatch], float]) -> None:
+    model, batch = model_of(), batch_of()
+    twin = twin_of(model)
+    assert not install(model)
+    step_of(model, batch)
+    assert change(model, batch) == pytest.approx(change(twin, batch), rel=1e-6)
+    assert_same(step_of(model, batch)[1], step_of(twin, batch)[1])
+
+
+@pytest.mark.parametrize("lora", ["all", "some"])
+def test_gradients_added_up_over_a_step(lora: str) -> None:
+    """As the captured step does it; groups without an adapter have nothing to add."""
+    model = model_of("qwen3", LORAS[lora])
+    twin = twin_of(model)
+    assert not install(model)
+    engine = engine_of(model)
+    assert engine is not None
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    sums = AdapterSums(engine, torch.float32)
+    for seed in range(2):
+        loss_of(model, batch_of(seed)).backward()
+        loss_of(twin, batch_of(seed)).backward()
+    sums.collect()
+    assert_same(taken(model), taken(twin))
+    sums.release()
+
+
+def test_weights_move_with_the_model_s_names_unchanged() -> None:
+    model, batch = model_of(), batch_of()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    assert not install(model)
+    step_of(model, batch)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    loss = float(loss_of(model, batch))
+    base = base_of(model)
+    kept = base.state_dict()  # not PEFT's: this one separates weights from buffers
+    assert any(key.endswith("quant_state.bitsandbytes__nf4") for key in kept)
+    assert float(loss_of(model, batch)) == loss
