@@ -127,7 +127,8 @@ def sweep(case: dict[str, Any]) -> list[Line]:
             _between(op._loss_and_gradient, got, data)
             ms = milliseconds(lambda: _between(op._loss_and_gradient, logits, data))
         name, error = f"kernel alone, {rows} rows, V={vocabulary}", error_against(got, right)
-        lines.append(line_for("linear_cross_entropy", name, str(config), ms, moved_bytes=2 * logits.nbytes, error=error))
+        words = " ".join(str(value) for value in config)
+        lines.append(line_for("linear_cross_entropy", name, words, ms, moved_bytes=2 * logits.nbytes, error=error))
     truth = _truth(data)
     for scratch in (170_000_000, 330_000_000, 640_000_000, 960_000_000):
         with replaced(op, "GPU_SCRATCH_BYTES", scratch):

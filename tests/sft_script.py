@@ -43,7 +43,7 @@ CUDA = torch.cuda.is_available()
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MAX_LENGTH = 1024 if CUDA else 128
 TOLERANCE = 0.01
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 2e-4 if CUDA else 2e-3  # in six steps, something must happen
 
 
 class TorchLogProbs:
@@ -172,14 +172,14 @@ def compared(curves: dict[str, list[float]]) -> bool:
     fast, plain = curves["fast"], curves["plain"]
     true = curves.get("plain in float32", plain)
     worst, words = difference(fast, true)
-    parts = [f"fast and plain in float32: {words}"]
     if true is not plain:
-        parts.append(f"plain in bf16 and in float32: {difference(plain, true)[1]}")
-        parts.append(f"fast and plain in bf16: {difference(fast, plain)[1]}")
-        parts.append(f"plain in bf16, other micro-batches: {difference(curves['plain again'], plain)[1]}")
+        print(f"plain in bf16 and in float32: {difference(plain, true)[1]}")
+        print(f"plain in bf16, in two kinds of micro-batches: {difference(curves['plain again'], plain)[1]}")
+        print(f"fast and plain in bf16: {difference(fast, plain)[1]}")
     falls = true[-1] < 0.9 * true[0] or len(true) < 50
     verdict = "ok" if worst <= TOLERANCE and falls else "FAILED" if falls else "FAILED (the loss does not fall)"
-    print(f"{verdict}: {len(fast)} steps, loss {true[0]:.4f} -> {true[-1]:.4f} plain, {fast[-1]:.4f} fast; {'; '.join(parts)}")
+    print(f"{verdict}: {len(fast)} steps, loss {true[0]:.4f} -> {true[-1]:.4f} plain, {fast[-1]:.4f} fast; fast and plain in "
+          f"float32: {words}")
     return verdict == "ok"
 
 

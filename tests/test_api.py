@@ -18,7 +18,9 @@ from trl import SFTConfig, SFTTrainer
 
 from pronghorn import FastLanguageModel, get_chat_template, train_on_responses_only
 from pronghorn.errors import CommandError, DataError, ModelError
+from pronghorn.kernels.nf4 import nf4_dequantize
 from pronghorn.model.causal_lm import base_of, engine_of
+from pronghorn.model.quantized import NF4Linear, dequantize_model_, quantize_model_, save_nf4
 from samples import chat_rows, make_model, make_tokenizer
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -53,15 +55,17 @@ def load(folder: Path, **options: Any) -> tuple[Any, Any]:
     return FastLanguageModel.from_pretrained(str(folder), max_seq_length=512, **({"load_in_4bit": False} | options))
 
 
-def adapted(folder: Path, **options: Any) -> tuple[Any, Any]:
-    model, tokenizer = load(folder)
+def adapted(folder: Path, *, four_bit: bool = False, **options: Any) -> tuple[Any, Any]:
+    model, tokenizer = load(folder, load_in_4bit=four_bit)
     return FastLanguageModel.get_peft_model(model, **({"r": 4} | options)), tokenizer
 
 
 def stock(folder: Path, like: Any) -> Any:
-    """transformers + PEFT alone, with the same adapter weights."""
+    """transformers + PEFT alone, with the same adapter weights, and the same base: dequantized, where it is in 4 bits."""
     config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules=LINEARS)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+    like = copy.deepcopy(like)
+    dequantize_model_(like, torch.float32)
     model.load_state_dict(like.state_dict())
     return model.train()
 
@@ -88,7 +92,6 @@ def test_defaults_are_those_of_the_interface() -> None:
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ({"load_in_4bit": True}, "load_in_4bit=False, or load_in_16bit=True"),
     ({"load_in_8bit": True}, "load_in_8bit=True is not in this version"),
     ({"load_in_fp8": True}, "load_in_fp8=True is not in this version"),
     ({"trust_remote_code": True}, "run code"),
@@ -105,10 +108,29 @@ def test_what_from_pretrained_does_not_honour_is_an_error(tiny_model: Path, opti
     assert words in str(caught.value)
 
 
-def test_the_default_call_says_that_4_bit_comes_later(tiny_model: Path) -> None:
-    with pytest.raises(CommandError, match="is not in this version") as caught:
-        FastLanguageModel.from_pretrained(str(tiny_model))
-    assert "load_in_16bit=True" in caught.value.fix
+def test_the_default_call_gives_weights_in_4_bits(tiny_model: Path) -> None:
+    model, _ = FastLanguageModel.from_pretrained(str(tiny_model), verify=True)
+    assert isinstance(model.model.layers[0].mlp.up_proj, NF4Linear)
+    assert type(model.lm_head) is torch.nn.Linear
+    assert model.dtype == torch.float32
+    assert engine_of(model)
+    assert not any(p.requires_grad for p in model.parameters())
+    for options in ({"load_in_16bit": True}, {"full_finetuning": True}, {"load_in_4bit": False}):
+        model, _ = FastLanguageModel.from_pretrained(str(tiny_model), **options)
+        assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+
+
+def test_4_bit_checkpoints_are_loaded_as_they_are(tmp_path: Path) -> None:
+    model = make_model(hidden_size=64, intermediate_size=128)
+    quantize_model_(model)
+    save_nf4(model, tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    loaded, _ = FastLanguageModel.from_pretrained(str(tmp_path))
+    ids = torch.arange(3, 40)[None]
+    assert torch.allclose(loaded.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits, atol=1e-6)
+    with pytest.raises(ModelError, match="stored in 4 bits") as caught:
+        FastLanguageModel.from_pretrained(str(tmp_path), load_in_4bit=False)
+    assert "load_in_4bit=True" in caught.value.fix
 
 
 def test_unknown_arguments_are_told_with_the_nearest_known_one(tiny_model: Path) -> None:
@@ -194,17 +216,32 @@ def test_what_get_peft_model_does_not_honour_is_an_error(tiny_model: Path, optio
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("options", [
-    {"bias": "all"}, {"bias": "lora_only"}, {"lora_dropout": 0.2}, {"use_rslora": True}, {"init_lora_weights": "pissa"},
-    {"init_lora_weights": "gaussian"}, {"layers_to_transform": [1]},
-    {"target_modules": "all-linear", "finetune_last_n_layers": 1},
+@pytest.mark.parametrize(("options", "words"), [
+    ({"init_lora_weights": "pissa"}, "on weights in 4 bits"), ({"init_lora_weights": "olora"}, "on weights in 4 bits"),
+    ({"modules_to_save": ["down_proj"]}, "stored in 4 bits"), ({"modules_to_save": ["mlp"]}, "stored in 4 bits"),
+])  # fmt: skip
+def test_what_weights_in_4_bits_do_not_allow(tiny_model: Path, options: dict[str, Any], words: str) -> None:
+    model, _ = FastLanguageModel.from_pretrained(str(tiny_model))
+    with pytest.raises((CommandError, ModelError), match=words):
+        FastLanguageModel.get_peft_model(model, **options)
+
+
+ADAPTER_OPTIONS: list[dict[str, Any]] = [
+    {"bias": "all"}, {"bias": "lora_only"}, {"lora_dropout": 0.2}, {"use_rslora": True}, {"init_lora_weights": "gaussian"},
+    {"layers_to_transform": [1]}, {"target_modules": "all-linear", "finetune_last_n_layers": 1},
     {"modules_to_save": ["norm"]}, {"target_modules": ["q_proj", "down_proj", "lm_head", "embed_tokens"]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "four_bit"), [
+    *((options, four_bit) for options in ADAPTER_OPTIONS for four_bit in (False, True)),
+    ({"init_lora_weights": "pissa"}, False),
 ], ids=str)  # fmt: skip
-def test_options_of_the_adapter_train_as_in_peft(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_options_of_the_adapter_train_as_in_peft(tmp_path: Path, options: dict[str, Any], four_bit: bool) -> None:
     """Same call on a model whose layers are its own afterwards: loss and every gradient."""
     make_model(attention_bias=True, mlp_bias=True, tie_word_embeddings=False).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
-    fast, _ = adapted(tmp_path, **options)
+    fast, _ = adapted(tmp_path, four_bit=four_bit, **options)
     for name, parameter in fast.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -257,8 +294,9 @@ def test_the_random_state_decides_the_adapter(tiny_model: Path) -> None:
 # ---- modes and saving ------------------------------------------------------------------------------------------------
 
 
-def test_inference_and_training_modes(tiny_model: Path) -> None:
-    model, tokenizer = adapted(tiny_model)
+@pytest.mark.parametrize("four_bit", [False, True], ids=["16 bit", "4 bit"])
+def test_inference_and_training_modes(tiny_model: Path, four_bit: bool) -> None:
+    model, tokenizer = adapted(tiny_model, four_bit=four_bit)
     assert FastLanguageModel.for_inference(model) is model
     assert not model.training
     assert base_of(model).config.use_cache
@@ -308,6 +346,27 @@ def test_saved_adapters_load_in_stock_peft_and_merged_folders_in_transformers(ti
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tiny_model)
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == tokenizer.chat_template
+
+
+def test_merging_into_weights_in_4_bits_is_dequantize_then_add(tiny_model: Path, tmp_path: Path) -> None:
+    model, tokenizer = adapted(tiny_model, four_bit=True)
+    ids = step(model)
+    wrapper = base_of(model).model.layers[1].self_attn.q_proj
+    expected = (nf4_dequantize(wrapper.base_layer.nf4, dtype=torch.float32) + wrapper.get_delta_weight("default")).bfloat16()
+    model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    model.save_pretrained(tmp_path / "adapter")
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.equal(merged.model.layers[1].self_attn.q_proj.weight, expected)
+    with torch.no_grad():
+        trained = FastLanguageModel.for_inference(model)(input_ids=ids).logits
+        assert (merged.float().eval()(input_ids=ids).logits - trained).abs().max() < 0.03 * trained.abs().max()
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tiny_model)
+    again, _ = load(tiny_model, load_in_4bit=True)
+    with torch.no_grad():
+        assert torch.allclose(PeftModel.from_pretrained(again, tmp_path / "adapter").eval()(input_ids=ids).logits, trained,
+                              atol=1e-5)
 
 
 def test_merging_a_head_that_was_trained_apart_from_the_embeddings(tiny_model: Path, tmp_path: Path) -> None:
@@ -365,19 +424,20 @@ def assert_same_curve(expected: list[float], found: list[float]) -> None:
 
 
 @pytest.mark.usefixtures("_trl_on_the_cpu")
-@pytest.mark.parametrize("mode", ["padded", "packed", "padding-free"])
+@pytest.mark.parametrize("mode", ["padded", "packed", "padding-free", "packed, 4 bit"])
 def test_sft_trainer_trains_as_on_stock_libraries(lively_model: Path, tmp_path: Path, mode: str) -> None:
     options = {"padded": {"max_length": 96, "per_device_train_batch_size": 4},
                "packed": {"max_length": 128, "packing": True, "per_device_train_batch_size": 2},
-               "padding-free": {"max_length": None, "padding_free": True, "per_device_train_batch_size": 4}}[mode]
-    fast, tokenizer = adapted(lively_model)
+               "padding-free": {"max_length": None, "padding_free": True, "per_device_train_batch_size": 4}}
+    kind, _, four_bit = mode.partition(", ")
+    fast, tokenizer = adapted(lively_model, four_bit=bool(four_bit))
     plain = stock(lively_model, fast)
     ran = []
     own = engine_of(fast).hidden
     engine_of(fast).hidden = lambda *args: ran.append(True) or own(*args)
     curves = []
     for model in (plain, fast):
-        args = SFTConfig(output_dir=str(tmp_path), gradient_checkpointing=model is fast, **options, **COMMON)
+        args = SFTConfig(output_dir=str(tmp_path), gradient_checkpointing=model is fast, **options[kind], **COMMON)
         curves.append(curve(SFTTrainer(model=model, args=args, train_dataset=texts(tokenizer), processing_class=tokenizer)))
     assert_same_curve(*curves)
     assert len(ran) >= STEPS
@@ -487,10 +547,13 @@ model.save_pretrained_merged(OUTPUT + "/model", tokenizer, save_method = "merged
 
 
 @pytest.mark.usefixtures("_trl_on_the_cpu")
-def test_a_script_runs_with_only_its_import_changed(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("four_bit", [False, True], ids=["16 bit", "4 bit"])
+def test_a_script_runs_with_only_its_import_changed(tiny_model: Path, tmp_path: Path, four_bit: bool) -> None:
     rows = [{"messages": row["messages"]} for row in chat_rows(60)]
     names: dict[str, Any] = {"MODEL": str(tiny_model), "ROWS": rows, "OUTPUT": str(tmp_path)}
-    exec(SCRIPT.replace("from unsloth import", "from pronghorn import"), names)
+    script = SCRIPT.replace("load_in_4bit = False", f"load_in_4bit = {four_bit}")
+    exec(script.replace("from unsloth import", "from pronghorn import"), names)
+    assert isinstance(base_of(names["model"]).model.layers[0].mlp.up_proj.base_layer, NF4Linear) == four_bit
     losses = [entry["loss"] for entry in names["trainer"].state.log_history if "loss" in entry]
     assert len(losses) == 6
     assert losses[-1] < losses[0]

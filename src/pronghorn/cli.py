@@ -88,6 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("file", help="the file to write, or - for standard output")
     with_recipe(verb("check", check, "validate recipe, model and data without training"))
 
+    _plan_options(with_recipe(verb("plan", plan, "memory, speed, hours and cost of a run before it begins; needs no GPU")))
+
     data = verbs.add_parser("data", help="look at the data: show, stats", description="look at the data")
     data_verbs = data.add_subparsers(title="verbs", metavar="VERB", required=True)
     one = with_recipe(verb("show", data_show, "a row's tokens, coloured by whether they carry loss", data_verbs))
@@ -122,6 +124,14 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("folders", nargs="*", help="compare these runs; without any, list all below --root")
     one.add_argument("--root", default="runs", help="where to look (default: %(default)s)")
     return parser
+
+
+def _plan_options(one: argparse.ArgumentParser) -> None:
+    from pronghorn.memory.gpus import GPUS
+
+    one.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)} (default: this machine's, or all of them)")
+    one.add_argument("--price", type=float, metavar="USD", help="of one GPU for an hour (default: a list price)")
+    one.add_argument("--tokens", type=int, metavar="N", help="of the whole run (default: counted, if the data was read before)")
 
 
 def _bench_options(one: argparse.ArgumentParser) -> None:
@@ -172,6 +182,17 @@ def check(arguments: argparse.Namespace) -> None:
     finally:
         display.close()
     _say(arguments, facts.as_dict(), facts.table())
+
+
+def plan(arguments: argparse.Namespace) -> None:
+    recipe = _recipe(arguments)
+    from pronghorn.train.memory import comparison, forecast
+
+    found = forecast(recipe, gpu=arguments.gpu, price=arguments.price, tokens=arguments.tokens)
+    unknown = "" if found[0].tokens is not None else (
+        "\ntokens unknown: the data was not read yet; give --tokens, or run `pronghorn check` first")
+    text = (found[0].text() if len(found) == 1 else comparison(found)) + unknown
+    _say(arguments, found[0].as_dict() if len(found) == 1 else {"gpus": [one.as_dict() for one in found]}, text)
 
 
 def data_show(arguments: argparse.Namespace) -> None:

@@ -57,6 +57,7 @@ train:
   clip: 1.0
   graph: auto                                # auto | on | off: the step as CUDA graphs, with no host in it
   seed: 3407
+memory: {budget: auto}                       # auto (what the GPU has free) | 24GB | 80%: the fastest step that fits
 checkpoint: {every: 200, keep: 3}
 eval:
   every: 200

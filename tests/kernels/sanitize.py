@@ -26,6 +26,7 @@ from fp8_interpreter import interpreter_casts_as_a_gpu
 import pronghorn.kernels
 from pronghorn.kernels import linear_cross_entropy as cross_entropy
 from pronghorn.kernels.adamw import AdamWTensors, Shadow, adamw_step
+from pronghorn.kernels.attention import attention_backward, attention_forward, attention_reference
 from pronghorn.kernels.copy_rows import copy_rows, copy_rows_reference
 from pronghorn.kernels.dispatch import use_triton
 from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows, fp8_dequantize, fp8_transpose
@@ -38,18 +39,8 @@ from pronghorn.kernels.lora_collect import CollectJob, CollectTable, collect_ref
 from pronghorn.kernels.lora_refresh import CopyJob, CopyTable
 from pronghorn.kernels.nf4 import NF4Job, NF4Table, nf4_dequantize, nf4_dequantize_reference, nf4_quantize
 from pronghorn.kernels.nf4_fp8 import nf4_fp8_scales, nf4_to_fp8
-from pronghorn.kernels.nvfp4 import (
-    nvfp4_dequantize,
-    nvfp4_dequantize_reference,
-    nvfp4_quantize,
-    nvfp4_quantize_reference,
-)
-from pronghorn.kernels.rms_norm import (
-    rms_norm_backward,
-    rms_norm_forward,
-    rms_norm_reference,
-    rms_norm_then_add_forward,
-)
+from pronghorn.kernels.nvfp4 import nvfp4_dequantize, nvfp4_dequantize_reference, nvfp4_quantize, nvfp4_quantize_reference
+from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_reference, rms_norm_then_add_forward
 from pronghorn.kernels.rope import qk_rope_backward, qk_rope_forward, qk_rope_reference
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
@@ -338,25 +329,19 @@ def check_nf4(device: str) -> None:
 def check_gated_lora(device: str) -> None:
     """All three adapters, one, and none; several programs and steps of rows, the last of each partly outside."""
     many = 1100 if device == "cuda" else 37
-    cases: list[tuple[Any, ...]] = [
-        (many, 133, BF16, "silu", 16, (0, 16), (16, 21)), (3, 70, FP32, "gelu_tanh", 5, None, (1, 4)),
-        (2, 65, FP16, "silu", 0, None, None),
-    ]  # fmt: skip
-    for rows, width, dtype, kind, rank, gate, up in cases:
+    cases: list[tuple[Any, ...]] = [(many, 133, BF16, "silu", 16, (0, 16), (16, 21)), (2, 65, FP16, "silu", 0, None, None)]
+    for rows, width, dtype, kind, rank, gate, up in [*cases, (3, 70, FP32, "gelu_tanh", 5, None, (1, 4))]:
         what = f"gated_lora {rows} x {width} {kind}"
         gu, da = _rows(rows, 2 * width, 3, dtype, device), _rows(rows, width, 5, dtype, device)
         dyb, xa, A = (_rows(*shape, 7, dtype, device) for shape in ((rows, rank), (rows, 21), (rank or 1, width)))
         out, space = _space(rows, width + len(A), 9, dtype, device), _space(rows, 2 * width, 11, dtype, device)
         leaf = _leaf(gu)
         expected = gated_lora_reference(leaf, kind, A.cpu().float())
-        gated_lora_forward(gu, kind, A, out_ext=out[:, : width + len(A)])
-        _near(what, out[:, :width], expected[:, :width])
-        _near(what, out[:, width : width + len(A)], expected[:, width:])
+        _near(what, gated_lora_forward(gu, kind, A, out_ext=out[:, : width + len(A)]), expected)
         _untouched(what, out, width + len(A))
         (true,) = torch.autograd.grad(expected[:, :width], leaf, da.cpu().float())
         down, gate_up = _rows(rank, width, 2, FP32, device), _rows(21, 2 * width, 1, FP32, device)
-        sums = [down.cpu().clone(), gate_up.cpu().clone()]
-        sums[0] += dyb.cpu().float().T @ expected[:, :width].detach()
+        sums = [down.cpu() + dyb.cpu().float().T @ expected[:, :width].detach(), gate_up.cpu().clone()]
         columns = [None if ranks is None else slice(*ranks) for ranks in (gate, up)]
         for own, place in zip(columns, (slice(0, width), slice(width, 2 * width)), strict=True):
             if own is not None:
@@ -368,6 +353,22 @@ def check_gated_lora(device: str) -> None:
         if rank:
             _near(what, down, sums[0], dtype)
         _near(what, gate_up, sums[1], dtype)
+
+
+def check_attention_short(device: str) -> None:
+    """Documents that end inside tiles; two query heads a key head, a window, an odd width; rows of one buffer."""
+    dtype = BF16 if device == "cuda" else FP32  # the interpreter cannot multiply bf16
+    options: dict[str, Any] = {"scale": 0.2, "window": 20}
+    cu = torch.tensor([0, 1, 38, 90, 97], dtype=torch.int32)
+    qkv, dout = _rows(97, 96, 8, dtype, device), torch.randn(97, 2, 24).to(dtype)
+    q, k, v = (part.unflatten(1, (-1, 24)) for part in qkv.split([48, 24, 24], dim=1))
+    leaves = [_leaf(x) for x in (q, k, v)]
+    expected = attention_reference(*leaves, cu, **options)
+    out, lse = attention_forward(q, k, v, cu.to(device), 52, backend="short", **options)
+    _near("attention", out, expected)
+    grads = attention_backward(dout.to(device), q, k, v, out, lse, cu.to(device), 52, backend="short", **options)
+    for got, true in zip(grads, torch.autograd.grad(expected, leaves, dout.float()), strict=False):
+        _near("attention's gradient", got, true)
 
 
 def _near_fp8(what: str, x8: torch.Tensor, scale: torch.Tensor, expected: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -467,8 +468,9 @@ def check_nvfp4(device: str) -> None:
 OPS: dict[str, Callable[[str], None]] = {
     "rms_norm": check_rms_norm, "rope": check_rope, "gated_mlp": check_gated_mlp, "cross_entropy": check_cross_entropy,
     "lora_refresh": check_lora_refresh, "lora_collect": check_lora_collect, "copy_rows": check_copy_rows, "adamw": check_adamw,
-    "nf4": check_nf4, "gated_lora": check_gated_lora, "fp8_cast": check_fp8_cast, "fp8_norm": check_fp8_norm,
-    "fp8_gated": check_fp8_gated, "fp8_lora": check_fp8_lora, "nf4_fp8": check_nf4_fp8, "nvfp4": check_nvfp4,
+    "nf4": check_nf4, "gated_lora": check_gated_lora, "attention_short": check_attention_short, "fp8_cast": check_fp8_cast,
+    "fp8_norm": check_fp8_norm, "fp8_gated": check_fp8_gated, "fp8_lora": check_fp8_lora, "nf4_fp8": check_nf4_fp8,
+    "nvfp4": check_nvfp4,
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ and full fine-tuning, in float64 and in float32."""
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from pronghorn.data.batches import PackedBatch, build_batch
+from pronghorn.data.batches import IGNORED, PackedBatch, build_batch
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
@@ -154,8 +155,33 @@ def test_loss_and_every_gradient_equal_transformers(family: str, method: str) ->
         assert ours.keys() == truth.keys()
         assert apart(loss.detach(), true_loss) < 1e-12
         for name, gradient in ours.items():
-            allowed = 1e-6 if name.endswith("bias") else 1e-10  # biases' gradients are summed in float32
-            assert apart(gradient, truth[name]) < allowed, name
+            assert apart(gradient, truth[name]) < 1e-10, name
+
+
+@pytest.mark.parametrize("trained_every", [7, 100])
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_rows_without_a_loss_are_left_out_of_the_last_layer(family: str, method: str, trained_every: int) -> None:
+    """Few rows have a label, and the list of them is filled up to a static size with the last token, which has none."""
+    batch = packed_batch()
+    labels = torch.where(torch.arange(len(batch.labels_T)) % trained_every == 3, batch.labels_T, IGNORED)
+    rows = (labels != IGNORED).nonzero().flatten()
+    last = len(labels) - 1
+    assert 0 < len(rows) < 200
+    assert last not in rows
+    padded = torch.cat([rows, torch.full((256 - len(rows),), last)])
+    few, filled = (replace(batch, labels_T=labels, loss_rows=which) for which in (rows, padded))
+    model = model_of(family, method, torch.float64)
+    true_loss, truth = true_gradients(model, few)
+    assert not install(model)
+    loss = fast_loss(model, filled)
+    ours = gradients(model, loss)
+    assert ours.keys() == truth.keys()
+    assert apart(loss.detach(), true_loss) < 1e-12
+    for name, gradient in ours.items():
+        assert apart(gradient, truth[name]) < 1e-10, name
+    every_row = fast_loss(model, replace(filled, loss_rows=torch.arange(last + 1)))
+    assert apart(every_row.detach(), true_loss) < 1e-12
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,9 +13,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pronghorn.errors import CommandError
+from pronghorn.kernels.nf4 import nf4_dequantize
 from pronghorn.model import export as export_file
 from pronghorn.model.export import adapter_files, export, merged_model, model_card, save_model, trained_model
 from pronghorn.model.lora import add_adapter
+from pronghorn.model.quantized import NF4Linear, quantize_model_
 from pronghorn.recipe import Recipe
 from pronghorn.train.checkpoint import TrainState
 from pronghorn.train.checkpoint_writer import CheckpointWriter
@@ -35,7 +37,9 @@ def logits(model: Any) -> torch.Tensor:
 def checkpoint_of(recipe: Recipe, folder: Path) -> Path:
     """As training leaves it: weights that moved, the tokenizer, and what only a resume needs."""
     model = make_model()
-    if recipe.method == "lora":
+    if recipe.method == "qlora":
+        quantize_model_(model)
+    if recipe.method in ("lora", "qlora"):
         model = add_adapter(model, recipe.lora, seed=1)
     generator = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
@@ -146,6 +150,35 @@ def test_merging_rounds_once(recipe_for: RecipeFor, tmp_path: Path) -> None:
     exact = merged_model(checkpoint, recipe_for()).state_dict()
     rounded = merged_model(checkpoint, recipe).state_dict()
     assert all(torch.equal(rounded[name], exact[name].to(torch.bfloat16)) for name in exact)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "auto"])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_4_bit_run_merges_into_what_it_was_trained_on(
+    kind: str, precision: str, recipe_for: RecipeFor, tmp_path: Path, tiny_model: Path
+) -> None:
+    """Dequantize, add in float32, round once; the 16-bit weights that were quantized once play no part."""
+    recipe = recipe_for(method="qlora", precision=precision, lora=KINDS[kind])
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    checkpoint = checkpoint_of(recipe, tmp_path / "checkpoint-3")
+    trained = trained_model(checkpoint, recipe, dtype, CPU)
+    wrapper = trained.get_base_model().model.layers[1].mlp.down_proj
+    assert isinstance(wrapper.base_layer, NF4Linear)
+    export(checkpoint, recipe, tmp_path / "merged", "merged", {})
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.dtype == dtype
+    if kind == "lora":
+        base = nf4_dequantize(wrapper.base_layer.nf4, dtype=dtype).float()
+        expected = (base + wrapper.get_delta_weight("default")).to(dtype)
+        assert torch.equal(merged.model.layers[1].mlp.down_proj.weight, expected)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    assert (logits(merged) - logits(trained)).abs().max() < tolerance
+    lost = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype)
+    export(checkpoint, recipe, tmp_path / "adapter", "adapter", {})
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["peft_type"] == "LORA"
+    on_16_bits = logits(PeftModel.from_pretrained(lost, str(tmp_path / "adapter")))  # stock PEFT reads it
+    assert (on_16_bits - logits(trained)).abs().max() > tolerance / 10
 
 
 def test_an_export_never_overwrites(recipe_for: RecipeFor, tmp_path: Path) -> None:

@@ -55,6 +55,11 @@ def test_memory_is_the_sum_of_its_parts_and_follows_the_recipe(recipe_for: Recip
     assert lora.memory_activations == 256 * 4 * (2 * (64 + 96 + 128) + 259)
     assert check(recipe_for(layers="own")).memory_activations > lora.memory_activations
     assert check(recipe_for(precision="bf16")).memory_weights == 2 * lora.parameters
+    qlora = check(recipe_for(method="qlora"))
+    layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32
+    # embeddings and norms as they are, two layers of linears in 4 bits, and room for one of them dequantized
+    assert qlora.memory_weights == 4 * (lora.parameters - 2 * layer + layer) + round(0.516 * 2 * layer)
+    assert (qlora.trainable, qlora.memory_training) == (lora.trainable, lora.memory_training)
 
 
 def test_the_table_and_the_json_say_the_same(recipe_for: RecipeFor, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +84,7 @@ def test_what_is_allowed_but_hardly_meant_is_said(recipe_for: RecipeFor, changes
 
 
 @pytest.mark.parametrize(("changes", "error", "said"), [
-    ({"method": "qlora"}, RecipeError, "qlora is not in this version"),
+    ({"method": "fp8"}, RecipeError, "fp8 is not in this version"),
     ({"model": "/nowhere/at/all"}, ModelError, "no such model folder"),
     ({"lora": {"targets": ["q_prj"]}}, RecipeError, "matches no linear layer"),
     ({"data": {"train": ["/nowhere/train.jsonl"]}}, DataError, "nowhere"),

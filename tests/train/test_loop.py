@@ -89,7 +89,9 @@ def test_the_stages_sum_to_the_wall_clock(recipe_for: Callable[..., Recipe]) -> 
     {"lora": {"r": 4, "dora": True, "plus_ratio": 4.0}},
     {"data": {"workers": 2}},
     {"precision": "bf16"},
-], ids=["lora", "full", "dropout", "dora", "workers", "bf16"])
+    {"method": "qlora"},
+    {"method": "qlora", "precision": "bf16", "lora": {"r": 4, "dora": True}},
+], ids=["lora", "full", "dropout", "dora", "workers", "bf16", "qlora", "qlora dora bf16"])
 def test_a_run_stopped_at_any_step_ends_with_the_same_weights(
     recipe_for: Callable[..., Recipe], tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -215,7 +217,6 @@ def test_zero_gradients_stop_the_run(recipe_for: Callable[..., Recipe], monkeypa
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    ({"method": "qlora"}, "qlora is not in this version"),
     ({"method": "fp8"}, "fp8 is not in this version"),
     ({"memory": {"budget": "24GB"}}, "memory.budget"),
     ({"data": {"eval": None}, "eval": {"stop": {"patience": 1}}}, "eval.stop needs held-out data"),
@@ -229,8 +230,8 @@ def test_what_would_be_ignored_is_refused(recipe_for: Callable[..., Recipe], cha
 
 def test_a_fresh_start_that_is_refused_leaves_the_old_run_where_it_was(recipe_for: Callable[..., Recipe]) -> None:
     first = train(recipe_for(), display=Silent())
-    with pytest.raises(RecipeError, match="qlora"):
-        train(recipe_for(method="qlora"), display=Silent(), fresh=True)
+    with pytest.raises(RecipeError, match="fp8"):
+        train(recipe_for(method="fp8"), display=Silent(), fresh=True)
     assert first.checkpoint
     assert first.checkpoint.is_dir()
     assert not list(first.folder.parent.glob("*.old-*"))
@@ -250,8 +251,10 @@ def test_the_number_of_steps_is_exact(recipe_for: Callable[..., Recipe]) -> None
     assert manifest["values"]["cursor"] == {"epoch": 3, "pack": 0}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize(("method", "precision"), [
+    ("lora", "fp32"), ("lora", "bf16"), ("lora", "fp16"), ("qlora", "fp32"), ("qlora", "bf16"),
+    ("full", "fp32"), ("full", "bf16"), ("full", "fp16"),
+])
 def test_fast_and_own_layers_give_the_same_run(recipe_for: Callable[..., Recipe], tmp_path: Path, method: str,
                                                precision: str) -> None:
     curves = {}

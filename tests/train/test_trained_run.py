@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from pronghorn.errors import CheckpointError, CommandError
 from pronghorn.recipe import Recipe
@@ -104,6 +105,27 @@ def test_the_held_out_loss_is_the_one_the_run_saw(run: Path) -> None:
         assert figures["loss"] == pytest.approx(seen[step], rel=1e-5)
         assert figures["checkpoint"].endswith(f"checkpoint-{step}")
         assert figures["documents"] == 8
+
+
+def test_a_4_bit_run_is_evaluated_talked_to_and_exported(tiny_model: Path, tmp_path: Path) -> None:
+    recipe = recipe_at(tmp_path, tiny_model, method="qlora", train={"epochs": 1})
+    folder = train(recipe, display=JsonDisplay()).folder
+    seen = {e["step"]: e["loss"] for e in history(read_log(folder)) if e["event"] == "eval"}
+    figures = evaluate_run(folder, "last", data=None, report=lambda *_: None)
+    assert figures["loss"] == pytest.approx(seen[max(seen)], rel=1e-5)
+    export_run(folder, "last", tmp_path / "adapter", "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tiny_model)
+    export_run(folder, "last", tmp_path / "merged", "merged")
+    talk = Chat(folder, "last", max_tokens=4)
+    ids = talk.tokenizer.apply_chat_template([{"role": "user", "content": "add 1 and 2"}], add_generation_prompt=True,
+                                             return_tensors="pt", return_dict=False)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    answer = merged.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)[0, ids.shape[1]:]
+    assert talk.answer("add 1 and 2") == talk.tokenizer.decode(answer, skip_special_tokens=True).strip()
+    again = recipe_at(tmp_path, tmp_path / "merged", method="full", train={"steps": 1, "lr": 1e-9}, output=str(tmp_path / "b"))
+    (held_out,) = (e["loss"] for e in read_log(train(again, display=JsonDisplay()).folder) if e["event"] == "eval")
+    assert held_out == pytest.approx(seen[max(seen)], rel=1e-4)  # the merged model is the trained one
 
 
 def test_other_data_can_be_evaluated(run: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows, fp8_dequantize, fp8_quantize_weight, fp8_transpose
 from pronghorn.kernels.fp8_lora import SplitJob, SplitTable, fp8_extend
-from pronghorn.kernels.lora_linear import Adapter, AdapterGrads, linear_backward_weight, product
+from pronghorn.kernels.lora_linear import Adapter, AdapterGroup, linear_backward_weight, product
 from pronghorn.kernels.lora_refresh import CopyJob, CopyTable
 
 RANK_MULTIPLE = 16  # inner dimensions of FP8 products are multiples of 16
@@ -60,14 +60,14 @@ def fp8_product(
     return y_TO
 
 
-class Fp8Group:
+class Fp8Group(AdapterGroup):
     """Linears that share an input, frozen in FP8, any subset of them with an adapter, whose parameters stay the caller's.
 
     What a layer calls. x8 is a buffer of `input_width` columns, dy8 one of `grad_width`.
         forward     a cast of x into x8[:, :D], with `bound`, gives scale;  xa = extend(x, x8, scale);  y = forward(x8, scale)
         backward    a cast of dy into dy8[:, :O], with `scale_O` and `bound_grad`, gives scale
                     dyb = extend_grad(dy, dy8, scale);  dx = backward_input(dy8, scale, transposed(buffer))
-                    adapter_grads(dy, dyb, x, xa)
+                    adapter_grads(dy, dyb, x, xa), or add_adapter_grads: from bf16 tensors, as LoraGroup makes them
     """
 
     def __init__(
@@ -77,18 +77,8 @@ class Fp8Group:
         """`weights`: (q, scale) of each linear. `shared`: M is made for each use in a buffer of the caller's (`borrow`),
         because the weights are stored in fewer bits; q then only tells the shape, and may be on torch's meta device."""
         like = weights[0][1]
-        self.adapters = tuple(adapters)
-        self.dtype, self.D = dtype, weights[0][0].shape[1]
-        self.rows: list[slice] = []
-        self.columns: list[slice] = []
-        self.O = used = 0
-        for q, _ in weights:
-            self.rows.append(slice(self.O, self.O + q.shape[0]))
-            self.O += q.shape[0]
-        for adapter in adapters:
-            self.columns.append(slice(used, used + adapter.rank))
-            used += adapter.rank
-        self.R = -(-used // RANK_MULTIPLE) * RANK_MULTIPLE
+        self._lay_out([len(q) for q, _ in weights], weights[0][0].shape[1], adapters, RANK_MULTIPLE)
+        self.dtype = dtype
         self.E = 3 * self.R
         self.scale_O = torch.cat([scale for _, scale in weights])
         self.A_RD = torch.zeros(self.R, self.D, dtype=dtype, device=like.device)
@@ -218,17 +208,6 @@ class Fp8Group:
         """dx_TD. After `extend_grad`."""
         return fp8_product(dy8_ext, scale_T, transposed_DK, None, dtype=self.dtype, out=out,
                            fast_accumulation=fast_accumulation)
-
-    def adapter_grads(self, dy_TO: Tensor, dyb_TR: Tensor, x_TD: Tensor, xa_TR: Tensor) -> list[AdapterGrads]:
-        """(dA, dB) of each adapter, from bf16 tensors, as LoraGroup makes them."""
-        if not self.adapters:
-            return []
-        dA_RD = product(dyb_TR.T, x_TD, self.adapters[0].A_RD.dtype)
-        grads = []
-        for adapter, columns in zip(self.adapters, self.columns, strict=True):
-            dB_RO = product(xa_TR[:, columns].T, dy_TO[:, self.rows[adapter.linear]], adapter.B_OR.dtype)
-            grads.append((dA_RD[columns], torch.mul(dB_RO.T, adapter.scale, out=torch.empty_like(adapter.B_OR))))
-        return grads
 
 
 # ---- one linear, differentiable ----------------------------------------------------------------------------------------------

@@ -369,7 +369,7 @@ def _launch_backward(
     blocks = [_rank_block(rank) for rank in ranks]
     tile = _backward_tile(max(16, *blocks), gu_TG.element_size())
     rows = _rows_of_a_program(T, F, tile, processor_count(gu_TG.device))
-    programs = triton.cdiv(T, rows)
+    programs = max(1, triton.cdiv(T, rows))
     partial = torch.empty(programs, max(1, sum(ranks)), F, dtype=torch.float32, device=gu_TG.device)
     nothing = _Part(da_TF, partial[0])  # stands for an adapter that is not there, and is not looked at
     down, gate, up = down or nothing, gate or up or nothing, up or gate or nothing
@@ -395,4 +395,5 @@ def _rows_of_a_program(T: int, F: int, tile: Tile, processors: int) -> int:
     More rounds would make the partial sums larger, 19 and 13 MB there, which are written and read again."""
     columns, places = triton.cdiv(F, tile.columns), processors * tile.programs
     rounds = max((2, 3, 4), key=lambda rounds: rounds * places // columns / rounds)  # the first of equals
-    return int(triton.cdiv(triton.cdiv(T, max(1, rounds * places // columns)), tile.rows) * tile.rows)
+    least = triton.cdiv(T, max(1, rounds * places // columns))
+    return int(max(1, triton.cdiv(least, tile.rows)) * tile.rows)

@@ -40,9 +40,8 @@ CPU_SCRATCH_BYTES = 64_000_000  # plain torch makes about four fp32 copies of th
 PADDING = 64
 
 class Tile(NamedTuple):
-    """How a program goes through its row: `block` columns at a time; `stages` - 1 blocks are being loaded while one is
-    computed; the largest logit so far is known to every `group` columns (0: to all, which takes a barrier in every block; 8:
-    to the thread that reads them, for one more exponential in eight columns)."""
+    """How a program goes through its row: `block` columns at a time, `stages` - 1 more being loaded meanwhile. The largest
+    logit so far is one of `group` columns (8: a thread's own, so no barriers, but an exponential more) or of all (0)."""
 
     block: int
     warps: int
@@ -51,11 +50,10 @@ class Tile(NamedTuple):
 
 
 # One program a row. 8,192 columns on 16 warps is 16 values a thread and 57 registers, so two programs fit a multiprocessor:
-# 264 rows of 256 KB in flight, and the second read, which goes backwards, finds a good part of them in the L2 cache (50 MB).
-# With 16,384 columns one program fits, and 34 MB are in flight. 32,768 columns on 32 warps spill. Compiled for sm_90 the two
-# loops are 277 instructions for 16 values, so 0.16 ms for 2,048 rows of 128,256 if every cycle of an H200 issued one; with exp
-# instead of exp2, and a comparison with the target in every column, they were 485, and the kernel took 0.46 ms. Its bytes
-# take 0.25 read once and written once. `python -m benchmarks.ops --sweep linear_cross_entropy`.
+# 264 rows of 256 KB in flight, and the second read, which goes backwards, finds some of them in the L2 cache (50 MB); with
+# 16,384 columns one program fits, and 34 MB are in flight. Compiled for sm_90 both loops have 277 instructions for 16 values:
+# 0.16 ms of issue slots for 2,048 rows of 128,256, beside 0.25 ms for their bytes, read and written once. With exp, and a look
+# for the target in every column, they had 485, and the kernel took 0.46 ms (H200).
 CONFIGS = [Tile(*config) for config in (
     (8192, 16), (4096, 8), (16384, 32), (8192, 16, 1, 8), (8192, 16, 2, 8), (8192, 16, 3, 8), (4096, 8, 3, 8),
     (16384, 32, 1, 8), (16384, 32, 2, 8), (16384, 32, 3, 8), (16384, 16, 3, 8),
@@ -109,9 +107,8 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-# Parameters of kernels carry no types: Triton's compiler looks an annotation up and takes only its own names.
-
 # ---- Triton -------------------------------------------------------------------------------------------------
+# Parameters of kernels carry no types: Triton's compiler looks an annotation up and takes only its own names.
 
 
 @jit
@@ -147,9 +144,8 @@ def _row_sums(  # type: ignore[no-untyped-def]
     row_ptr, row_stride, vocabulary, softcap, inverse_softcap, logit_scale, HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(r, the sum of 2^(logit / ln 2 - r), the sum of logits where smoothing needs it) of one row; r is the largest of the
-    logits, over ln 2. Powers of two, because exp takes six instructions a value (it looks after numbers under 1e-38) and
-    exp2 of a multiply-add two."""
+    """(r, the sum of 2^(logit / ln 2 - r), the sum of logits where smoothing needs it) of one row; r is the largest logit over
+    ln 2. Of a value, exp takes six instructions (it looks after numbers under 1e-38), exp2 of a multiply-add two."""
     GROUPS: tl.constexpr = BLOCK_V // GROUP
     block = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     largest = tl.full([GROUPS], -3.4e38, tl.float32)  # of each group; finite, because a group may lie beyond the vocabulary
@@ -225,9 +221,7 @@ def _loss_and_gradient_kernel(  # type: ignore[no-untyped-def]
                     gradient -= smoothing / vocabulary * factor
                 tl.store(row_ptr + columns, (gradient * slope).to(dtype), mask=columns < row_stride)
             # The target's once more: cheaper than asking every column whether it is the one.
-            gradient = tl.exp2(target_logit * _LOG2_E - largest) * share - (1.0 - smoothing) * factor
-            if HAS_SMOOTHING:
-                gradient -= smoothing / vocabulary * factor
+            gradient = tl.exp2(target_logit * _LOG2_E - largest) * share - (1.0 - smoothing + smoothing / vocabulary) * factor
             tl.debug_barrier()  # whichever warp wrote it in the loop is done
             tl.store(row_ptr + target, (gradient * target_slope).to(dtype))
 

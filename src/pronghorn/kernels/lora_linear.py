@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from pronghorn.kernels.lora_collect import CollectJob
 from pronghorn.kernels.lora_refresh import CopyJob, CopyTable
 
 AdapterGrads = tuple[Tensor, Tensor]  # dA [r, D], dB [O_i, r]
+Part = Literal["dA", "dB"]
 
 
 def lora_linear_reference(
@@ -102,19 +103,9 @@ def default_padding(adapters: Sequence[Adapter]) -> int:
     return 16 if len(adapters) <= 1 else 64
 
 
-class LoraGroup:
-    """Linears that share an input, any subset of them with an adapter. Owns M; the adapters' parameters stay the caller's.
-
-    Without adapters M is the weights alone, R is 0, and x_ext, dy_ext are plain x and dy.
-    """
-
-    M: Tensor
-
-    def __init__(self, weights: Sequence[Tensor], adapters: Sequence[Adapter] = (), *, padding: int | None = None) -> None:
-        self._lay_out([weight.shape[0] for weight in weights], weights[0].shape[1], adapters, padding)
-        self.M = self._joined(weights)
-        self._table = CopyTable([job for pair in self._jobs() for job in pair])
-        self.refresh()
+class AdapterGroup:
+    """Where the linears of a group and their adapters stand among each other, and the adapters' gradients: the same whatever
+    their frozen weights are stored in."""
 
     def _lay_out(self, widths: Sequence[int], D: int, adapters: Sequence[Adapter], padding: int | None) -> None:
         ranks = sum(adapter.rank for adapter in adapters)
@@ -135,7 +126,72 @@ class LoraGroup:
         self.sums: tuple[Tensor, Tensor] | None = None  # dA [R, D] and dB^T [R, O] of a step; None: gradients are handed out
 
     def load(self) -> None:
-        """Before M is used: nothing to do for a group that owns it (kernels/nf4_lora.py has others)."""
+        """Before M is used: nothing to do for a group that owns it."""
+
+    def adapter_grads(
+        self, dy_TO: Tensor, dyb_TR: Tensor, x_TD: Tensor, xa_TR: Tensor, norm: NormOf | None = None
+    ) -> list[AdapterGrads]:
+        """dA of all adapters is one product; dB is one product an adapter, over its own columns of dy only. With `norm`, x is
+        that norm's input; dyb is then scaled in place."""
+        if not self.adapters:
+            return []
+        dtype = self.adapters[0].A_RD.dtype
+        if norm is not None:
+            dyb_TR.mul_(norm.rstd_T[:, None])
+        dA_RD = product(dyb_TR.T, x_TD, dtype)
+        if norm is not None:
+            dA_RD.mul_(norm.columns(dtype))
+        grads = []
+        for adapter, columns in zip(self.adapters, self.columns, strict=True):
+            dy_TO_i = dy_TO[:, self.rows[adapter.linear]]
+            # As [r, O], not [O, r]: the long side goes to the tensor cores' 64-row side. The scale's pass turns it round.
+            dB_RO = product(xa_TR[:, columns].T, dy_TO_i, adapter.B_OR.dtype)
+            grads.append((dA_RD[columns], torch.mul(dB_RO.T, adapter.scale, out=torch.empty_like(adapter.B_OR))))
+        return grads
+
+    def add_adapter_grads(
+        self, dy_TO: Tensor, dyb_TR: Tensor, x_TD: Tensor, xa_TR: Tensor, norm: NormOf | None = None,
+        without: Part | None = None,
+    ) -> None:
+        """The same gradients, added to `sums` by two products: dB of all adapters together, blocks that belong to no adapter
+        included (dy is read once either way). The norm's weight is left for `collect_jobs`."""
+        assert self.sums is not None
+        dA_RD, dB_RO = self.sums
+        if without != "dA":
+            if norm is not None:
+                dyb_TR.mul_(norm.rstd_T[:, None])
+            add_product(dA_RD, dyb_TR.T, x_TD)
+        if without != "dB":
+            add_product(dB_RO, xa_TR.T, dy_TO)
+
+    def collect_jobs(self, norm: NormOf | None = None) -> list[CollectJob]:
+        """What takes A.grad and B.grad out of `sums`. `norm`: as `add_adapter_grads` is given it; its rstd is not looked at."""
+        assert self.sums is not None
+        dA_RD, dB_RO = self.sums
+        jobs = []
+        for adapter, columns in zip(self.adapters, self.columns, strict=True):
+            assert adapter.A_RD.grad is not None
+            assert adapter.B_OR.grad is not None
+            weight, one_plus = (norm.weight_D.detach(), norm.one_plus) if norm else (None, False)
+            jobs.append(CollectJob(dA_RD[columns], adapter.A_RD.grad, weight=weight, one_plus=one_plus))
+            block = dB_RO[columns, self.rows[adapter.linear]]
+            jobs.append(CollectJob(block, adapter.B_OR.grad, adapter.scale, transposed=True))
+        return jobs
+
+
+class LoraGroup(AdapterGroup):
+    """Linears that share an input, any subset of them with an adapter. Owns M; the adapters' parameters stay the caller's.
+
+    Without adapters M is the weights alone, R is 0, and x_ext, dy_ext are plain x and dy.
+    """
+
+    M: Tensor
+
+    def __init__(self, weights: Sequence[Tensor], adapters: Sequence[Adapter] = (), *, padding: int | None = None) -> None:
+        self._lay_out([weight.shape[0] for weight in weights], weights[0].shape[1], adapters, padding)
+        self.M = self._joined(weights)
+        self._table = CopyTable([job for pair in self._jobs() for job in pair])
+        self.refresh()
 
     def _joined(self, weights: Sequence[Tensor]) -> Tensor:
         if len(weights) == 1 and not self.adapters:
@@ -227,53 +283,6 @@ class LoraGroup:
         if not need_dx:
             return None, grads
         return product(dy_ext, self.M[:, : self.D], out=out), grads
-
-    def adapter_grads(
-        self, dy_TO: Tensor, dyb_TR: Tensor, x_TD: Tensor, xa_TR: Tensor, norm: NormOf | None = None
-    ) -> list[AdapterGrads]:
-        """dA of all adapters is one product; dB is one product an adapter, over its own columns of dy only. With `norm`, x is
-        that norm's input; dyb is then scaled in place."""
-        if not self.adapters:
-            return []
-        dtype = self.adapters[0].A_RD.dtype
-        if norm is not None:
-            dyb_TR.mul_(norm.rstd_T[:, None])
-        dA_RD = product(dyb_TR.T, x_TD, dtype)
-        if norm is not None:
-            dA_RD.mul_(norm.columns(dtype))
-        grads = []
-        for adapter, columns in zip(self.adapters, self.columns, strict=True):
-            dy_TO_i = dy_TO[:, self.rows[adapter.linear]]
-            # As [r, O], not [O, r]: the long side goes to the tensor cores' 64-row side. The scale's pass turns it round.
-            dB_RO = product(xa_TR[:, columns].T, dy_TO_i, adapter.B_OR.dtype)
-            grads.append((dA_RD[columns], torch.mul(dB_RO.T, adapter.scale, out=torch.empty_like(adapter.B_OR))))
-        return grads
-
-    def add_adapter_grads(
-        self, dy_TO: Tensor, dyb_TR: Tensor, x_TD: Tensor, xa_TR: Tensor, norm: NormOf | None = None
-    ) -> None:
-        """The same gradients, added to `sums` by two products: dB of all adapters together, blocks that belong to no adapter
-        included (dy is read once either way). The norm's weight is left for `collect_jobs`."""
-        assert self.sums is not None
-        dA_RD, dB_RO = self.sums
-        if norm is not None:
-            dyb_TR.mul_(norm.rstd_T[:, None])
-        add_product(dA_RD, dyb_TR.T, x_TD)
-        add_product(dB_RO, xa_TR.T, dy_TO)
-
-    def collect_jobs(self, norm: NormOf | None = None) -> list[CollectJob]:
-        """What takes A.grad and B.grad out of `sums`. `norm`: as `add_adapter_grads` is given it; its rstd is not looked at."""
-        assert self.sums is not None
-        dA_RD, dB_RO = self.sums
-        jobs = []
-        for adapter, columns in zip(self.adapters, self.columns, strict=True):
-            assert adapter.A_RD.grad is not None
-            assert adapter.B_OR.grad is not None
-            weight, one_plus = (norm.weight_D.detach(), norm.one_plus) if norm else (None, False)
-            jobs.append(CollectJob(dA_RD[columns], adapter.A_RD.grad, weight=weight, one_plus=one_plus))
-            block = dB_RO[columns, self.rows[adapter.linear]]
-            jobs.append(CollectJob(block, adapter.B_OR.grad, adapter.scale, transposed=True))
-        return jobs
 
 
 def lora_linear_forward(

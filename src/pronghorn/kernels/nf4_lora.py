@@ -103,5 +103,5 @@ class NF4LoraGroup(LoraGroup):
     def _build(self, M: Tensor) -> None:
         self.M = M
         self._nf4 = NF4Table([NF4Job(weight, M[rows, : self.D]) for rows, weight in zip(self.rows, self._weights, strict=True)
-                              if isinstance(weight, NF4Tensor)])
+                              if not isinstance(weight, Tensor)])
         self._table = CopyTable([job for pair in self._jobs() for job in pair])

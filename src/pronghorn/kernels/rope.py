@@ -77,8 +77,7 @@ class WeightGradTile(NamedTuple):
 # For `python -m benchmarks.ops --sweep rope`.
 CONFIGS = [Tile(heads, warps) for heads in (4, 8, 16, 32) for warps in (1, 2, 4, 8)]
 WEIGHT_GRAD_CONFIGS = [WeightGradTile(*config) for config in (
-    (8, 2, 3, 10), (8, 2, 3, 20), (8, 2, 2, 10), (8, 2, 4, 10), (8, 2, 1, 30), (4, 1, 3, 20), (4, 1, 2, 20), (8, 4, 3, 8),
-    (8, 4, 3, 16), (16, 4, 3, 5), (16, 4, 2, 10),
+    (8, 2, 3, 10), (8, 2, 3, 20), (8, 2, 2, 10), (8, 2, 1, 30), (4, 1, 3, 20), (8, 4, 3, 8), (8, 4, 3, 16), (16, 4, 3, 5)
 )]  # fmt: skip
 
 
@@ -90,9 +89,8 @@ def _tile(heads: int, head_width: int) -> Tile:
 
 
 def _weight_grad_tile(heads: int, head_width: int) -> WeightGradTile:
-    """About 1024 values, 16 a thread: with 8 key heads of 128 no lane is idle. Compiled for sm_90 that is 96 registers, so ten
-    programs fit a processor, with 93 KB under way, and all are there from start to end: one row of partial sums each. The
-    loop has 270 instructions for 16 values; with 8 a thread (4 warps, 8-byte loads) it is 188 for 8, 40 % more in all."""
+    """About 1024 values, 16 a thread: with 8 key heads of 128 no lane is idle. 96 registers (sm_90), so ten programs fit a
+    processor, with 93 KB under way, from start to end. Its loop has 270 instructions; with 8 values a thread it had 188."""
     width = triton.next_power_of_2(head_width)
     block = max(1, min(triton.next_power_of_2(heads), 1024 // width))
     return WeightGradTile(block, max(1, min(4, block * width // 512)), 3, 10)
@@ -315,12 +313,11 @@ def _backward_kernel(
 
 def _widths(head_width: int, cos_TP: torch.Tensor) -> dict[str, int]:
     """Of a head: pairs, and the rest that does not turn, with the powers of two that hold them."""
-    half = cos_TP.shape[-1]
-    rest = head_width - 2 * half
+    half, rest = cos_TP.shape[-1], head_width - 2 * cos_TP.shape[-1]
     if rest < 0:
         raise ValueError(f"cos and sin turn {2 * half} of {head_width} columns")
-    block = triton.next_power_of_2(half)
-    return {"H": head_width, "HALF": half, "BLOCK": block, "REST": triton.next_power_of_2(rest) if rest else 0}
+    round_up = triton.next_power_of_2
+    return {"H": head_width, "HALF": half, "BLOCK": round_up(half), "REST": round_up(rest) if rest else 0}
 
 
 def _turn_forward(
@@ -328,8 +325,7 @@ def _turn_forward(
     sin_TP: torch.Tensor, neighbours: bool, norms: tuple[torch.Tensor, torch.Tensor] | None, eps: float, one_plus: bool,
 ) -> torch.Tensor | None:  # fmt: skip
     """Per-head norm and rotation into q_out and k_out, which may be q and k where there is no norm. Returns rstd."""
-    T, N, H = q_TNH.shape
-    K = k_TKH.shape[1]
+    (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
     rstd = None if norms is None else torch.empty(T, N + K, dtype=torch.float32, device=q_TNH.device)
     if use_triton(q_TNH):
         q_weight, k_weight = norms or (cos_TP, cos_TP)  # pointers the kernel does not read
@@ -358,22 +354,18 @@ def _turn_backward(
 ) -> Grads:  # fmt: skip
     """The transpose of `_turn_forward`; qkv is read only where there is a norm."""
     dq, dk, dv = grads
-    T, N, H = dq.shape
-    K = dk.shape[1]
+    (T, N, H), K = dq.shape, dk.shape[1]
     if not use_triton(dq):
         return _turn_backward_torch(grads, cos_TP, sin_TP, neighbours, qkv_TX, rstd, norms, one_plus, need_norm_grad, out)
-    (block, warps), lanes, stages, programs = _tile(N, H), T, 1, 0
-    if need_norm_grad:
-        block, warps, stages, programs = _weight_grad_tile(N, H)
+    block, warps, stages, programs = _weight_grad_tile(N, H) if need_norm_grad else (*_tile(N, H), 1, 0)
     q_tiles, k_tiles = triton.cdiv(N, block), triton.cdiv(K, block)
-    tiles, turn = q_tiles + 2 * k_tiles, T
+    tiles, lanes, turn, held = q_tiles + 2 * k_tiles, T, T, 0
     if need_norm_grad:
+        # Processors take programs in turns. Where the tiles divide their number, one would get values only, which are fewer
+        # bytes, and be idle in the end: so the kinds move on by one with every turn.
         processors = processor_count(dq.device)
-        lanes = min(T, triton.cdiv(programs * processors, tiles))
-        # Processors take programs in turns. If the tiles divide their number, each would get one kind only, and those with
-        # nothing but values, two thirds of the bytes, would be done first: so the kinds move on by one with every turn.
+        lanes = held = min(T, triton.cdiv(programs * processors, tiles))
         turn = processors // tiles if processors % tiles == 0 else T
-    held = lanes if need_norm_grad else 0
     partial_q = torch.empty(held * q_tiles, H, dtype=torch.float32, device=dq.device)
     partial_k = torch.empty(held * k_tiles, H, dtype=torch.float32, device=dq.device)
     q_weight, k_weight = norms or (cos_TP, cos_TP)
@@ -488,12 +480,11 @@ class _QkRope(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         qkv_TX, cos_TP, sin_TP, q_norm_H, k_norm_H, rstd = ctx.saved_tensors
         dq, dk, dv = (grad.contiguous() for grad in grads)
-        dqkv, dq_norm, dk_norm = qk_rope_backward(
+        dqkv, *norm_grads = qk_rope_backward(
             dq, dk, dv, cos_TP, sin_TP, qkv_TX=qkv_TX, rstd=rstd, q_norm_H=q_norm_H, k_norm_H=k_norm_H,
             need_norm_grad=any(ctx.needs_input_grad[3:5]), **ctx.settings,
         )  # fmt: skip
-        norm_grads = [None if grad is None else grad.to(q_norm_H.dtype) for grad in (dq_norm, dk_norm)]
-        return dqkv, None, None, norm_grads[0], norm_grads[1], None
+        return dqkv, None, None, *(None if grad is None else grad.to(q_norm_H.dtype) for grad in norm_grads), None
 
 
 def qk_rope(

@@ -164,3 +164,18 @@ def _mb(amount: int) -> str:
 
 def _hours(hours: float) -> str:
     return f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:,.0f} min"
+
+
+def comparison(forecasts: Sequence[Forecast]) -> str:
+    """One line a GPU: what the same run would be on each."""
+    rows = [("GPU", "memory", "peak", "layers as they are kept", "tokens/s", "hours", "USD", "USD an hour")]
+    for one in forecasts:
+        kept = ", ".join(f"{count} {level.name}" for level, count in one.plan.counts().items())
+        rows.append((one.gpu.name, f"{one.gpu.memory_gb:.0f} GB", f"{one.plan.peak_bytes / 1e9:.1f} GB", kept,
+                     f"{one.tokens_per_second:,.0f}", "" if one.hours is None else f"{one.hours:,.2f}",
+                     "" if one.cost is None else f"{one.cost:,.2f}", f"{one.price:.2f}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) if i in (0, 3) else cell.rjust(width)
+                       for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
+    note = f"predicted from data sheets; measured on none of these machines but an H200. List prices of {PRICES_AS_OF}."
+    return "\n".join([*lines, "", note])

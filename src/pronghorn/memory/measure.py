@@ -37,12 +37,12 @@ class LayerWork:
 
 
 def measure_costs(work: LayerWork, device: torch.device, *, repeats: int = REPEATS, copy_bytes: int = COPY_BYTES,
-                  rates: tuple[float, float] | None = None, piece: float = 0.0) -> LayerCosts:
+                  rates: tuple[float, float] | None = None, piece: float = 0.0, warm_up: int = WARM_UP) -> LayerCosts:
     """`rates`: of the copies, where they are known already."""
     to_host, from_host = rates or copy_rates(device, copy_bytes, repeats=repeats)
 
     def timed(one: Work | None) -> float:
-        return milliseconds(one, device, repeats=repeats) if one else 0.0
+        return milliseconds(one, device, repeats=repeats, warm_up=warm_up) if one else 0.0
 
     return LayerCosts(
         forward=timed(work.forward), backward=timed(work.backward), recompute_gate_up=timed(work.recompute_gate_up),

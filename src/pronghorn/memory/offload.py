@@ -8,8 +8,8 @@
 
 `leave` holds on to the device tensors until the main stream itself has waited for their copy; only then may the allocator give
 their memory to somebody else. So no `record_stream` is needed, which a graph's private pool would not honour. Forward waits for
-a copy only where it is slower than the layers up to the next `leave`. The tensors that left last are still there when backward
-begins and come back without a copy.
+a copy only where it is slower than the layers up to the next `leave`. The layer that takes the last slot would still be here
+when backward begins, so it is held and not copied; it may be larger than a slot (as a model's last layer can be).
 
 All buffers have one place for good, nothing asks the host, and both streams fork and join by events within one step: a CUDA
 graph captures it. What comes back are the bytes that left. On the CPU the copies are plain and at once: the same order of
@@ -76,8 +76,9 @@ def bytes_needed(tensors: Sequence[Tensor | None]) -> int:
 
 @dataclass(eq=False)
 class OffloadPool:
-    """`slots` layers of `slot_bytes` each. One forward, then one backward, at a time: layers leave in order and come back in
-    the opposite one. Call `turn` once between the two, so that the way back begins under the head."""
+    """`slots` layers of `slot_bytes` each, all but the last of them on the host. One forward, then one backward, at a time:
+    layers leave in order and come back in the opposite one. Call `turn` once between the two, so that the way back begins under
+    the head."""
 
     slots: int
     slot_bytes: int
@@ -90,8 +91,8 @@ class OffloadPool:
         self.device = torch.device(self.device)
         self.slot_bytes = -(-self.slot_bytes // ALIGNMENT) * ALIGNMENT
         self._cuda = self.device.type == "cuda"
-        self._host = torch.empty(self.slots * self.slot_bytes, dtype=torch.uint8)
-        if self._cuda and self.slots:
+        self._host = torch.empty(max(0, self.slots - 1) * self.slot_bytes, dtype=torch.uint8)
+        if self._cuda and self._host.numel():
             _pin(self._host)
             weakref.finalize(self, _unpin, self._host, self.device).atexit = False  # a process that ends takes it along
         self._buffers = [torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device) for _ in range(BUFFERS)]
@@ -110,13 +111,16 @@ class OffloadPool:
             raise RuntimeError(f"layer {layer} left already and has not come back")
         if len(self._away) == self.slots:
             raise RuntimeError(f"the pool has {self.slots} slots and all are taken")
+        self._let_go()
+        if len(self._away) == self.slots - 1:
+            ticket = self._away[layer] = Ticket(layer, (), 0, self._host[:0], held=tuple(tensors))
+            return ticket
         views, parts, size = _layout(tensors)
         if size > self.slot_bytes:
             raise RuntimeError(f"layer {layer} has {size:,} bytes to leave, a slot has {self.slot_bytes:,}")
         place = len(self._away) * self.slot_bytes  # layers come back in the opposite order: the free slots are the last ones
         host = self._host[place : place + self.slot_bytes]
         ticket = Ticket(layer, views, size, host, held=tuple(tensors))
-        self._let_go()
         self._fork()
         with self._on_copies():
             for part in parts:

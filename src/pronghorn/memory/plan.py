@@ -74,6 +74,7 @@ class Problem:
     budget: int  # bytes of the device that the process may take in all
     host: int = 0  # bytes of host memory that may be pinned; 0: nothing is offloaded
     pieces: tuple[int, ...] = (1,)  # turns in which layers can do their MLP
+    aside: int = 0  # bytes of the budget that the step leaves free: what works between steps, beside a captured one's memory
 
     def slot(self, recompute: Recompute) -> int:
         return kept_bytes(self.job, recompute) + SLOT_PADDING
@@ -102,7 +103,7 @@ class Plan:
     @property
     def device_bytes(self) -> int:
         """With what the driver takes and what lies in fragments: this is what stays under the budget."""
-        return device_bytes(self.peak_bytes)
+        return device_bytes(self.peak_bytes) + self.problem.aside
 
     @property
     def offloaded(self) -> tuple[int, ...]:
@@ -207,7 +208,7 @@ def _search(problem: Problem) -> tuple[Plan | None, Plan]:
     never takes more memory, so this finds the least that each split needs. Then the splits that can fit, fastest first, with
     every offloading worth trying, until no split that is left could be faster even if all its copies were free."""
     grids = [_Grid(problem, pieces) for pieces in problem.pieces]
-    limit = (problem.budget - CONTEXT_BYTES + 1) / (1 + FRAGMENTS)  # peaks below this: `device_bytes` rounds down
+    limit = (problem.budget - problem.aside - CONTEXT_BYTES + 1) / (1 + FRAGMENTS)  # peaks below: `device_bytes` rounds down
     smallest: tuple[tuple[float, ...], _Grid, Counts] | None = None
     open_splits: list[tuple[float, int, Split]] = []
     for number, grid in enumerate(grids):
@@ -328,7 +329,7 @@ def _reasons(plan: Plan) -> tuple[str, ...]:
     else:
         everything = evaluate(problem, [KEEP] * layers)
         saved = plan.ms - everything.ms
-        said.append(f"to keep everything on the GPU would take {_gb_up(device_bytes(everything.peak))} and "
+        said.append(f"to keep everything on the GPU would take {_gb_up(device_bytes(everything.peak) + problem.aside)} and "
                     + (f"save {saved:.1f} of {plan.ms:.1f} ms" if saved > 0.05 else "be no faster"))
     if plan.offloaded:
         stalled = plan.ms - evaluate(replace(problem, costs=replace(problem.costs, to_host=1e18, from_host=1e18)),

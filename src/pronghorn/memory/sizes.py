@@ -279,6 +279,13 @@ def head_bytes(job: Job) -> int:
     return rows * 3 * s.width * e + chunk * -(-s.vocabulary // 64) * 64 * e + trained
 
 
+def evaluation_bytes(job: Job, tokens: int) -> int:
+    """The most that the loss of a pack of so many tokens takes without gradients, beside the weights."""
+    small = replace(job.with_capacity(tokens), loss_rows=0)
+    layer = kept_bytes(small, "nothing") + tokens * (small.shape.mlp_width + 3 * small.shape.width) * job.element
+    return max(layer + unpacked_bytes(job), head_bytes(small))
+
+
 def device_bytes(peak: int) -> int:
     """What the device shows for an allocator's peak."""
     return int(peak * (1 + FRAGMENTS)) + CONTEXT_BYTES

@@ -7,7 +7,7 @@ everything else (generation, output of attentions, unusual masks) runs the famil
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from peft.utils import ModulesToSaveWrapper
@@ -15,24 +15,39 @@ from torch import Tensor
 
 from pronghorn.errors import ModelError
 from pronghorn.kernels.attention_torch import spans
+from pronghorn.kernels.fp8_lora import SplitTable
 from pronghorn.kernels.linear_cross_entropy import linear_cross_entropy
 from pronghorn.kernels.lora_refresh import CopyTable
 from pronghorn.kernels.rms_norm import rms_norm
-from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm
+from pronghorn.model.decoder_layer import Documents, Norm
 from pronghorn.model.families import FAMILIES, layer_type, why_not_fast
+from pronghorn.model.fp8_layer import fast_layer
+from pronghorn.model.fp8_projections import Fp8Projections, Fp8Workspace
+from pronghorn.model.kept import Elsewhere
 
 ENGINE = "_pronghorn_engine"  # attribute of the model instance
 
 
+class Offload(Elsewhere, Protocol):
+    """memory.offload.OffloadPool, as the model uses it."""
+
+    def turn(self) -> None: ...
+    def finish(self) -> None: ...
+
+
 class FastCausalLM:
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, fp8: bool = False) -> None:
+        """`fp8`: layers stored in 4 bits multiply in FP8; those stored in FP8 do it anyway."""
         config = model.config.get_text_config()
         family = FAMILIES[config.model_type]
         self.model, self.config, self.backbone = model, config, model.model
-        self.layers = [FastDecoderLayer(layer, family, config, i) for i, layer in enumerate(self.backbone.layers)]
+        shared = Fp8Workspace()
+        self.layers = [fast_layer(layer, family, config, i, shared, fp8=fp8) for i, layer in enumerate(self.backbone.layers)]
         self.norm = Norm(self.backbone.norm, family.one_plus)
         self.kinds = sorted({layer_type(config, i) for i in range(len(self.layers))})
         self._adapters: CopyTable | None = None
+        self._adapters_fp8 = SplitTable([])
+        self.offload: Offload | None = None  # the place that some layers share
         self.paused = False  # the model's own layers, for one call
         self.trained_with: tuple[Any, ...] | None = None  # adapters of the latest forward that recorded gradients
         self.head_terms: dict[str, Any] = {
@@ -66,15 +81,22 @@ class FastCausalLM:
         with torch.autocast(h_TD.device.type, enabled=False):  # the layers choose their precision themselves
             for layer in self.layers[:-1]:
                 h_TD = layer(h_TD, documents)
-            return self.layers[-1](h_TD, documents, rows)
+            h_TD = self.layers[-1](h_TD, documents, rows)
+        if self.offload is not None and torch.is_grad_enabled():
+            self.offload.turn()  # the way back begins under the head
+        return h_TD
 
     def prepare(self, dtype: torch.dtype) -> None:
         """Weights and adapters as the layers read them. On every forward: nothing tells reliably that an optimizer stepped."""
         moved = [layer.prepare(dtype) for layer in self.layers]  # all of them, not up to the first
         if any(moved) or self._adapters is None:
-            self._adapters = CopyTable([job for layer in self.layers for group in layer.groups for job in group.copy_jobs])
+            groups = [group for layer in self.layers for group in layer.groups]
+            self._adapters = CopyTable([job for group in groups for job in group.copy_jobs])
+            self._adapters_fp8 = SplitTable([job for group in groups if isinstance(group, Fp8Projections)
+                                             for job in group.split_jobs])
         if self._adapters.jobs:
             self._adapters.run()
+        self._adapters_fp8.run()
 
     def loss(self, h_ND: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
         """(sum of the losses, loss of each row, detached), of rows out of `hidden`."""
@@ -102,8 +124,9 @@ class FastCausalLM:
         return self.loss(h_ND, labels_T if loss_rows is None else labels_T.index_select(0, loss_rows))
 
 
-def install(model: Any) -> str:
-    """Give a Hugging Face causal LM instance fast layers. Returns why not, or nothing; the model trains either way."""
+def install(model: Any, *, fp8: bool = False) -> str:
+    """Give a Hugging Face causal LM instance fast layers. Returns why not, or nothing; the model trains either way. `fp8`:
+    as in `FastCausalLM`."""
     base = base_of(model)
     if why := why_not_fast(base.config.get_text_config()):
         return why
@@ -112,7 +135,7 @@ def install(model: Any) -> str:
             return "its forward was replaced on the instance already"
         from pronghorn.model.hf_forward import set_forwards
 
-        object.__setattr__(base, ENGINE, FastCausalLM(base))
+        object.__setattr__(base, ENGINE, FastCausalLM(base, fp8=fp8))
         set_forwards(base, getattr(base, ENGINE))
     return ""
 

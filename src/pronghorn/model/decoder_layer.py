@@ -32,9 +32,10 @@ from torch.utils.checkpoint import checkpoint
 
 from pronghorn.kernels.attention import attention_backward, attention_forward, pick_backend
 from pronghorn.kernels.copy_rows import copy_rows
+from pronghorn.kernels.gated_lora import gated_lora_backward, gated_lora_forward, why_not
 from pronghorn.kernels.gated_mlp import gated_activation_backward, gated_activation_forward
 from pronghorn.kernels.lora_collect import CollectJob
-from pronghorn.kernels.lora_linear import NormOf
+from pronghorn.kernels.lora_linear import NormOf, Part
 from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
 from pronghorn.kernels.rope import qk_rope_backward, qk_rope_forward
 from pronghorn.model.families import ACTIVATIONS, Family, activation_name, layer_type, window
@@ -158,7 +159,7 @@ class FastDecoderLayer:
         kept = self._to_gate_up(h, documents, rows)
         assert kept.gu is not None
         a_ext = self._activated(kept.gu)
-        h3, kept.y2 = self._branch(self.down, a_ext, kept.h2, self.after_mlp, kept.rstd, "after_mlp")
+        h3, kept.y2 = self._branch(self.down, a_ext, kept.h2, self.after_mlp, kept.rstd, "after_mlp", extended=True)
         kept.xa3 = a_ext[:, kept.gu.shape[1] // 2 :].clone() if self.down.extra else None
         return h3, kept
 
@@ -187,7 +188,8 @@ class FastDecoderLayer:
             kept = self._to_gate_up(found.h, documents, rows)
             kept.xa3 = found.xa3
             if self.after_mlp is not None and kept.gu is not None:
-                _, kept.y2 = self._branch(self.down, self._activated(kept.gu), kept.h2, self.after_mlp, kept.rstd, "after_mlp")
+                _, kept.y2 = self._branch(self.down, self._activated(kept.gu), kept.h2, self.after_mlp, kept.rstd, "after_mlp",
+                                          extended=True)
             return kept
         if found.gu is None:
             x2 = self._normed(self.before_mlp, found.h2, self.gate_up.extra, found.rstd, "before_mlp")
@@ -222,11 +224,11 @@ class FastDecoderLayer:
                 "norm_kind": self.family.qk_norm}
 
     def _branch(self, group: Projections, x_ext: Tensor, h: Tensor, norm: Norm | None, rstd: dict[str, Tensor],
-                name: str) -> tuple[Tensor, Tensor | None]:
+                name: str, *, extended: bool = False) -> tuple[Tensor, Tensor | None]:
         """h + group(x), or h + norm(group(x)) and the group's output."""
         if norm is None:
-            return group.forward_add(x_ext, h, self.multiplier), None
-        y, _ = group.forward(x_ext)
+            return group.forward_add(x_ext, h, self.multiplier, extended=extended), None
+        y, _ = group.forward(x_ext, extended=extended)
         out, rstd[name] = rms_norm_then_add_forward(y, norm.weight, norm.eps, h, one_plus=norm.one_plus)
         return out, y
 
@@ -243,9 +245,13 @@ class FastDecoderLayer:
         return x2_ext, h2, None
 
     def _activated(self, gu: Tensor) -> Tensor:
+        """a, and behind it a A^T of down's adapter, in one pass where the rank allows."""
         width = gu.shape[1] // 2
         a_ext = rows_like(gu, width + self.down.extra)
+        if self.down.extra and not why_not(self.down.extra):
+            return gated_lora_forward(gu, self.activation, self.down.adapter_rows, out_ext=a_ext)
         gated_activation_forward(gu, self.activation, out=a_ext[:, :width])
+        self.down.extend(a_ext)
         return a_ext
 
     # ---- backward ----------------------------------------------------------------------------------------------
@@ -256,19 +262,14 @@ class FastDecoderLayer:
         norm_grads: dict[str, Tensor | None] = {}
         dy, dh2 = self._into_branch(dh3, kept.y2, self.after_mlp, kept.rstd, "after_mlp", norm_grads, self.down, documents.room)
         da = self.down.backward_input(dy)
-        width = da.shape[1]
-        a = rows_like(da, width)
-        dgu_ext = rows_like(da, 2 * width + self.gate_up.extra)
-        assert kept.gu is not None
-        gated_activation_backward(da, kept.gu, self.activation, out=dgu_ext[:, : 2 * width],
-                                  need_activation=self.down.needs_input, activation_out=a)
-        kept.gu = None  # the largest of all: its memory is free from here on
-        down_grads = self.down.backward_parameters(dy, a, kept.xa3)
-        del da, a, dy
+        fused = self._mlp_sums_are_fused()
+        dgu_ext, down_grads = self._through_activation(da, dy, kept, fused)
+        del da, dy
         dx2 = self.gate_up.backward_input(dgu_ext)
         dh2 = self._out_of_norm(self.before_mlp, dx2, kept.h2, dh2, kept.rstd, "before_mlp", norm_grads, self.out,
                                 documents.room)
-        gate_up_grads = self._parameters_behind_norm(self.gate_up, dgu_ext, kept.h2, kept.xa2, kept.rstd, "before_mlp")
+        gate_up_grads = self._parameters_behind_norm(self.gate_up, dgu_ext, kept.h2, kept.xa2, kept.rstd, "before_mlp",
+                                                     "dB" if fused else None)
         del dgu_ext, dx2
 
         dy, dh = self._into_branch(dh2, kept.y1, self.after_attention, kept.rstd, "after_attention", norm_grads, self.out,
@@ -299,6 +300,43 @@ class FastDecoderLayer:
         ordered = [norm_grads.get(name) for name in self.norms]
         return dh, [*qkv_grads, *out_grads, *gate_up_grads, *down_grads, *ordered]
 
+    def _mlp_sums_are_fused(self) -> bool:
+        """Whether the kernel of the activation's backward adds to the adapters' sums itself: dA of down, dB of gate and up."""
+        groups = [group for group in (self.gate_up, self.down) if group.extra]
+        if not groups or any(group.sums is None for group in groups):
+            return False
+        return not (self.gate_up.trains_weights or self.down.trains_weights or why_not(self.down.extra, *self._ranks()))
+
+    def _gate_and_up(self) -> tuple[slice | None, slice | None]:
+        """The extra columns of the gate's and of the up's adapter; the same where both are one linear (Phi-3)."""
+        gate = self.gate_up.columns_of(0)
+        return gate, gate if len(self.gate_up.widths) == 1 else self.gate_up.columns_of(1)
+
+    def _ranks(self) -> list[int]:
+        return [columns.stop - columns.start for columns in self._gate_and_up() if columns]
+
+    def _through_activation(self, da: Tensor, dy_ext: Tensor, kept: Kept, fused: bool) -> tuple[Tensor, list[Tensor | None]]:
+        """dgu in rows with room for the extra columns; and the gradients of down's parameters."""
+        gu, kept.gu = kept.gu, None  # the largest of all: its memory is free as soon as this is done
+        assert gu is not None
+        width = da.shape[1]
+        dgu_ext = rows_like(da, 2 * width + self.gate_up.extra)
+        if not fused:
+            a = rows_like(da, width)
+            gated_activation_backward(da, gu, self.activation, out=dgu_ext[:, : 2 * width],
+                                      need_activation=self.down.needs_input, activation_out=a)
+            return dgu_ext, self.down.backward_parameters(dy_ext, a, kept.xa3)
+        gate, up = self._gate_and_up()
+        down_sums, gate_up_sums = self.down.sums, self.gate_up.sums
+        outputs = dy_ext.shape[1] - self.down.extra
+        gated_lora_backward(
+            da, gu, self.activation, dgu_out=dgu_ext, dyb_TR=dy_ext[:, outputs:] if self.down.extra else None,
+            xa_TR=kept.xa2, gate_columns=gate, up_columns=up,
+            sums_down_RF=down_sums[0] if down_sums and self.down.extra else None,
+            sums_gate_up_RG=gate_up_sums[1] if gate_up_sums and self.gate_up.extra else None,
+        )
+        return dgu_ext, self.down.backward_parameters(dy_ext, da, kept.xa3, without="dA")
+
     def _into_branch(self, dh: Tensor, y: Tensor | None, norm: Norm | None, rstd: dict[str, Tensor], name: str,
                      norm_grads: dict[str, Tensor | None], group: Projections, room: GradientRoom) -> tuple[Tensor, Tensor]:
         """The gradient of the branch's last product, in rows with the group's extra columns; and that of the residual."""
@@ -324,15 +362,15 @@ class FastDecoderLayer:
         return out
 
     def _parameters_behind_norm(self, group: Projections, dy_ext: Tensor, h: Tensor, xa: Tensor | None,
-                                rstd: dict[str, Tensor], name: str) -> list[Tensor | None]:
+                                rstd: dict[str, Tensor], name: str, without: Part | None = None) -> list[Tensor | None]:
         """Adapters take their gradients from h; weights that are trained need x = norm(h), which is computed again."""
         norm = self.norms.get(name)
         if norm is None:
-            return group.backward_parameters(dy_ext, h, xa)
+            return group.backward_parameters(dy_ext, h, xa, without=without)
         if group.trains_weights:
             x = rms_norm_forward(h, norm.weight, norm.eps, one_plus=norm.one_plus)[0]
             return group.backward_parameters(dy_ext, x, xa)
-        return group.backward_parameters(dy_ext, h, xa, NormOf(rstd[name], norm.weight, norm.one_plus))
+        return group.backward_parameters(dy_ext, h, xa, NormOf(rstd[name], norm.weight, norm.one_plus), without)
 
     def collect_jobs(self) -> list[CollectJob]:
         """What takes the adapters' gradients out of their sums (model/adapter_sums.py)."""

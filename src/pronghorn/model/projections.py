@@ -16,7 +16,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from pronghorn.kernels.lora_collect import CollectJob
-from pronghorn.kernels.lora_linear import Adapter, LoraGroup, NormOf, linear_backward_weight
+from pronghorn.kernels.lora_linear import Adapter, LoraGroup, NormOf, Part, linear_backward_weight
 from pronghorn.kernels.lora_refresh import CopyJob
 from pronghorn.kernels.nf4_lora import NF4LoraGroup
 from pronghorn.model.quantized import NF4Linear
@@ -134,6 +134,23 @@ class Projections:
         assert self._group is not None
         self._group.sums = sums
 
+    @property
+    def sums(self) -> tuple[Tensor, Tensor] | None:
+        return self._group.sums if self._group else None
+
+    def columns_of(self, linear: int) -> slice | None:
+        """Which of the extra columns belong to the adapter of this linear; None without one."""
+        group = self._group
+        pairs = zip(group.adapters, group.columns, strict=True) if group else ()
+        return next((columns for adapter, columns in pairs if adapter.linear == linear), None)
+
+    @property
+    def adapter_rows(self) -> Tensor:
+        """[R, D]: the adapters' A as the product reads it."""
+        assert self._group is not None
+        self._group.load()
+        return self._group.M[self._group.O :, : self._group.D]
+
     def collect_jobs(self, norm: NormOf | None) -> list[CollectJob]:
         return self._group.collect_jobs(norm) if self._group and self.adapters else []
 
@@ -143,12 +160,18 @@ class Projections:
 
     # ---- forward -------------------------------------------------------------------------------------------------
 
-    def forward(self, x_ext: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(y_TO, x A^T or None). x_ext has `extra` columns behind x, which this fills."""
+    def extend(self, x_ext: Tensor) -> None:
+        """Fills the `extra` columns behind x with x A^T."""
+        if self._group:
+            self._group.load()
+            self._group.extend(x_ext)
+
+    def forward(self, x_ext: Tensor, *, extended: bool = False) -> tuple[Tensor, Tensor | None]:
+        """(y_TO, x A^T or None). x_ext has `extra` columns behind x, which this fills, unless they are (`extended`)."""
         bias = self._bias
         if self._group:
             self._group.load()
-            xa = self._group.extend(x_ext)
+            xa = x_ext[:, self._group.D :] if extended else self._group.extend(x_ext)
             return self._group.forward(x_ext, bias_O=bias, extended=True), xa.clone() if self.extra else None
         weights = self._weights
         if len(weights) == 1:
@@ -158,12 +181,13 @@ class Projections:
             torch.mm(x_ext, weight.T, out=part)
         return y if bias is None else y.add_(bias), None
 
-    def forward_add(self, x_ext: Tensor, h: Tensor, multiplier: float) -> Tensor:
+    def forward_add(self, x_ext: Tensor, h: Tensor, multiplier: float, *, extended: bool = False) -> Tensor:
         """h + multiplier * y in one product: the residual is added before the result is rounded."""
         bias = self._bias
         if self._group:
             self._group.load()
-            self._group.extend(x_ext)
+            if not extended:
+                self._group.extend(x_ext)
             weight = self._group.M[: self._group.O]
         else:
             weight = self._weights[0]
@@ -195,10 +219,10 @@ class Projections:
         """Whether `backward_parameters` needs x itself; for adapters the input of the norm before it will do."""
         return any(linear.weight.requires_grad for linear in self.linears)
 
-    def backward_parameters(self, dy_ext: Tensor, x_TD: Tensor, xa_TR: Tensor | None, norm: NormOf | None = None
-                            ) -> list[Tensor | None]:
+    def backward_parameters(self, dy_ext: Tensor, x_TD: Tensor, xa_TR: Tensor | None, norm: NormOf | None = None,
+                            without: Part | None = None) -> list[Tensor | None]:
         """Gradients of `parameters`, None where frozen. After `backward_input` or `extend_grad`, which filled dy_ext. With
-        `norm`, x is that norm's input."""
+        `norm`, x is that norm's input. `without`: what another kernel has added to the sums already."""
         linears = self.linears
         parts = dy_ext[:, : sum(self.widths)].split(self.widths, dim=1)
         grads: list[Tensor | None] = [
@@ -216,7 +240,7 @@ class Projections:
         rows = self._group.O
         inputs = (dy_ext[:, :rows], dy_ext[:, rows:], x_TD, xa_TR, norm)
         if self._group.sums is not None:
-            self._group.add_adapter_grads(*inputs)
+            self._group.add_adapter_grads(*inputs, without)
             return grads + [None] * (2 * len(self.adapters))
         for pair in self._group.adapter_grads(*inputs):
             grads += pair

@@ -265,6 +265,11 @@ def _say_notice(run: _Run, event: dict[str, Any], width: int) -> list[str]:
     return [wording.one_line(str(event.get("text", "")), 2000)]
 
 
+def _say_text(run: _Run, event: dict[str, Any], width: int) -> list[str]:
+    """Events that bring their own lines: the plan of the memory, and what was measured beside it."""
+    return [str(line)[:2000] for line in event.get("text") or []]
+
+
 def _say_end(run: _Run, event: dict[str, Any], width: int) -> list[str]:
     why = f": {wording.one_line(str(event['why']), 2000)}" if event.get("why") else ""
     return [f"ended at step {event.get('step', 0):,} ({event.get('reason', '')}){why}"]
@@ -293,6 +298,8 @@ _SAYINGS: dict[str, Callable[[_Run, dict[str, Any], int], list[str]]] = {
     "eval": _say_evaluation,
     "checkpoint": _say_checkpoint,
     "notice": _say_notice,
+    "plan": _say_text,
+    "measured": _say_text,
     "end": _say_end,
 }
 

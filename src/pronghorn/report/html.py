@@ -51,7 +51,7 @@ def render_page(events: Sequence[dict[str, Any]], name: str = "run") -> str:
     evals = [e for e in kept if e["event"] == "eval"]
     title = run.name or name
     body = [_header(run, title), _tiles(run), _plots(run, kept, steps, evals), _stages(run), _generations(evals)]
-    body += [_recipe(run), _notices(events), _sessions(run)]
+    body += [_memory(kept), _recipe(run), _notices(events), _sessions(run)]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -210,6 +210,17 @@ def _generations(evals: Sequence[dict[str, Any]]) -> str:
         rows.append(f"<tr>{''.join(cells)}</tr>")
     table = f'<table class="answers"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
     return f'<h2>What it answers</h2><div class="card">{table}</div>'
+
+
+def _memory(kept: Sequence[dict[str, Any]]) -> str:
+    """The plan that held last, and what was measured under it."""
+    last = next((i for i in range(len(kept) - 1, -1, -1) if kept[i]["event"] == "plan"), None)
+    if last is None:
+        return ""
+    told = [kept[last], *(e for e in kept[last:] if e["event"] == "measured")]
+    lines = [str(line) for event in told for line in event.get("text") or []]
+    shown = escape("\n".join(lines)[: 4 * MOST_TEXT])
+    return f'<h2>Memory</h2><div class="card wide"><pre>{shown}</pre></div>'
 
 
 def _recipe(run: Figures) -> str:

@@ -75,6 +75,10 @@ class FusedAdamW(torch.optim.Optimizer):
         """State and tables for the gradients that are there now, without a step."""
         self._gather()
 
+    def forget_gradients(self) -> None:
+        """The tables hold on to the gradients they were built for; they are built again when there are others."""
+        self._tensors, self._addresses = None, []
+
     def _gather(self) -> AdamWTensors | None:
         """The tensors of this step; the table of the last one, while nothing moved."""
         members = [(param, number, group["weight_decay"]) for number, group in enumerate(self.param_groups)

@@ -18,7 +18,7 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.load import DTYPES
 from pronghorn.train.fused_adamw import FusedAdamW
-from pronghorn.train.objectives import loss_sum
+from pronghorn.train.objectives import finish_backward, loss_sum
 from pronghorn.train.step import StageTimer, Step, StepResult
 
 Work = Callable[[], None]
@@ -64,9 +64,11 @@ class GraphedStep(Step):
         self._cuda = device.type == "cuda"
         self._captures = self._cuda  # until a capture fails
         self._tried = False  # whether forward and backward ran once
+        self._accumulated = False  # whether the step under way has gradients already
         self._micros: dict[tuple[int, ...], _Micro] = {}
         self._staging: dict[tuple[int, ...], deque[_Staging]] = {}
         self._update: Work | None = None
+        self._added_up: list[torch.Tensor] = []
         self._under_way: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
         self._loss = torch.zeros((), device=device)
         self._share = torch.ones((), device=device)  # 1 / trained tokens of the step
@@ -84,10 +86,12 @@ class GraphedStep(Step):
                 self._set_up()
             self._adamw.refresh_lr()
             self._share.fill_(1.0 / step_batch.loss_tokens)
+            self._accumulated = False
             for batch in step_batch.batches:
                 micro = self._micros.get(batch.shape) or self._prepare(batch)
                 self._load(batch, micro.inputs)
                 micro.run()
+                self._accumulated = True
             self._release_holds()
             assert self._update is not None
             self._update()
@@ -106,6 +110,12 @@ class GraphedStep(Step):
         if self._update is not None:
             self._sums.release()
 
+    def abandon(self) -> None:
+        super().abandon()
+        self._micros.clear()
+        self._staging.clear()
+        self._update, self._added_up = None, []
+
     def _send_report(self) -> None:
         report = torch.empty(2, pin_memory=self._cuda)
         report.copy_(self._report, non_blocking=True)
@@ -118,9 +128,12 @@ class GraphedStep(Step):
     # ---- what is captured ----------------------------------------------------------------------------------------
 
     def _forward_backward(self, inputs: PackedBatch) -> None:
-        with self.autocast():
-            loss = loss_sum(self.model, inputs) * self._share
-        loss.backward()  # type: ignore[no-untyped-call]
+        try:
+            with self.autocast():
+                loss = loss_sum(self.model, inputs) * self._share
+            loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            finish_backward(self.model)  # joins its stream, without which a capture that fails could not even be ended
         self._loss += loss.detach()
 
     def _clip_and_update(self) -> None:
@@ -156,13 +169,15 @@ class GraphedStep(Step):
         self._adamw.skipped.zero_()
 
     def _prepare(self, batch: PackedBatch) -> _Micro:
-        """Inputs for this shape, and its graph. What a step has accumulated so far outlives the trial runs."""
+        """Inputs for this shape, and its graph. What a step has accumulated so far outlives the trial runs; on the host, since
+        the first of them needs all the memory there is."""
         began = time.perf_counter()
         inputs = batch.map(lambda tensor: tensor.to(self.device, copy=True))
-        saved = [tensor.clone() for tensor in self._added_up]
+        saved = [tensor.to("cpu", copy=True) for tensor in self._added_up] if self._accumulated else []
         run = self._captured(lambda: self._forward_backward(inputs))
         self._tried = True
-        for tensor, before in zip(self._added_up, saved, strict=True):
+        self._clear()
+        for tensor, before in zip(self._added_up, saved, strict=False):
             tensor.copy_(before)
         if self._cuda:
             copies = [batch.map(lambda tensor: torch.empty_like(tensor, device=self.device)) for _ in range(2)]
@@ -184,12 +199,15 @@ class GraphedStep(Step):
         if not self._captures:
             return work
         if self._tried:
-            with suppress(RuntimeError):
+            try:
                 return self._capture(work)
+            except RuntimeError as error:
+                raise_if_out_of_memory(error)
         self._try(work)
         try:
             return self._capture(work)
         except (RuntimeError, EnvironmentFault) as error:
+            raise_if_out_of_memory(error)
             self._capture_failed(error)
             return work
 
@@ -233,6 +251,15 @@ class GraphedStep(Step):
         torch.cuda.current_stream().wait_event(place.loaded)
         inputs.copy_from(place.batch)
         place.free.record()
+
+
+def raise_if_out_of_memory(error: BaseException) -> None:
+    """A capture that ran out of memory may end with another error, which hides it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, torch.OutOfMemoryError):
+            raise torch.OutOfMemoryError(str(seen)) from error
+        seen = seen.__cause__ or seen.__context__
 
 
 def shared_gradients(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,7 @@ from pronghorn.train.checkpoint import (
 from pronghorn.train.checkpoint_writer import CheckpointWriter, Snapshot
 from pronghorn.train.evaluate import evaluate
 from pronghorn.train.health import offending_rows, require_sound
+from pronghorn.train.memory import COMPARED_AFTER, WARM_UP, evaluation_capacity, out_of_memory
 from pronghorn.train.optim import lr_scale, optimizer_tensors, set_lr, trainable
 from pronghorn.train.run_folder import RunFolder, set_aside
 from pronghorn.train.setup import Session, set_up
@@ -111,6 +113,7 @@ class _Run:
         self._writer: CheckpointWriter | None = None  # full fine-tuning saves without one, and waits
         self._adapter: AdapterFiles | None = None
         self._snapshots: deque[Snapshot] = deque()  # of steps that were begun and are not known to be sound yet
+        self._seconds: list[float] = []  # of the first steps under the plan
 
     def go(self, stop: StopRequest) -> RunResult:
         self._log_start()
@@ -162,6 +165,12 @@ class _Run:
         return verdict
 
     def _begin(self, step_batch: StepBatch) -> None:
+        while not self._begun(step_batch):
+            pass
+        self._tell()
+
+    def _begun(self, step_batch: StepBatch) -> bool:
+        """Not if memory ran out: then the steps before it are finished, the plan is lower, and the step is to be repeated."""
         session = self.session
         number = session.step + len(self._under_way)
         lr = set_lr(session.optimizer, lr_scale(number, session.data.total_steps, session.recipe.train))
@@ -169,12 +178,42 @@ class _Run:
         self._under_way.append(_UnderWay(step_batch, lr, capture_rng()))
         try:
             session.take_step.begin(step_batch, self.stages)
+            return True
         except torch.OutOfMemoryError as error:
-            raise EnvironmentFault(
-                what=f"step {number + 1}: out of GPU memory", where=str(self.folder), why=str(error).split(". ")[0],
-                fix=f"lower train.capacity (now {session.recipe.train.capacity:,}) and start with --fresh",
-            ) from error
-        self._tell()
+            why = str(error).split(". ")[0]  # the error itself holds on to the frames it passed, and they to their tensors
+        failed = self._under_way.pop()
+        self._finish_all()
+        self._lower_memory(number + 1, why)
+        restore_rng(failed.rng)
+        return False
+
+    def _lower_memory(self, step: int, why: str) -> None:
+        session = self.session
+        if session.memory is None or session.take_step.updating:
+            raise out_of_memory(step, str(self.folder), why, session.recipe)
+        before = session.memory.plan
+        try:
+            with self.stages("load"):
+                session.lower_memory(session.memory)
+        except EnvironmentFault as fault:
+            raise EnvironmentFault(what=f"step {step}: {fault.what}", where=str(self.folder), why=why, fix=fault.fix) from None
+        amounts = [f"{plan.device_bytes / 1e9:.2f}" for plan in (before, session.memory.plan)]
+        self.log.write("notice", text=f"step {step}: out of memory ({why}); planned again, down from {amounts[0]} to "
+                                      f"{amounts[1]} GB, and the step is repeated")
+        self._log_plan()
+
+    def _log_plan(self) -> None:
+        if self.session.memory is not None:
+            self.log.write("plan", **self.session.memory.event())
+            self._seconds.clear()
+
+    def _compare_with_plan(self, seconds: float) -> None:
+        """Once there are enough steps: what they took, beside what was planned."""
+        if self.session.memory is None or len(self._seconds) >= COMPARED_AFTER:
+            return
+        self._seconds.append(seconds)
+        if len(self._seconds) == COMPARED_AFTER:
+            self.log.write("measured", **self.session.memory.measured(median(self._seconds[WARM_UP:])))
 
     def _forget_what_is_under_way(self) -> None:
         """Steps behind a refused one changed nothing either."""
@@ -210,6 +249,7 @@ class _Run:
             lr=done.lr, tokens=step_batch.tokens, loss_tokens=step_batch.loss_tokens, seconds=now - self._mark,
             seen_tokens=session.seen_tokens,
         )
+        self._compare_with_plan(now - self._mark)
         self._mark = now
         if self._snapshots and self._snapshots[0].step == session.step:
             self._hand_over(self._snapshots.popleft())
@@ -227,8 +267,9 @@ class _Run:
         assert session.data.evaluation is not None
         began = time.perf_counter()
         with self.stages("evaluate"):
-            result = evaluate(session.model, session.data.evaluation, capacity=recipe.train.capacity, device=session.device,
-                              pad_id=session.data.pad_id, autocast=session.autocast, progress=self.display.progress)
+            result = evaluate(session.model, session.data.evaluation, capacity=evaluation_capacity(recipe),
+                              device=session.device, pad_id=session.data.pad_id, autocast=session.autocast,
+                              progress=self.display.progress)
             samples = evaluation_prompts(session.data.evaluation, session.tokenizer, recipe.eval.generations)
             with session.autocast():
                 answers = generate_answers(session.model, session.tokenizer, [sample.ids for sample in samples],
@@ -343,6 +384,7 @@ class _Run:
             eval_documents=len(session.data.evaluation) if session.data.evaluation is not None else 0,
         )
         self._tell()
+        self._log_plan()
 
     def _tell(self) -> None:
         while self.session.notices:

@@ -11,6 +11,13 @@ from pronghorn.data.batches import PackedBatch
 from pronghorn.model.causal_lm import engine_of
 
 
+def finish_backward(model: Any) -> None:
+    """After a micro-batch's backward, also one that was broken off: nothing waits in host memory any more."""
+    engine = engine_of(model)
+    if engine is not None and engine.offload is not None:
+        engine.offload.finish()
+
+
 def loss_sum(model: Any, batch: PackedBatch) -> torch.Tensor:
     """Cross-entropy summed over `batch.loss_rows`, in float32. The head is computed for those rows only."""
     engine = engine_of(model)

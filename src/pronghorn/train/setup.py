@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from pronghorn.data.batches import BatchLoader, Cursor, Shapes, steps_per_epoch
+from pronghorn.data.batches import BatchLoader, Cursor, Shapes, build_batch, steps_per_epoch
 from pronghorn.data.packing import Packs, pack
 from pronghorn.data.prepare import hold_out, prepare
 from pronghorn.data.tokens import TokenTable, load_tokenizer
 from pronghorn.errors import CheckpointError, DataError, RecipeError, raise_all
 from pronghorn.model.causal_lm import install, require_isolated_documents
+from pronghorn.model.config import read_config
 from pronghorn.model.load import (
     DTYPES,
     ModelFacts,
@@ -34,6 +35,7 @@ from pronghorn.recipe import Recipe
 from pronghorn.train.checkpoint import TrainState, latest_checkpoint, load_checkpoint, restore_rng
 from pronghorn.train.evaluate import Progress
 from pronghorn.train.health import require_trainable
+from pronghorn.train.memory import RunMemory, plan_memory
 from pronghorn.train.optim import make_optimizer, restore_optimizer
 from pronghorn.train.step import StageTimer, Step, make_step
 
@@ -84,6 +86,7 @@ class Session:
     device: torch.device
     precision: Precision
     notices: list[str]  # to be told: the run empties it into its log
+    memory: RunMemory | None = None  # the plan that the layers follow
     step: int = 0
     cursor: Cursor = field(default_factory=Cursor)
     seen_tokens: int = 0
@@ -94,15 +97,21 @@ class Session:
     def autocast(self) -> Callable[[], Any]:
         return self.take_step.autocast
 
+    def lower_memory(self, memory: RunMemory) -> None:
+        """After a step that was given up for want of memory: the same step again will take less."""
+        self.take_step.abandon()
+        scale = self.take_step.scaler.state_dict()
+        memory.lower(self.model)
+        self.take_step = _step(self.recipe, self.model, self.optimizer, self.device, self.precision, self.notices)
+        if scale:
+            self.take_step.scaler.load_state_dict(scale)
+
 
 def refuse_what_is_not_built(recipe: Recipe) -> None:
     """An option that would be ignored is an error, never silence."""
     problems = []
     if recipe.method == "fp8":
         problems.append(RecipeError(what="method: fp8 is not in this version", fix="set method: lora, qlora or full"))
-    if recipe.memory.budget != "auto":
-        problems.append(RecipeError(what="memory.budget: planning memory from a budget is not in this version",
-                                    fix="set memory.budget: auto, and lower train.capacity if memory is short"))
     raise_all(problems)
 
 
@@ -170,6 +179,8 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> S
             what=f"the training data changed since {found[0].name}", where=str(run), why="its tokens are not the same",
             fix="restore the data, or start over with --fresh (the old folder is kept aside)",
         )
+    shapes = Shapes.planned(data.train, data.first_epoch, recipe.train.capacity)
+    memory = plan_memory(recipe, read_config(recipe.model), shapes, device, precision, evaluates=data.evaluation is not None)
     with stage("load"):
         report("loading the model", 0, 0)
         model = _build_model(recipe, precision, device, found[0] if found else None, report)
@@ -181,19 +192,28 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> S
     said = notices(recipe, data, device, precision, facts)
     if why_own_layers:
         said.append(f"training on the model's own layers: {why_own_layers}")
-    step = make_step(model, optimizer, device=device, precision=precision, clip=recipe.train.clip, graph=recipe.train.graph,
-                     say=said.append)
+    with stage("load"):
+        planned = memory is not None and memory.apply(
+            model, lambda: build_batch(data.train, data.first_epoch[0], recipe.train.capacity, data.pad_id, shapes),
+            DTYPES[precision], said.append)
+    step = _step(recipe, model, optimizer, device, precision, said)
     values = found[1].values if found else None
     cursor = Cursor(**values["cursor"]) if values else Cursor()
     with stage("pack"):
         loader = BatchLoader(data.train, capacity=recipe.train.capacity, packs_per_step=packs_per_step(recipe),
                              seed=recipe.train.seed, workers=recipe.data.workers, start=cursor, pad_id=data.pad_id,
-                             pin=device.type == "cuda",
-                             shapes=Shapes.planned(data.train, data.first_epoch, recipe.train.capacity))
-    session = Session(recipe, data, tokenizer, model, optimizer, step, loader, device, precision, notices=said, cursor=cursor)
+                             pin=device.type == "cuda", shapes=shapes)
+    session = Session(recipe, data, tokenizer, model, optimizer, step, loader, device, precision, notices=said,
+                      memory=memory if planned else None, cursor=cursor)
     if found:
         _restore(session, found[1])
     return session
+
+
+def _step(recipe: Recipe, model: Any, optimizer: torch.optim.Optimizer, device: torch.device, precision: Precision,
+          said: list[str]) -> Step:
+    return make_step(model, optimizer, device=device, precision=precision, clip=recipe.train.clip, graph=recipe.train.graph,
+                     say=said.append)
 
 
 def _build_model(recipe: Recipe, precision: Precision, device: torch.device, checkpoint: Path | None, report: Report

@@ -20,7 +20,7 @@ from pronghorn.errors import EnvironmentFault, HealthStop
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.load import DTYPES, Precision
 from pronghorn.train.fused_adamw import FusedAdamW
-from pronghorn.train.objectives import loss_sum
+from pronghorn.train.objectives import finish_backward, loss_sum
 from pronghorn.train.optim import trainable
 
 StageTimer = Callable[[str], AbstractContextManager[None]]
@@ -38,6 +38,7 @@ class StepResult:
 
 class Step(ABC):
     depth = 0  # steps that may be under way when the next one begins
+    updating = False  # the weights are changing: a step that fails now cannot be repeated
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, *, device: torch.device, precision: Precision,
                  clip: float) -> None:
@@ -61,6 +62,16 @@ class Step(ABC):
     def release(self) -> None:
         """No step will follow: the model's gradients are autograd's again, for whoever looks at it next."""
         self._holds.clear()
+
+    def abandon(self) -> None:
+        """The step that was begun last failed, and all before it are finished: gradients, and whatever was captured, are given
+        up. The weights are those of the last step that was finished."""
+        self._release_holds()
+        self.release()
+        for parameter in self._parameters:
+            parameter.grad = None
+        if isinstance(self.optimizer, FusedAdamW):
+            self.optimizer.forget_gradients()
 
     def _release_holds(self) -> None:
         while self._holds:
@@ -88,7 +99,9 @@ class EagerStep(Step):
             elif math.isfinite(loss) and math.isfinite(grad_norm) and grad_norm > 0:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, self.clip, norm)
                 self._release_holds()
+                self.updating = True
                 self.scaler.step(self.optimizer)
+                self.updating = False
                 self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
 
@@ -102,10 +115,13 @@ class EagerStep(Step):
         total = torch.zeros((), device=self.device)
         for host_batch in step_batch.batches:
             batch = host_batch.to(self.device)
-            with self.autocast():
-                # Divided by the count of the whole step: the loss does not depend on how tokens fell into micro-batches.
-                loss = loss_sum(self.model, batch) / step_batch.loss_tokens
-            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            try:
+                with self.autocast():
+                    # Divided by the count of the whole step: the loss does not depend on how tokens fell into micro-batches.
+                    loss = loss_sum(self.model, batch) / step_batch.loss_tokens
+                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            finally:
+                finish_backward(self.model)
             total += loss.detach()
         self.scaler.unscale_(self.optimizer)
         return total, torch.nn.utils.get_total_norm(p.grad for p in self._parameters if p.grad is not None)

@@ -1,0 +1,227 @@
+"""The decoder layer (decoder_layer.py) with its products in FP8, both ways: frozen weights in e4m3, adapters beside them.
+
+T = packed tokens, D = model width, N = query heads, H = head width, F = MLP width. What a product reads is cast by the kernel
+that makes it, where there is one; * is kept for backward, as it is there, and x A^T of each group (T x R) besides:
+
+    *h
+     x, x8 = norm(h)                                        one kernel
+    *q, k, v = rope(qk_norm(x8 Wqkv))                       attention is in 16 bits
+    *o = attention(q, k, v);  o8 = cast(o)
+    *h2 = h + o8 Wo;  x2, x28 = norm(h2)                    one kernel
+    *gu = x28 Wgu
+     a, a8 = act(gate) * up                                 one kernel
+     h3 = h2 + a8 Wdown
+
+Backward casts each gradient with the weight's scales in it, so that the same bytes serve both ways; the residual stream, its
+gradient and everything the adapters' own gradients are made of stay in 16 bits. Nothing here depends on values from earlier
+steps: a row's scale is found where the row is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.attention import attention_backward, attention_forward, pick_backend
+from pronghorn.kernels.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
+from pronghorn.kernels.fp8_norm import rms_norm_fp8_forward
+from pronghorn.kernels.lora_linear import NormOf
+from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_then_add_forward
+from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm, _spread, rows_like
+from pronghorn.model.families import Family
+from pronghorn.model.fp8_linear import Fp8Linear
+from pronghorn.model.fp8_projections import Fp8Projections, Fp8Workspace, Rows
+from pronghorn.model.kept import Input, Kept, Left, come_back
+from pronghorn.model.quantized import NF4Linear
+
+
+@dataclass
+class Fp8Kept(Kept):
+    """`o_ext` has no extra columns: only `rows` of attention's output in the last layer, else what `o` is a view of."""
+
+    xa_o: Tensor | None = None
+
+
+class Fp8DecoderLayer(FastDecoderLayer):
+    qkv: Fp8Projections
+    out: Fp8Projections
+    gate_up: Fp8Projections
+    down: Fp8Projections
+
+    def __init__(self, layer: Any, family: Family, config: Any, index: int, workspace: Fp8Workspace) -> None:
+        super().__init__(layer, family, config, index)
+        self.qkv = Fp8Projections(layer.self_attn, family.qkv, workspace)
+        self.out = Fp8Projections(layer.self_attn, ("o_proj",), workspace)
+        self.gate_up = Fp8Projections(layer.mlp, family.gate_up, workspace)
+        self.down = Fp8Projections(layer.mlp, ("down_proj",), workspace)
+        self.groups = (self.qkv, self.out, self.gate_up, self.down)
+
+    def keep_turned(self, keep: bool) -> None:
+        """Whether the weights turned round for backward stay: twice the bytes, and no turning. Before the first backward."""
+        for group in (self.qkv, self.out, self.gate_up, self.down):
+            group.keep_turned = keep
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    def forward(self, h: Tensor, documents: Documents, rows: Tensor | None = None) -> tuple[Tensor, Kept]:
+        kept = self._to_gate_up(h, documents, rows)
+        assert kept.gu is not None
+        y, kept.xa3 = self.down.product(self._activated_rows(kept.gu))
+        h3, kept.y2 = self._added(y, kept.h2, self.after_mlp, kept.rstd, "after_mlp")
+        return h3, kept
+
+    def _to_gate_up(self, h: Tensor, documents: Documents, rows: Tensor | None) -> Fp8Kept:
+        rstd: dict[str, Tensor] = {}
+        qkv, xa1 = self.qkv.product(self._normed_rows(self.before_attention, h, self.qkv, rstd, "before_attention"))
+        q, k, v, qk_rstd = self._rope(qkv, documents)
+        o_TX = rows_like(h, self.heads * self.head_width)
+        o = o_TX.unflatten(1, (self.heads, self.head_width))
+        _, lse = attention_forward(q, k, v, documents.cu_seqlens, documents.longest, out=o, spans_2T=documents.spans_2T,
+                                   typical=documents.typical, **self.attention_options)
+        h_rows, o_rows = (h, o_TX) if rows is None else (h.index_select(0, rows), o_TX.index_select(0, rows))
+        y, xa_o = self.out.product(o_rows)
+        y1, norm = None, self.before_mlp
+        if norm is None or self.after_attention is not None:
+            h2, y1 = self._added(y, h_rows, self.after_attention, rstd, "after_attention")
+            x2 = self._normed_rows(norm, h2, self.gate_up, rstd, "before_mlp")
+        else:  # residual, norm and cast in one pass; h2 takes y's place
+            x2, h2 = self._normed_sum(norm, y, h_rows, rstd)
+        gu, xa2 = self.gate_up.product(x2)
+        return Fp8Kept(h, q, k, v, lse, o, o_rows, h2, gu, qkv if self.q_norm else None, qk_rstd, xa1, xa2, y1=y1, rstd=rstd,
+                       xa_o=xa_o)
+
+    def again(self, left: Left, documents: Documents, rows: Tensor | None) -> Kept:
+        found = come_back(left, self.index, self.offload)
+        if isinstance(found, Input):
+            kept = self._to_gate_up(found.h, documents, rows)
+            kept.xa3 = found.xa3
+            if self.after_mlp is not None and kept.gu is not None:
+                y = self.down.product(self._activated_rows(kept.gu))[0]
+                _, kept.y2 = self._added(y, kept.h2, self.after_mlp, kept.rstd, "after_mlp")
+            return kept
+        if found.gu is None:
+            x2 = self._normed_rows(self.before_mlp, found.h2, self.gate_up, found.rstd, "before_mlp")
+            found.gu = self.gate_up.product(x2)[0]
+        return found
+
+    def _normed_rows(self, norm: Norm | None, h: Tensor, group: Fp8Projections, rstd: dict[str, Tensor], name: str
+                     ) -> Rows | Tensor:
+        """norm(h), cast; or h, for the product to cast."""
+        if norm is None:
+            return h
+        room = group.room(h)
+        normed = rms_norm_fp8_forward(h, norm.weight, norm.eps, one_plus=norm.one_plus, bound=group.group.bound,
+                                      out8=room[:, : h.shape[1]])
+        rstd[name] = normed.rstd_T
+        return Rows(normed.y_TD, room, normed.scale_T)
+
+    def _normed_sum(self, norm: Norm, y: Tensor, h: Tensor, rstd: dict[str, Tensor]) -> tuple[Rows, Tensor]:
+        room = self.gate_up.room(h)
+        normed = rms_norm_fp8_forward(
+            y, norm.weight, norm.eps, one_plus=norm.one_plus, residual_TD=h, multiplier=self.multiplier, h_out=y,
+            bound=self.gate_up.group.bound, out8=room[:, : h.shape[1]],
+        )
+        rstd["before_mlp"] = normed.rstd_T
+        return Rows(normed.y_TD, room, normed.scale_T), normed.h_TD
+
+    def _added(self, y: Tensor, h: Tensor, norm: Norm | None, rstd: dict[str, Tensor], name: str
+               ) -> tuple[Tensor, Tensor | None]:
+        """h + y, in y's place, or h + norm(y) and y, which backward needs then."""
+        if norm is None:
+            return torch.add(h, y, alpha=self.multiplier, out=y), None
+        out, rstd[name] = rms_norm_then_add_forward(y, norm.weight, norm.eps, h, one_plus=norm.one_plus)
+        return out, y
+
+    def _activated_rows(self, gu: Tensor) -> Rows:
+        room = self.down.room(gu)
+        a, _, scale = gated_activation_fp8_forward(gu, self.activation, bound=self.down.group.bound,
+                                                   out8=room[:, : gu.shape[1] // 2])
+        return Rows(a, room, scale)
+
+    # ---- backward ----------------------------------------------------------------------------------------------
+
+    def backward(self, dh3: Tensor, kept: Kept, documents: Documents, rows: Tensor | None = None, need_dh: bool = True
+                 ) -> tuple[Tensor | None, list[Tensor | None]]:
+        assert isinstance(kept, Fp8Kept)
+        dh3 = dh3 if dh3.stride(-1) == 1 else dh3.contiguous()
+        norm_grads: dict[str, Tensor | None] = {}
+        dy = self._grad_of_branch(dh3, kept.y2, self.after_mlp, kept.rstd, "after_mlp", norm_grads)
+        da, dyb = self.down.product_back(dy)
+        dgu = self._grad_of_activation(da, kept)  # da is a now
+        down_grads = self.down.parameter_grads(dy, dyb, da, kept.xa3)
+        del da, dy
+        dx2, dyb = self.gate_up.product_back(dgu)
+        dh2 = self._out_of_norm(self.before_mlp, dx2, kept.h2, dh3, kept.rstd, "before_mlp", norm_grads, self.out,
+                                documents.room)
+        gate_up_grads = self._grads_behind_norm(self.gate_up, dgu.values, dyb, kept.h2, kept.xa2, kept.rstd, "before_mlp")
+        del dgu, dx2
+
+        dy = self._grad_of_branch(dh2, kept.y1, self.after_attention, kept.rstd, "after_attention", norm_grads)
+        do, dyb = self.out.product_back(dy)
+        out_grads = self.out.parameter_grads(dy, dyb, kept.o_ext, kept.xa_o)
+        dh: Tensor | None = dh2
+        if rows is not None:
+            do, dh = _spread(do, rows, len(kept.h)), _spread(dh2, rows, len(kept.h))
+        dqkv = self._grad_of_attention(do, kept, documents, norm_grads)
+        del do, dy
+        if need_dh or (self.before_attention and self.before_attention.trains()):
+            dx, dyb = self.qkv.product_back(dqkv)
+            assert dh is not None
+            dh = self._out_of_norm(self.before_attention, dx, kept.h, dh, kept.rstd, "before_attention", norm_grads, self.down,
+                                   documents.room)
+        else:
+            dyb = self.qkv.backward_adapters(dqkv)
+        qkv_grads = self._grads_behind_norm(self.qkv, dqkv, dyb, kept.h, kept.xa1, kept.rstd, "before_attention")
+        ordered = [norm_grads.get(name) for name in self.norms]
+        return dh, [*qkv_grads, *out_grads, *gate_up_grads, *down_grads, *ordered]
+
+    def _grad_of_branch(self, dh: Tensor, y: Tensor | None, norm: Norm | None, rstd: dict[str, Tensor], name: str,
+                        norm_grads: dict[str, Tensor | None]) -> Tensor:
+        """The gradient of what the branch's last product gave."""
+        if norm is None or y is None:
+            return dh if self.multiplier == 1.0 else dh * self.multiplier
+        dy, norm_grads[name] = rms_norm_backward(dh, y, norm.weight, rstd[name], one_plus=norm.one_plus,
+                                                 need_weight_grad=norm.trains())
+        return dy
+
+    def _grad_of_activation(self, da: Tensor, kept: Kept) -> Rows:
+        """dgu takes gu's place, and a, where down's adapter needs it again, takes da's."""
+        assert kept.gu is not None
+        room = self.gate_up.room_grad(da)
+        group = self.gate_up.group
+        dgu, _, scale, _ = gated_activation_fp8_backward(
+            da, kept.gu, self.activation, group.scale_O, bound=group.bound_grad, need_activation=self.down.needs_input,
+            out=kept.gu, out8=room[:, : group.O], activation_out=da,
+        )
+        kept.gu = None
+        return Rows(dgu, room, scale)
+
+    def _grad_of_attention(self, do: Tensor, kept: Kept, documents: Documents, norm_grads: dict[str, Tensor | None]) -> Tensor:
+        """Of q, k and v together, before RoPE and qk-norm."""
+        dqkv = rows_like(do, self._qkv_width)
+        backend = pick_backend(do.device, do.dtype, self.head_width, softcap=self.attention_options["softcap"] is not None,
+                               typical=documents.typical)
+        dq, dk, dv, _ = attention_backward(
+            do.unflatten(1, (self.heads, self.head_width)), kept.q, kept.k, kept.v, kept.o, kept.lse, documents.cu_seqlens,
+            documents.longest, spans_2T=documents.spans_2T, typical=documents.typical, **self.attention_options,
+            grads=None if backend == "flash2" else self._parts_of(dqkv),  # as in decoder_layer.py
+        )
+        self._out_of_rope(dq, dk, dv, dqkv, kept, documents, norm_grads)
+        return dqkv
+
+    def _grads_behind_norm(self, group: Fp8Projections, dy: Tensor, dyb: Tensor | None, h: Tensor, xa: Tensor | None,
+                           rstd: dict[str, Tensor], name: str) -> list[Tensor | None]:
+        """From the norm's input, which is there, instead of its output."""
+        norm = self.norms.get(name)
+        return group.parameter_grads(dy, dyb, h, xa, NormOf(rstd[name], norm.weight, norm.one_plus) if norm else None)
+
+
+def fast_layer(layer: Any, family: Family, config: Any, index: int, workspace: Fp8Workspace, *, fp8: bool) -> FastDecoderLayer:
+    """The fast layer beside one of the model's: in FP8 where its linears are stored so or, with `fp8`, in 4 bits."""
+    stored = (Fp8Linear, NF4Linear) if fp8 else (Fp8Linear,)
+    if any(isinstance(module, stored) for module in layer.modules()):
+        return Fp8DecoderLayer(layer, family, config, index, workspace)
+    return FastDecoderLayer(layer, family, config, index)

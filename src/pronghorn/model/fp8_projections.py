@@ -1,0 +1,248 @@
+"""Linears of a layer that share an input, multiplied in FP8 both ways, with their adapters: projections.py's counterpart.
+
+T = packed tokens, D = input width, O = output width of all of them together, R = ranks of their adapters, E = 3R columns that
+carry those in the FP8 product (kernels/fp8.py).
+
+The frozen weights are stored in FP8 (model/fp8_linear.py; with adapters they move into one matrix for each group, and the
+modules' weights become views of it), or in 4 bits (model/quantized.py): then they are made FP8 for each use, in memory that
+all layers share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.lora import Linear as LoraLinear
+from torch import Tensor, nn
+
+from pronghorn.errors import RecipeError
+from pronghorn.kernels.fp8 import Fp8Group
+from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows, fp8_transpose
+from pronghorn.kernels.fp8_lora import SplitJob
+from pronghorn.kernels.lora_linear import Adapter, NormOf
+from pronghorn.kernels.nf4 import NF4Tensor
+from pronghorn.kernels.nf4_fp8 import nf4_fp8_scales, nf4_to_fp8
+from pronghorn.model.fp8_linear import Fp8Linear, fits, require_fp8
+from pronghorn.model.projections import Projections, _joined_bias
+from pronghorn.model.quantized import NF4Linear
+
+
+class Rows(NamedTuple):
+    """Inputs of a product, or gradients of its outputs: as they are, for the adapters, and in FP8 with a scale a row."""
+
+    values: Tensor
+    bytes_ext: Tensor  # e4m3, with the E columns behind, which the product fills
+    scale_T: Tensor
+
+
+class SharedBytes:
+    """A flat e4m3 buffer as large as its largest user needs, allocated when it is first used; and who filled it last."""
+
+    def __init__(self) -> None:
+        self.owner: Any = None
+        self._size = 0
+        self._buffer: Tensor | None = None
+
+    def reserve(self, size: int) -> None:
+        self._size = max(self._size, size)
+
+    def take(self, device: torch.device) -> Tensor:
+        if self._buffer is None or self._buffer.numel() < self._size or self._buffer.device != device:
+            self._buffer, self.owner = torch.empty(self._size, dtype=E4M3, device=device), None
+        return self._buffer
+
+
+class Fp8Workspace:
+    """What the layers of one model share: the weight turned round for backward and, for weights stored in 4 bits, one matrix
+    in FP8 for each kind of group."""
+
+    def __init__(self) -> None:
+        self.turned = SharedBytes()
+        self._matrices: dict[tuple[str, ...], SharedBytes] = {}
+
+    def matrix(self, kind: tuple[str, ...]) -> SharedBytes:
+        return self._matrices.setdefault(kind, SharedBytes())
+
+
+class NF4Fp8Group(Fp8Group):
+    """An `Fp8Group` whose matrix is there after `load`, until another group loads, made from weights in 4 bits.
+
+    One load serves a layer's recomputed forward and its backward. Who owns the buffer follows from the order of calls alone,
+    so a CUDA graph holds every load it needs, provided that its calls begin with `owner = None` (kernels/nf4_lora.py).
+    """
+
+    def __init__(self, weights: Sequence[NF4Tensor], adapters: Sequence[Adapter], matrix: SharedBytes, dtype: torch.dtype
+                 ) -> None:
+        self._stored, self._matrix = list(weights), matrix
+        super().__init__([(torch.empty(q.shape, dtype=E4M3, device="meta"), nf4_fp8_scales(q)) for q in weights], adapters,
+                         dtype=dtype, shared=True)
+        matrix.reserve(self.matrix_bytes)
+
+    def load(self) -> None:
+        if self._matrix.owner is self:
+            return
+        self.borrow(self._matrix.take(self.scale_O.device))
+        for number, (q, rows) in enumerate(zip(self._stored, self.rows, strict=True)):
+            nf4_to_fp8(q, self.scale_O[rows], out=self.weight_view(number))
+        self._matrix.owner = self
+
+
+class Fp8Projections(Projections):
+    """The same linears, asked for FP8 products: `product`, `product_back` and `parameter_grads` stand for the base class's
+    `forward`, `backward_input` and `backward_parameters`, whose rows have the adapters' columns in 16 bits."""
+
+    _group: Fp8Group | None  # type: ignore[assignment]
+
+    def __init__(self, parent: nn.Module, names: tuple[str, ...], workspace: Fp8Workspace) -> None:
+        super().__init__(parent, names)
+        self.workspace = workspace
+        self.keep_turned = False  # whether the turned weight stays instead of being made in each backward: twice the bytes
+        self._turned: Tensor | None = None
+
+    # ---- what is covered -----------------------------------------------------------------------------------------
+
+    def why_not_fused(self) -> str:
+        kinds = set()
+        for module in self.modules():
+            linear = module.get_base_layer() if isinstance(module, LoraLinear) else module
+            kinds.add(type(linear))
+            if type(linear) not in (Fp8Linear, NF4Linear):
+                return f"{type(linear).__name__} is not a linear stored in FP8 or 4 bits"
+            if not fits(linear):
+                return f"FP8 products do not take a weight of {linear.out_features} x {linear.in_features}"
+            if isinstance(module, LoraLinear) and (why := _why_not_fused(module)):
+                return why
+        self._look()
+        return "some of the linears that share an input are stored in FP8, others in 4 bits" if len(kinds) > 1 else ""
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, dtype: torch.dtype) -> bool:
+        """As `Projections.prepare`. Filling in the adapters' present values is left to `copy_jobs`, then `split_jobs`."""
+        self._bias = _joined_bias(self.linears, dtype)
+        identity = (*self._identity(), dtype)
+        rebuilt = self._group is None or self._built_for != identity
+        if rebuilt:
+            self._build(dtype)
+            self._built_for = (*self._identity(), dtype)
+        if isinstance(self._group, NF4Fp8Group):
+            self.workspace.matrix(self.names).owner = None  # what was loaded before this forward is out of date
+        return rebuilt
+
+    def _build(self, dtype: torch.dtype) -> None:
+        device = self.linears[0].weight.device
+        require_fp8(device)
+        if device.type == "cuda" and dtype != torch.bfloat16:
+            raise RecipeError(what=f"FP8 layers cannot compute in {str(dtype).removeprefix('torch.')}",
+                              why="the library's FP8 products give bf16", fix="set precision: bf16")
+        self._turned = None
+        if isinstance(self.linears[0], NF4Linear):
+            weights = [linear.nf4 for linear in self.linears if isinstance(linear, NF4Linear)]
+            self._group = NF4Fp8Group(weights, self.adapters, self.workspace.matrix(self.names), dtype)
+        else:
+            stored = [linear for linear in self.linears if isinstance(linear, Fp8Linear)]
+            self._group = Fp8Group([(linear.q_OD, linear.scale_O) for linear in stored], self.adapters, dtype=dtype)
+            for number, linear in enumerate(stored):
+                linear.weight.data = self._group.weight_view(number).view(torch.uint8)
+        self.workspace.turned.reserve(self._group.D * self._group.grad_width)
+
+    @property
+    def group(self) -> Fp8Group:
+        assert self._group is not None, "`prepare` comes first"
+        return self._group
+
+    @property
+    def split_jobs(self) -> list[SplitJob]:
+        """What makes the adapters' FP8 columns of their values; all layers' in one launch, after all `copy_jobs`."""
+        return self._group.split_jobs if self._group else []
+
+    @property
+    def extra(self) -> int:
+        """Rows in 16 bits have no columns behind them."""
+        return 0
+
+    # ---- forward -------------------------------------------------------------------------------------------------
+
+    def room(self, like: Tensor) -> Tensor:
+        """Of FP8 rows of inputs, E columns included."""
+        return torch.empty(len(like), self.group.input_width, dtype=E4M3, device=like.device)
+
+    def product(self, x: Tensor | Rows) -> tuple[Tensor, Tensor | None]:
+        """(y_TO, x A^T or None), of rows that are in FP8 already, or are cast here."""
+        group = self.group
+        if isinstance(x, Tensor):
+            room = self.room(x)
+            x = Rows(x, room, fp8_cast_rows(x, bound=group.bound, out=room[:, : group.D])[1])
+        group.load()
+        xa_TR = group.extend(*x)
+        return group.forward(x.bytes_ext, x.scale_T, bias_O=self._bias), xa_TR
+
+    # ---- backward ------------------------------------------------------------------------------------------------
+
+    def room_grad(self, like: Tensor) -> Tensor:
+        """Of FP8 rows of gradients."""
+        return torch.empty(len(like), self.group.grad_width, dtype=E4M3, device=like.device)
+
+    def product_back(self, dy: Tensor | Rows) -> tuple[Tensor, Tensor | None]:
+        """(dx_TD, dy sB or None), of rows whose FP8 form has the weight's scales in it already, or are cast here."""
+        group = self.group
+        if isinstance(dy, Tensor):
+            room = self.room_grad(dy)
+            dy = Rows(dy, room, fp8_cast_rows(dy, group.scale_O, bound=group.bound_grad, out=room[:, : group.O])[1])
+        dyb_TR = group.extend_grad(*dy)
+        return group.backward_input(dy.bytes_ext, dy.scale_T, self._turned_weight()), dyb_TR
+
+    def backward_adapters(self, dy_TO: Tensor) -> Tensor | None:
+        """dy sB alone, where nobody needs dx."""
+        return self.group.extend_grad(dy_TO, None, None)
+
+    def _turned_weight(self) -> Tensor:
+        group = self.group
+        if self.keep_turned and self._turned is not None:
+            for job in group.split_jobs:  # only the adapters' part changes
+                fp8_transpose(job.rows_ED, self._turned[:, group.O :])
+            return self._turned
+        group.load()
+        if not self.keep_turned:
+            return group.transposed(self.workspace.turned.take(group.scale_O.device))
+        self._turned = group.transposed()
+        return self._turned
+
+    def parameter_grads(self, dy_TO: Tensor, dyb_TR: Tensor | None, x_TD: Tensor, xa_TR: Tensor | None,
+                        norm: NormOf | None = None) -> list[Tensor | None]:
+        """Gradients of `parameters`, None where frozen. With `norm`, x is that norm's input, and dyb is scaled in place."""
+        grads: list[Tensor | None] = [None] * len(self.linears)
+        precise = torch.promote_types(dy_TO.dtype, torch.float32)
+        grads += [
+            part.sum(0, dtype=precise).to(linear.bias.dtype) if linear.bias.requires_grad else None
+            for linear, part in zip(self.linears, dy_TO.split(self.widths, dim=1), strict=True) if linear.bias is not None
+        ]
+        if dyb_TR is None or xa_TR is None:
+            return grads
+        if self.group.sums is not None:
+            self.group.add_adapter_grads(dy_TO, dyb_TR, x_TD, xa_TR, norm)
+            return grads + [None] * (2 * len(self.adapters))
+        for pair in self.group.adapter_grads(dy_TO, dyb_TR, x_TD, xa_TR, norm):
+            grads += pair
+        return grads
+
+
+def _why_not_fused(module: LoraLinear) -> str:
+    """What only PEFT's own forward computes."""
+    active = module.active_adapters
+    if module.merged:
+        return "an adapter is merged"
+    if len(active) > 1:
+        return "several adapters are active"
+    for name in active:
+        if name not in module.lora_A:
+            return "the active adapter is not on every layer it was asked for"
+        if module.use_dora.get(name, False) or name in module.lora_variant:
+            return "DoRA or another LoRA variant"
+        if module.training and getattr(module.lora_dropout[name], "p", 0.0) > 0:
+            return "LoRA dropout"
+        if getattr(module.lora_B[name], "bias", None) is not None:
+            return "an adapter with a bias"
+    return ""

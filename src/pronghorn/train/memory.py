@@ -1,0 +1,308 @@
+"""The plan of a run's memory: made from the recipe before anything loads, applied to the loaded model, lowered when it must be.
+
+Before the weights load, config, data and budget tell whether the run fits at all. If everything fits, as it does mostly, that
+is the plan. If not, one layer is timed on the device (memory/calibrate.py) once it is there, and the fastest plan is chosen.
+Without a GPU there is a plan only where a budget is given: then the host's memory stands for the device's.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from pronghorn.data.batches import PackedBatch, Shapes
+from pronghorn.data.prepare import hold_out, prepare
+from pronghorn.data.tokens import TokenizerFiles
+from pronghorn.errors import CommandError, EnvironmentFault, PronghornError, RecipeError
+from pronghorn.memory.calibrate import calibrate
+from pronghorn.memory.costs import predicted_costs
+from pronghorn.memory.forecast import Forecast, comparison, job_of, level_table, memory_lines, picture, plan_report
+from pronghorn.memory.gpus import GPUS, Gpu, find_gpu
+from pronghorn.memory.offload import OffloadPool
+from pronghorn.memory.plan import KEEP, Plan, Problem, host_room, make_plan, parse_budget
+from pronghorn.memory.sizes import CONTEXT_BYTES, Job, evaluation_bytes
+from pronghorn.model.causal_lm import engine_of
+from pronghorn.model.config import read_config
+from pronghorn.model.families import why_not_fast
+from pronghorn.model.load import DTYPES, Precision
+from pronghorn.recipe import Recipe
+
+__all__ = ["RunMemory", "comparison", "evaluation_capacity", "forecast", "plan_memory"]
+
+ANY_GPU = GPUS["h200"]  # stands in where the GPU is not known, until one is measured: sizes do not depend on it
+EVALUATION_TOKENS = 4096  # of a pack without gradients: enough to keep a GPU busy, and a quarter of a training pack's memory
+COMPARED_AFTER = 10  # steps: then the plan is held against what was measured
+WARM_UP = 3  # of them, in which kernels are compiled and graphs captured
+
+
+def evaluation_capacity(recipe: Recipe) -> int:
+    """Tokens of a pack in an evaluation: the result is the same for any."""
+    return min(recipe.train.capacity, max(recipe.data.max_length, EVALUATION_TOKENS))
+
+
+# ---- before the model is there -----------------------------------------------------------------------------------------------
+
+
+def plan_memory(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision, *,
+                evaluates: bool = False) -> RunMemory | None:
+    """None where there is nothing to plan. An error if the budget is too small, with the smallest that works."""
+    if why := why_no_plan(recipe, config, device):
+        if recipe.memory.budget != "auto":
+            raise RecipeError(what=f"memory.budget: {recipe.memory.budget} cannot be planned for this run", why=why,
+                              fix="set memory.budget: auto, or change what stands against it")
+        return None
+    job = run_job(recipe, config, shapes, device, precision)
+    aside = evaluation_bytes(job, evaluation_capacity(recipe)) if evaluates and job.graphed else 0
+    gpu = local_gpu(device)
+    budget, remark = budget_of(recipe.memory.budget, device)
+    problem = Problem(job, predicted_costs(job, _able(gpu, job)), budget, host_room(), aside=aside)
+    return RunMemory(make_plan(problem), device, gpu is not None, recipe.train.batch_tokens // recipe.train.capacity,
+                     explicit=recipe.memory.budget != "auto", remark=remark)
+
+
+def why_no_plan(recipe: Recipe, config: Any, device: torch.device) -> str:
+    if recipe.layers == "own":
+        return "the recipe asks for the model's own layers, which keep what they keep"
+    if why := why_not_fast(config.get_text_config()):
+        return why
+    if recipe.method != "full" and (recipe.lora.dropout or recipe.lora.dora):
+        return "with lora.dropout or lora.dora a layer is many operations, not one that decides what it keeps"
+    return "there is no NVIDIA GPU" if device.type != "cuda" and recipe.memory.budget == "auto" else ""
+
+
+def run_job(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision) -> Job:
+    """With the sizes of the first epoch's batches. A pack of a later one may be larger; it would re-plan the run."""
+
+    def usual(sizes: tuple[int, ...]) -> int:  # the last one fits whatever could come
+        return sizes[-2] if len(sizes) > 1 else sizes[-1]
+
+    graphed = device.type == "cuda" and precision != "fp16" and recipe.train.graph != "off"
+    return replace(job_of(recipe, config), element=DTYPES[precision].itemsize, loss_rows=usual(shapes.rows),
+                   documents=usual(shapes.entries), attended=shapes.typical, graphed=graphed)
+
+
+def budget_of(text: str, device: torch.device) -> tuple[int, str]:
+    """(bytes that this process may take, what there is to say about it)"""
+    if device.type != "cuda":
+        return parse_budget(text, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), ""
+    free, total = torch.cuda.mem_get_info(device)
+    room = min(total, free + torch.cuda.memory_reserved(device) + CONTEXT_BYTES)  # ours already: the context, what is loaded
+    asked = parse_budget(text, total, room)
+    if asked > room:
+        return parse_budget("auto", total, room), f"memory.budget is {text}, but other processes leave {room / 1e9:.1f} GB"
+    return asked, ""
+
+
+def local_gpu(device: torch.device) -> Gpu | None:
+    """The table's row for this device, if it has one."""
+    if device.type != "cuda":
+        return None
+    try:
+        return find_gpu(torch.cuda.get_device_name(device))
+    except CommandError:
+        return None
+
+
+def _able(gpu: Gpu | None, job: Job) -> Gpu:
+    """A GPU that can be reckoned with: what a chip without FP8 does in FP8 is refused elsewhere."""
+    needs_fp8 = job.method == "fp8" or job.compute == "fp8"
+    return ANY_GPU if gpu is None or (needs_fp8 and not gpu.fp8_tflops) else gpu
+
+
+# ---- with the model ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RunMemory:
+    """A plan and, once it is applied, the pool that its layers share."""
+
+    plan: Plan
+    device: torch.device
+    timed: bool  # whether the plan's milliseconds are of this device
+    micro_batches: int
+    explicit: bool = False  # the budget is a limit that somebody set
+    remark: str = ""
+    pool: OffloadPool | None = None
+
+    @property
+    def keeps_everything(self) -> bool:
+        return set(self.plan.levels) == {KEEP}
+
+    def apply(self, model: Any, batch: Callable[[], PackedBatch], dtype: torch.dtype, say: Callable[[str], None]) -> bool:
+        """Whether there is anything to apply it to. `batch`: one of the run's own, to time a layer with; asked for only if there
+        is a choice to make."""
+        engine = engine_of(model)
+        why = "it has none of our layers"
+        if engine is not None:
+            why = next((why for layer in engine.layers if (why := layer.why_not_fused())), "")
+        if engine is None or why:
+            if self.explicit:
+                raise RecipeError(what="memory.budget cannot be planned for this run", why=why,
+                                  fix="leave memory.budget out, and lower train.capacity if memory is short")
+            return False
+        if self.remark:
+            say(self.remark)
+        self._limit()
+        if not self.keeps_everything:
+            self._choose(engine, batch(), dtype, say)
+        self._install(engine)
+        return True
+
+    def _limit(self) -> None:
+        """A budget that was asked for is kept by the allocator itself: it fails before it takes more."""
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            share = (self.plan.problem.budget - CONTEXT_BYTES) / total if self.explicit else 1.0
+            torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
+
+    def _choose(self, engine: Any, batch: PackedBatch, dtype: torch.dtype, say: Callable[[str], None]) -> None:
+        problem, here = self.plan.problem, batch.to(self.device)
+        try:
+            costs = calibrate(
+                engine, lambda: engine.documents(here.cu_seqlens, here.longest, here.positions_T, here.typical),
+                tokens=len(here.ids_T), rows=len(here.loss_rows), dtype=dtype, device=self.device,
+                optimizer=problem.costs.optimizer if self.timed else 0.0)
+        except torch.OutOfMemoryError:
+            say("memory: too little to time a layer; the plan goes by the rates of the data sheet")
+        else:
+            self.plan, self.timed = make_plan(replace(problem, costs=costs)), True
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _install(self, engine: Any) -> None:
+        if self.plan.offloaded:
+            self.pool = OffloadPool(len(self.plan.offloaded), self.plan.slot_bytes, self.device)
+        engine.offload = self.pool
+        for layer, level in zip(engine.layers, self.plan.levels, strict=True):
+            layer.level, layer.offload = level.recompute, self.pool if level.offload else None
+
+    def lower(self, model: Any) -> None:
+        """After an allocation failed and its step was given up: a plan that takes less. Results stay the same, to the bit."""
+        engine = engine_of(model)
+        assert engine is not None
+        lower = self.plan.one_notch_lower()
+        self.pool = engine.offload = None
+        for layer in engine.layers:
+            layer.offload = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.plan = lower
+        self._install(engine)
+
+    # ---- what there is to say ------------------------------------------------------------------------------------------------
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Predicted; None where nobody knows this device's speed."""
+        return self.plan.step_ms(self.micro_batches) / 1000 if self.timed else None
+
+    def event(self) -> dict[str, Any]:
+        """For the run's log: the plan as data and as lines of text."""
+        return {"plan": self.plan.as_dict(), "step_seconds": self.step_seconds, "text": self.text(),
+                "pinned_bytes": self.pool.host_bytes if self.pool else 0}
+
+    def text(self) -> list[str]:
+        plan, seconds = self.plan, self.step_seconds
+        kind = "from times measured here" if plan.problem.costs.measured else "predicted"
+        step = f"{seconds:.3f} s a step ({kind})" if seconds is not None else "step time not known before it is measured"
+        if self.keeps_everything:
+            return [f"memory: everything fits, nothing is computed twice; peak {plan.peak_bytes / 1e9:.2f} GB predicted, "
+                    f"{plan.device_bytes / 1e9:.2f} of {plan.problem.budget / 1e9:.2f} GB with driver and fragments; {step}"]
+        lines = ["memory:", *level_table(plan), *picture(plan.levels), *memory_lines(plan)]
+        if self.pool is not None:
+            lines.append(f"pool        {self.pool.host_bytes / 1e9:.2f} GB of host memory in {self.pool.slots - 1} slots")
+        return [*lines, f"step        {step}", *(f"why         {reason}" for reason in plan.reasons)]
+
+    def measured(self, step_seconds: float) -> dict[str, Any]:
+        """What the run took, beside what was planned, as data and as a line of text."""
+        plan, seconds = self.plan, self.step_seconds
+        told = [f"{step_seconds:.3f} s a step" + (f" ({seconds:.3f} planned)" if seconds is not None else "")]
+        facts: dict[str, Any] = {"step_seconds": step_seconds, "planned_step_seconds": seconds,
+                                 "planned_peak_bytes": plan.peak_bytes, "planned_device_bytes": plan.device_bytes}
+        if self.device.type == "cuda":
+            facts["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
+            facts["device_bytes"] = torch.cuda.max_memory_reserved(self.device) + CONTEXT_BYTES
+            told = [f"peak {facts['peak_bytes'] / 1e9:.2f} GB ({plan.peak_bytes / 1e9:.2f} planned)",
+                    f"with driver and fragments about {facts['device_bytes'] / 1e9:.2f} GB "
+                    f"({plan.device_bytes / 1e9:.2f} planned, budget {plan.problem.budget / 1e9:.2f})", *told]
+        return facts | {"text": [f"memory measured: {', '.join(told)}"]}
+
+
+def out_of_memory(step: int, where: str, why: str, recipe: Recipe) -> EnvironmentFault:
+    return EnvironmentFault(what=f"step {step}: out of GPU memory", where=where, why=why,
+                            fix=f"lower train.capacity (now {recipe.train.capacity:,}) and start with --fresh")
+
+
+# ---- `pronghorn plan` --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What a forecast wants to know of the rows."""
+
+    tokens: int  # of the whole run
+    loss_share: float
+    attended: int
+
+
+class _NotPrepared(Exception):
+    """The rows were not tokenized yet."""
+
+
+class _CachedOnly(TokenizerFiles):
+    def load(self) -> Any:
+        raise _NotPrepared
+
+
+def cached_data(recipe: Recipe) -> DataFacts | None:
+    """From rows that some earlier command tokenized; None where that would have to be done first."""
+    try:
+        table = prepare(recipe.data.train, recipe.data, _CachedOnly(recipe.model, recipe.data.chat_template)).tokens
+    except (_NotPrepared, PronghornError):
+        return None
+    if isinstance(recipe.data.eval, float):
+        table, _ = hold_out(table, recipe.data.eval, recipe.train.seed)
+    lengths = table.lengths.astype("int64")
+    tokens = int(lengths.sum())
+    return DataFacts(tokens * recipe.train.epochs, float(table.loss_counts.sum()) / max(1, tokens),
+                     int((lengths * lengths).sum()) // max(1, tokens))
+
+
+def forecast(recipe: Recipe, *, gpu: str | None, price: float | None = None, tokens: int | None = None) -> list[Forecast]:
+    """On the GPU that is named, on this machine's, or, where there is none, on each of the table that the run fits into."""
+    if price is not None and price < 0:
+        raise CommandError(what=f"--price {price:g} is negative", fix="give the price of one GPU for an hour, in USD")
+    if tokens is not None and tokens < 1:
+        raise CommandError(what=f"--tokens {tokens} is no amount", fix="give the tokens of the whole run, over all epochs")
+    chosen = find_gpu(gpu) if gpu else None  # refused before anything is read
+    if chosen is None and torch.cuda.is_available():
+        chosen = find_gpu(torch.cuda.get_device_name())
+    config, data = read_config(recipe.model), cached_data(recipe)
+    if why := why_no_plan(recipe, config, torch.device("cuda")):
+        raise RecipeError(what="this run cannot be planned", why=why, fix="change what stands against it")
+    known = data.tokens if data and not recipe.train.steps else None
+    options: dict[str, Any] = {"tokens": tokens or known, "price": price}
+    if data is not None:
+        options |= {"attended": data.attended, "loss_share": data.loss_share}
+    if chosen is not None:
+        return [plan_report(recipe, config, gpu=chosen, **options)]
+    found: list[Forecast] = []
+    problem: PronghornError | None = None
+    for one in GPUS.values():
+        try:
+            found.append(plan_report(recipe, config, gpu=one, **options))
+        except (RecipeError, CommandError) as error:
+            problem = error
+    if not found and problem is not None:
+        raise problem
+    return found

@@ -1,0 +1,368 @@
+"""Runs under a budget: the layers follow the plan, the numbers stay the same, and memory that runs out leads to a lower plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pronghorn.cli import main
+from pronghorn.data.batches import Shapes
+from pronghorn.errors import CommandError, EnvironmentFault, Interrupted, RecipeError
+from pronghorn.memory.plan import KEEP, Problem, smallest_budget
+from pronghorn.model.causal_lm import engine_of
+from pronghorn.model.config import read_config
+from pronghorn.model.decoder_layer import FastDecoderLayer
+from pronghorn.recipe import Recipe
+from pronghorn.report.run_log import history, read_log
+from pronghorn.train import loop, setup
+from pronghorn.train.fused_adamw import FusedAdamW
+from pronghorn.train.graphed_step import GraphedStep, raise_if_out_of_memory
+from pronghorn.train.loop import RunResult, train
+from pronghorn.train.memory import RunMemory, cached_data, evaluation_capacity, forecast, plan_memory, run_job
+from pronghorn.train.setup import Session, set_up
+from test_loop import Silent, same, weights
+
+RecipeFor = Callable[..., Recipe]
+CPU = torch.device("cpu")
+SIX_LAYERS = {"num_hidden_layers": 6}
+
+
+@pytest.fixture
+def deep_recipe(recipe_for: RecipeFor, tmp_path: Path) -> RecipeFor:
+    """A model of six layers: enough of them for a plan that mixes levels."""
+    from samples import make_model, make_tokenizer
+
+    folder = tmp_path / "deep"
+    make_model(**SIX_LAYERS).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+
+    def build(**changes: Any) -> Recipe:
+        return recipe_for(**({"model": str(folder), "data": {"eval": None}} | changes))
+
+    return build
+
+
+def shapes_of(recipe: Recipe) -> Shapes:
+    capacity = recipe.train.capacity
+    return Shapes((32, 160), (capacity // 2, capacity), 128, 60)
+
+
+def budgets(recipe: Recipe) -> tuple[int, int]:
+    """(the smallest that works, the smallest that keeps everything), for a run on this machine's CPU."""
+    memory = plan_memory(recipe.model_copy(update={"memory": recipe.memory.model_copy(update={"budget": "2GB"})}),
+                         read_config(recipe.model), shapes_of(recipe), CPU, "fp32")
+    assert memory is not None
+    return smallest_budget(memory.plan.problem), memory.plan.device_bytes
+
+
+def between(recipe: Recipe, share: float) -> dict[str, str]:
+    low, high = budgets(recipe)
+    return {"budget": f"{(low + share * (high - low)) / 1e6:.6f}MB"}
+
+
+def set_up_silently(recipe: Recipe) -> Session:
+    from contextlib import nullcontext
+
+    return set_up(recipe, Path(recipe.output), report=lambda *_: None, stage=lambda _: nullcontext())
+
+
+def curve(result: RunResult) -> list[tuple[float, float]]:
+    return [(e["loss"], e["grad_norm"]) for e in history(read_log(result.folder)) if e["event"] == "step"]
+
+
+def test_the_layers_follow_the_plan(deep_recipe: RecipeFor) -> None:
+    kinds = set()
+    for share in (0.0, 0.4, 0.8, 1.01):
+        session = set_up_silently(deep_recipe(memory=between(deep_recipe(), share)))
+        assert session.memory is not None
+        plan, engine = session.memory.plan, engine_of(session.model)
+        assert engine is not None
+        assert [layer.level for layer in engine.layers] == [level.recompute for level in plan.levels]
+        assert [layer.offload is not None for layer in engine.layers] == [level.offload for level in plan.levels]
+        assert (engine.offload is not None) == bool(plan.offloaded)
+        assert plan.device_bytes <= plan.problem.budget
+        assert plan.problem.costs.measured == (set(plan.levels) != {KEEP})  # timed only where there is a choice
+        kinds |= {level.recompute for level in plan.levels}
+    assert set(plan.levels) == {KEEP}
+    assert len(kinds) > 1
+
+
+@pytest.mark.parametrize("changes", [{}, {"method": "full", "precision": "bf16"}], ids=["lora", "full bf16"])
+def test_every_budget_trains_the_same_numbers(deep_recipe: RecipeFor, tmp_path: Path, changes: dict[str, Any]) -> None:
+    base = deep_recipe(**changes)
+    free = train(deep_recipe(**changes, output=str(tmp_path / "free")), display=Silent())
+    assert free.checkpoint
+    for share in (0.0, 0.5):
+        recipe = deep_recipe(**changes, memory=between(base, share) if not changes else {"budget": _small(base, share)},
+                             output=str(tmp_path / f"b{share}"))
+        planned = train(recipe, display=Silent())
+        assert planned.checkpoint
+        assert curve(planned) == curve(free)
+        assert same(weights(planned.checkpoint), weights(free.checkpoint))
+        events = read_log(planned.folder)
+        told = next(e for e in events if e["event"] == "plan")
+        assert set(told["plan"]["levels"]) != {"keep"}
+        assert any("computed again" in line for line in told["text"])
+        assert [e["step_seconds"] > 0 for e in events if e["event"] == "measured"] == [True] * (planned.step >= 10)
+        page = (planned.folder / "report.html").read_text(encoding="utf-8")
+        assert "<h2>Memory</h2>" in page
+    assert not [e for e in read_log(free.folder) if e["event"] == "plan"]  # a CPU without a budget has no plan
+
+
+def _small(recipe: Recipe, share: float) -> str:
+    """As `between`, for another precision than fp32."""
+    asked = recipe.model_copy(update={"memory": recipe.memory.model_copy(update={"budget": "2GB"})})
+    memory = plan_memory(asked, read_config(recipe.model), shapes_of(recipe), CPU, "bf16")
+    assert memory is not None
+    low, high = smallest_budget(memory.plan.problem), memory.plan.device_bytes
+    return f"{(low + share * (high - low)) / 1e6:.6f}MB"
+
+
+def offload_everything(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The planner's choice is replaced: half of the layers leave for the host, the last one among them."""
+    from pronghorn.memory.plan import Level, evaluate
+
+    pools, real = [], RunMemory._install
+
+    def install(self: RunMemory, engine: Any) -> None:
+        from dataclasses import replace
+
+        levels = tuple(Level(level, offload=i % 2 == 1) for i, level in
+                       enumerate(("layer", "layer", "gate_up", "gate_up", "nothing", "nothing")))
+        outcome = evaluate(self.plan.problem, levels)
+        slot = max(self.plan.problem.slot(level.recompute) for level in levels if level.offload)
+        self.plan = replace(self.plan, levels=levels, peak_bytes=outcome.peak, host_bytes=outcome.host, slot_bytes=slot)
+        real(self, engine)
+        pools.append(self.pool)
+
+    monkeypatch.setattr(RunMemory, "_install", install)
+    return pools
+
+
+def test_offloaded_layers_train_the_same_numbers(deep_recipe: RecipeFor, tmp_path: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    free = train(deep_recipe(output=str(tmp_path / "free")), display=Silent())
+    pools = offload_everything(monkeypatch)
+    turns = []
+    planned_recipe = deep_recipe(memory={"budget": "2GB"}, output=str(tmp_path / "planned"))
+    real = setup.make_step
+
+    def watched(*args: Any, **options: Any) -> Any:
+        pool, made = pools[-1], real(*args, **options)
+        turn = pool.turn
+        monkeypatch.setattr(pool, "turn", lambda: (turns.append(len(pool._away)), turn()))
+        return made
+
+    monkeypatch.setattr(setup, "make_step", watched)
+    planned = train(planned_recipe, display=Silent())
+    assert curve(planned) == curve(free)
+    assert len(turns) > planned.step  # two micro-batches a step, but for the last of an epoch
+    assert set(turns) == {3}  # every layer that offloads was away when the way back began
+    assert not pools[0]._away
+    told = next(e for e in read_log(planned.folder) if e["event"] == "plan")
+    assert told["pinned_bytes"] == pools[0].host_bytes > 0
+    assert any("↑ offloaded" in line for line in told["text"])
+
+
+def test_a_planned_run_resumes_exactly_also_under_another_budget(deep_recipe: RecipeFor, tmp_path: Path) -> None:
+    def interrupt(step: int) -> None:
+        if step == 4:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    whole = train(deep_recipe(memory=between(deep_recipe(), 0.3), output=str(tmp_path / "whole")), display=Silent())
+    with pytest.raises(Interrupted):
+        train(deep_recipe(memory=between(deep_recipe(), 0.3), output=str(tmp_path / "parts")), display=Silent(interrupt))
+    parts = train(deep_recipe(memory=between(deep_recipe(), 0.7), output=str(tmp_path / "parts")), display=Silent())
+    assert whole.checkpoint
+    assert parts.checkpoint
+    assert curve(parts) == curve(whole)
+    assert same(weights(parts.checkpoint), weights(whole.checkpoint))
+
+
+def fails_at(monkeypatch: pytest.MonkeyPatch, calls: set[int], layer_number: int = 3) -> list[int]:
+    """Forwards of one layer that find no memory, by their number."""
+    real, seen = FastDecoderLayer.forward, [0]
+
+    def forward(self: FastDecoderLayer, *args: Any, **options: Any) -> Any:
+        if self.index == layer_number and torch.is_inference_mode_enabled() is False:
+            seen[0] += 1
+            if seen[0] in calls:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has none")
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(FastDecoderLayer, "forward", forward)
+    return seen
+
+
+def test_memory_that_runs_out_leads_to_a_lower_plan_and_the_same_run(deep_recipe: RecipeFor, tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed = train(deep_recipe(memory={"budget": "2GB"}, output=str(tmp_path / "a")), display=Silent())
+    # everything fits, so nothing was timed: forward 8 is the second micro-batch of step 4, when one has left its gradients
+    fails_at(monkeypatch, {8})
+    disturbed = train(deep_recipe(memory={"budget": "2GB"}, output=str(tmp_path / "b")), display=Silent())
+    assert undisturbed.checkpoint
+    assert disturbed.checkpoint
+    assert curve(disturbed) == curve(undisturbed)
+    assert same(weights(disturbed.checkpoint), weights(undisturbed.checkpoint))
+    events = read_log(disturbed.folder)
+    first, second = (e["plan"] for e in events if e["event"] == "plan")
+    assert set(first["levels"]) == {"keep"} != set(second["levels"])
+    assert second["peak_bytes"] < first["peak_bytes"]
+    said = [e["text"] for e in events if e["event"] == "notice" and "out of memory" in e["text"]]
+    assert len(said) == 1
+    assert "step 4: out of memory (CUDA out of memory); planned again" in said[0]
+    assert [e["step"] for e in events if e["event"] == "step"] == list(range(1, disturbed.step + 1))
+
+
+def test_the_step_that_runs_ahead_is_repeated_too(deep_recipe: RecipeFor, tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphed step, which reads its numbers a step late; on a CPU its functions run without capture."""
+    def make_step(model: Any, optimizer: Any, **options: Any) -> GraphedStep:
+        options.pop("graph")
+        return GraphedStep(model, optimizer, **options)
+
+    monkeypatch.setattr(setup, "make_step", make_step)
+    monkeypatch.setattr(setup, "make_optimizer", lambda model, recipe: FusedAdamW(
+        [{"params": [p for p in model.parameters() if p.requires_grad], "base_lr": recipe.train.lr}], lr=recipe.train.lr))
+    undisturbed = train(deep_recipe(memory={"budget": "2GB"}, output=str(tmp_path / "a")), display=Silent())
+    fails_at(monkeypatch, {8, 9})
+    disturbed = train(deep_recipe(memory={"budget": "2GB"}, output=str(tmp_path / "b")), display=Silent())
+    assert curve(disturbed) == curve(undisturbed)
+    assert undisturbed.checkpoint
+    assert disturbed.checkpoint
+    assert same(weights(disturbed.checkpoint), weights(undisturbed.checkpoint))
+
+
+def test_without_a_lower_plan_the_run_stops_and_goes_on_later(deep_recipe: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = deep_recipe(memory={"budget": "2GB"})
+    fails_at(monkeypatch, set(range(8, 1000)))
+    with pytest.raises(EnvironmentFault, match="step 4: out of memory, and no plan takes less") as caught:
+        train(recipe, display=Silent())
+    assert caught.value.exit_code == 3
+    assert "train.capacity" in caught.value.fix or "method" in caught.value.fix
+    assert read_log(Path(recipe.output))[-1]["exit_code"] == 3
+
+
+def test_without_a_plan_it_is_an_error_as_ever(deep_recipe: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails_at(monkeypatch, {8})
+    with pytest.raises(EnvironmentFault, match="step 4: out of GPU memory") as caught:
+        train(deep_recipe(), display=Silent())
+    assert "lower train.capacity (now 256)" in caught.value.fix
+
+
+def test_an_update_that_was_begun_is_never_repeated(deep_recipe: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. In the update")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    with pytest.raises(EnvironmentFault, match="step 1: out of GPU memory"):
+        train(deep_recipe(memory={"budget": "2GB"}), display=Silent())
+
+
+def test_an_error_behind_which_memory_ran_out_is_known() -> None:
+    try:
+        try:
+            raise torch.OutOfMemoryError("no room")
+        finally:
+            int("the capture's own error")
+    except ValueError as error:
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            raise_if_out_of_memory(error)
+    raise_if_out_of_memory(RuntimeError("something else"))
+
+
+def test_too_small_a_budget_is_refused_before_anything_loads(deep_recipe: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "load_model", lambda *a, **k: pytest.fail("loaded"))
+    recipe = deep_recipe(memory={"budget": "300MB"})
+    with pytest.raises(RecipeError, match="the smallest that works is 0.8 GB") as caught:
+        train(recipe, display=Silent())
+    assert caught.value.exit_code == 2
+    assert "set memory.budget: 0.8GB" in caught.value.fix
+    assert not Path(recipe.output).exists()
+
+
+@pytest.mark.parametrize(("changes", "why"), [
+    ({"layers": "own"}, "model's own layers"), ({"lora": {"r": 4, "dropout": 0.1}}, "dropout"), ({"lora": {"dora": True}}, "dora"),
+])
+def test_a_budget_that_would_be_ignored_is_refused(recipe_for: RecipeFor, changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(RecipeError, match="cannot be planned") as caught:
+        train(recipe_for(memory={"budget": "2GB"}, **changes), display=Silent())
+    assert why in caught.value.why
+
+
+def test_evaluation_is_paid_for_where_a_captured_step_keeps_its_memory(recipe_for: RecipeFor) -> None:
+    recipe = recipe_for(memory={"budget": "2GB"}, train={"capacity": 16384, "batch_tokens": 16384})
+    assert evaluation_capacity(recipe) == 4096
+    assert evaluation_capacity(recipe_for()) == 256
+    job = run_job(recipe, read_config(recipe.model), shapes_of(recipe), torch.device("cuda"), "bf16")
+    assert (job.graphed, job.element, job.loss_rows, job.documents, job.attended) == (True, 2, 8192, 32, 60)
+    memory = plan_memory(recipe, read_config(recipe.model), shapes_of(recipe), CPU, "fp32", evaluates=True)
+    assert memory is not None
+    assert memory.plan.problem.aside == 0  # a step that is not captured gives its memory back
+    problem = memory.plan.problem
+    aside = Problem(problem.job, problem.costs, problem.budget, problem.host, aside=10**8)
+    assert smallest_budget(aside) == smallest_budget(problem) + 10**8
+
+
+# ---- `pronghorn plan` --------------------------------------------------------------------------------------------------------
+
+
+def test_a_forecast_needs_neither_gpu_nor_weights_nor_data(recipe_for: RecipeFor, tmp_path: Path) -> None:
+    recipe = recipe_for()
+    assert cached_data(recipe) is None
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((Path(recipe.model) / "config.json").read_bytes())
+    (found,) = forecast(recipe_for(model=str(bare)), gpu="rtx4090", price=0.5, tokens=10**9)
+    assert (found.gpu.name, found.price, found.tokens) == ("rtx4090", 0.5, 10**9)
+    if not torch.cuda.is_available():
+        assert {one.gpu.name for one in forecast(recipe, gpu=None)} >= {"rtx3090", "h100", "b200"}
+    with pytest.raises(CommandError, match="no GPU is known as 'rtx4091'") as caught:
+        forecast(recipe, gpu="rtx4091")
+    assert "did you mean rtx4090?" in caught.value.fix
+    for wrong in ({"price": -1.0}, {"tokens": 0}):
+        with pytest.raises(CommandError):
+            forecast(recipe, gpu="h200", **wrong)  # type: ignore[arg-type]
+
+
+def test_rows_that_were_tokenized_before_are_counted(recipe_for: RecipeFor) -> None:
+    recipe = recipe_for(train={"epochs": 3})
+    result = train(recipe, display=Silent())
+    start = read_log(result.folder)[0]["data"]
+    (found,) = forecast(recipe, gpu="h200")
+    assert found.tokens == 3 * start["tokens"]
+    data = cached_data(recipe)
+    assert data is not None
+    assert data.loss_share == pytest.approx(start["loss_tokens"] / start["tokens"])
+    (steps,) = forecast(recipe_for(train={"steps": 7}), gpu="h200")
+    assert steps.tokens == 7 * recipe.train.batch_tokens
+
+
+def test_the_verb_says_it_to_people_and_to_machines(recipe_for: RecipeFor, tmp_path: Path,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(recipe_for().model_dump(mode="json")), encoding="utf-8")
+    assert main(["plan", str(file), "--gpu", "a100-80"]) == 0
+    text = capsys.readouterr().out
+    for part in ("A100 80 GB", "tokens/s", "peak", "USD", "█ keeps everything", "tokens unknown"):
+        assert part in text
+    assert main(["plan", str(file), "--gpu", "h200", "--tokens", "1000000", "--price", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["tokens"] == 1_000_000
+    assert told["cost"] == pytest.approx(told["hours"] * 2)
+    if not torch.cuda.is_available():
+        assert main(["plan", str(file)]) == 0
+        shown = capsys.readouterr().out
+        assert "b200" in shown
+        assert "USD an hour" in shown
+    assert main(["plan", str(file), "--gpu", "h20"]) == 2
+    assert "did you mean" in capsys.readouterr().err
+    assert loop.train is train
