@@ -116,7 +116,7 @@ def sweep(case: dict[str, Any]) -> list[Line]:
     data = _Data(case)
     true_out, true_grads = data.truth()
     for config in op.CONFIGS[64 if data.width <= 64 else 128]:
-        with replaced(op, "config_for", lambda _, config=config: config):
+        with replaced(op, "config_for", lambda *_, config=config: config):
             out, lse = data.forward(backend="short")
             for what, call, truth, flops in (
                 ("forward", lambda: data.forward(backend="short")[0], true_out, data.flops),

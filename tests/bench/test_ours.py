@@ -28,8 +28,7 @@ def test_the_workload_s_method_is_what_runs(method: Literal["lora", "qlora"], tm
     weight = base_of(ours.step.model).model.layers[0].mlp.up_proj.base_layer.weight
     assert (weight.dtype == torch.uint8) == (method == "qlora")
     figures = ours.run()
-    assert len(figures["losses"]) == 3
-    assert figures["tokens_per_second"] > 0
+    assert figures["changed_share"] > 0.9
 
 
 def test_no_workload_waits_for_what_is_built() -> None:

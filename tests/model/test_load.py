@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -182,21 +179,20 @@ def test_a_model_without_linears_cannot_be_stored_in_4_bits(tmp_path: Path) -> N
     assert "load_in_4bit=False" in caught.value.fix
 
 
-def test_a_hub_name_is_found_in_the_hub_s_cache(tiny_model: Path, tmp_path: Path) -> None:
-    """In a process of its own: the place of the cache is read once."""
-    snapshot = tmp_path / "models--org--tiny" / "snapshots" / ("0" * 40)
-    shutil.copytree(tiny_model, snapshot)
+def test_a_hub_name_is_found_in_the_hub_s_cache(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(tiny_model, tmp_path / "models--org--tiny" / "snapshots" / ("0" * 40))
     (tmp_path / "models--org--tiny" / "refs").mkdir()
     (tmp_path / "models--org--tiny" / "refs" / "main").write_text("0" * 40)
-    code = ("import torch; from pronghorn.errors import ModelError; from pronghorn.model.load import load_model\n"
-            "model = load_model('org/tiny', torch.float32, torch.device('cpu'), four_bit=True)\n"
-            "assert model.name_or_path == 'org/tiny' and model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8\n"
-            "try: load_model('org/other', torch.float32, torch.device('cpu'), four_bit=True)\n"
-            "except ModelError as error: print(error.where, error.fix)")
-    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "org/other check the name" in done.stdout
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model = load_model("org/tiny", torch.float32, CPU, four_bit=True)
+    assert isinstance(model.model.layers[0].mlp.up_proj, NF4Linear)
+    assert model.name_or_path == "org/tiny"
+    for name in ("org/other", "org/tiny"):
+        shutil.rmtree(tmp_path / f"models--{name.replace('/', '--')}", ignore_errors=True)
+        with pytest.raises(ModelError) as caught:
+            load_model(name, torch.float32, CPU, four_bit=True)
+        assert caught.value.where == name
+        assert "hub cache" in caught.value.fix
 
 
 # Refusals ---------------------------------------------------------------------------------------------------------------

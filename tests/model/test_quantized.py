@@ -20,6 +20,7 @@ from pronghorn.kernels.nf4 import nf4_dequantize, nf4_quantize
 from pronghorn.model import quantized
 from pronghorn.model.quantized import (
     NF4Linear,
+    count_parameters,
     dequantize_model_,
     load_nf4,
     quantize_model_,
@@ -112,8 +113,10 @@ def test_casting_a_model_leaves_the_scales_alone() -> None:
 
 def test_an_ordinary_peft_model_with_the_same_numbers() -> None:
     model = small_model()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     names = {f"base_model.model.{key}" for key, _ in with_adapter(copy.deepcopy(model)).base_model.model.named_parameters()}
     assert quantize_model_(model) == 14
+    assert count_parameters(model) == parameters
     assert type(model.lm_head) is nn.Linear
     twin = with_adapter(plain_twin(model))
     model = with_adapter(model)

@@ -55,8 +55,14 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def config_for(width: int) -> Config:
-    return CONFIGS[64 if width <= 64 else 128][0]
+# fp32 products are not for tensor cores: Triton unrolls them, and larger tiles spill kilobytes. A run in fp32 is for looking
+# closely, not for speed.
+FP32_CONFIGS = {64: Config(*[Tiles(32, 32, 8, 1)] * 3), 128: Config(*[Tiles(16, 16, 4, 1)] * 3)}
+
+
+def config_for(width: int, dtype: torch.dtype) -> Config:
+    size = 64 if width <= 64 else 128
+    return FP32_CONFIGS[size] if dtype == torch.float32 else CONFIGS[size][0]
 
 
 # ---- Triton -------------------------------------------------------------------------------------------------
@@ -252,7 +258,7 @@ class Short:
         T, heads, width = q_TNH.shape
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device) if out is None else out
         lse_NT = torch.empty(heads, T, dtype=torch.float32, device=q_TNH.device)
-        tiles = config_for(width).forward
+        tiles = config_for(width, q_TNH.dtype).forward
         _forward_kernel[(heads, triton.cdiv(T, tiles.rows))](
             q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0), out_TNH, out_TNH.stride(0), lse_NT,
             packed.spans_of(T)[0], packed.sinks_N, packed.scale, packed.softcap or 1.0, T,
@@ -277,7 +283,7 @@ class Short:
         delta_NT = torch.empty_like(lse_NT)
         starts_T, ends_T = packed.spans_of(T)
         options = Short._options(q_TNH, k_TKH, packed)
-        config, softcap = config_for(width), packed.softcap or 1.0
+        config, softcap = config_for(width, q_TNH.dtype), packed.softcap or 1.0
         inputs = (dout_TNH, dout_TNH.stride(0), q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0))
         tiles = config.dq
         _dq_kernel[(heads, triton.cdiv(T, tiles.rows))](

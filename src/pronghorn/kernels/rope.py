@@ -93,7 +93,7 @@ def _weight_grad_tile(heads: int, head_width: int) -> WeightGradTile:
     processor, with 93 KB under way, from start to end. Its loop has 270 instructions; with 8 values a thread it had 188."""
     width = triton.next_power_of_2(head_width)
     block = max(1, min(triton.next_power_of_2(heads), 1024 // width))
-    return WeightGradTile(block, max(1, min(4, block * width // 512)), 3, 10)
+    return WeightGradTile(block, warps := max(1, block * width // 512), 3, 20 // warps)
 
 
 @jit

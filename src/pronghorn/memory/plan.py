@@ -153,13 +153,14 @@ def smallest_budget(problem: Problem) -> int:
 
 def _ways_out(problem: Problem) -> str:
     """Changes that make the same run smaller, with what each needs."""
-    job, ways = problem.job, []
+    job, ways, now = problem.job, [], smallest_budget(problem)
     half = job.capacity // 2
     if half >= 512:
         ways.append(f"train.capacity: {half} ({_gb_up(smallest_budget(replace(problem, job=job.with_capacity(half))))})")
     if job.method in ("lora", "full"):
-        job = replace(job, method="qlora")
-        ways.append(f"method: qlora ({_gb_up(smallest_budget(replace(problem, job=job)))})")
+        smaller = smallest_budget(replace(problem, job=replace(job, method="qlora")))
+        if smaller < now:
+            ways.append(f"method: qlora ({_gb_up(smaller)})")
     return " or ".join(ways) or "use a smaller model"
 
 

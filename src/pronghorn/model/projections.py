@@ -114,6 +114,11 @@ class Projections:
         if self._group:
             self._group.load()
 
+    def forget_weights(self) -> None:
+        """The next use dequantizes again, as in a model of many layers; for who times one layer alone."""
+        if isinstance(self._group, NF4LoraGroup):
+            self._group.scratch.forget()
+
     def _identity(self) -> tuple[Any, ...]:
         """Changes when an adapter is added, replaced or scaled, or a weight moves to another place or device."""
         adapters = tuple((id(adapter.A_RD), id(adapter.B_OR), adapter.scale) for adapter in self.adapters)

@@ -8,9 +8,12 @@ from typing import Any
 
 from rich.table import Table
 
+from pronghorn.data.batches import Shapes
 from pronghorn.data.tokens import load_tokenizer
+from pronghorn.model.config import read_config
 from pronghorn.model.load import ModelFacts, Precision, inspect_model, pick_device, require_tokenizer_fits, resolve_precision
 from pronghorn.recipe import Recipe
+from pronghorn.train.memory import plan_memory
 from pronghorn.train.setup import notices, packs_per_step, prepare_data, refuse_what_is_not_built
 
 LOGITS_CHUNK = 640_000_000  # the most that linear + cross-entropy holds at once (kernels/linear_cross_entropy.py)
@@ -38,6 +41,7 @@ class Facts:
     memory_training: int
     memory_activations: int
     notices: tuple[str, ...]
+    plan: tuple[str, ...] = ()  # how the layers would be kept, where there is a GPU or a budget
 
     @property
     def memory(self) -> int:
@@ -59,6 +63,7 @@ class Facts:
             ("packing", f"{self.packs:,} packs an epoch, {self.packing_efficiency:.1%} full"),
             ("steps", f"{self.steps:,} of {self.micro_batches_per_step} micro-batches"),
             ("memory", "about {} GB: weights {}, adapters, gradients and optimizer {}, activations {}".format(*gigabytes)),
+            *(("plan", text) for text in self.plan),
             *(("note", text) for text in self.notices),
         ):
             table.add_row(name, value)
@@ -78,14 +83,19 @@ def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Fac
     data = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
     summary = data.summary(recipe.train.capacity)
     trainable = facts.parameters if recipe.method == "full" else facts.adapter_parameters
+    shapes = Shapes.planned(data.train, data.first_epoch, recipe.train.capacity)
+    planned = plan_memory(recipe, read_config(recipe.model), shapes, device, precision, evaluates=data.evaluation is not None)
+    weights = _weights(recipe, facts, precision)
+    training = trainable * (4 * 3 + (0 if recipe.method == "full" else 4))
     return Facts(
         model=recipe.model, model_type=facts.model_type, parameters=facts.parameters, trainable=trainable, device=device.type,
         precision=precision, documents=summary["documents"], tokens=summary["tokens"], loss_tokens=summary["loss_tokens"],
         eval_documents=len(data.evaluation) if data.evaluation is not None else 0, packs=summary["packs"],
         packing_efficiency=summary["efficiency"], micro_batches_per_step=packs_per_step(recipe), steps=data.total_steps,
-        memory_weights=_weights(recipe, facts, precision),
-        memory_training=trainable * (4 * 3 + (0 if recipe.method == "full" else 4)),
-        memory_activations=_activations(recipe, facts, precision),
+        memory_weights=weights, memory_training=training,
+        # the planner's peak where it has one: activations, and whatever else there is beside weights and training
+        memory_activations=planned.plan.peak_bytes - weights - training if planned else _activations(recipe, facts, precision),
+        plan=tuple(planned.text()) if planned else (),
         notices=tuple(notices(recipe, data, device, precision, facts)),
     )
 

@@ -134,7 +134,7 @@ class RunMemory:
         return set(self.plan.levels) == {KEEP}
 
     def apply(self, model: Any, batch: Callable[[], PackedBatch], dtype: torch.dtype, say: Callable[[str], None]) -> bool:
-        """Whether there is anything to apply it to. `batch`: one of the run's own, to time a layer with; asked for only if there
+        """Whether there is anything to apply it to. `batch`: one of the run's own, to time a layer with, asked for if there
         is a choice to make."""
         engine = engine_of(model)
         why = "it has none of our layers"
