@@ -120,7 +120,8 @@ def sweep(case: dict[str, Any]) -> list[Line]:
             out, lse = data.forward(backend="short")
             for what, call, truth, flops in (
                 ("forward", lambda: data.forward(backend="short")[0], true_out, data.flops),
-                ("backward", lambda out=out, lse=lse: data.backward(out, lse, backend="short"), true_grads, data.flops * 5 // 2),
+                ("backward", lambda out=out, lse=lse: data.backward(out, lse, backend="short"), true_grads,
+                 data.flops * 5 // 2),
             ):
                 tiles = config.forward if what == "forward" else (*config.dq, *config.dkdv)
                 lines += compare(f"attention {what}", f"{case['name']} {tuple(tiles)}", {"ours": call}, lambda t=truth: t,

@@ -42,9 +42,9 @@ class Config(NamedTuple):
     dkdv: Tiles
 
 
-# By head width; the first is used, `python -m benchmarks.ops --sweep attention` times the others. Compiled for sm_90 by Triton 3.6
-# none spills; programs an SM by registers and shared memory: 4, 3 and 2 at width 64, 2 each at 128 (where 64 rows for dk and dv
-# would take 8 warps of 218 registers, so one).
+# By head width; the first is used, `python -m benchmarks.ops --sweep attention` times the others. Compiled for sm_90 by Triton
+# 3.6 none spills; programs an SM by registers and shared memory: 4, 3 and 2 at width 64, 2 each at 128 (where 64 rows for dk
+# and dv would take 8 warps of 218 registers, so one).
 CONFIGS = {
     64: [Config(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
          Config(Tiles(128, 64, 4, 2), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 1)),
