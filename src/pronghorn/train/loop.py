@@ -25,6 +25,7 @@ from pronghorn.data.prepare import evaluation_prompts
 from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, PronghornError
 from pronghorn.model.export import AdapterFiles, adapter_files, save_model
 from pronghorn.model.generate import generate_answers
+from pronghorn.model.quantized import count_parameters
 from pronghorn.recipe import Recipe
 from pronghorn.report.html import write_html
 from pronghorn.report.run_log import RunLog
@@ -378,7 +379,7 @@ class _Run:
             "start", run=self.folder.name, recipe=session.recipe.model_dump(mode="json"), versions=_versions(),
             device=_device_name(session.device), threads=torch.get_num_threads(), precision=session.precision,
             resumed_from=session.resumed_from, steps=session.data.total_steps,
-            parameters={"total": sum(p.numel() for p in model.parameters()),
+            parameters={"total": count_parameters(model),
                         "trainable": sum(p.numel() for p in trainable(model).values())},
             data=session.data.summary(session.recipe.train.capacity),
             eval_documents=len(session.data.evaluation) if session.data.evaluation is not None else 0,
