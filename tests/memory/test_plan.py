@@ -191,3 +191,13 @@ def test_hidden_copies_cost_nothing_and_slow_ones_the_difference() -> None:
     assert ms(20, 56) == pytest.approx(4 * 38)  # two layers' compute for each copy: 20 and 56 ms
     assert ms(23, 56) == pytest.approx(4 * 38 + 6)
     assert ms(20, 60) == pytest.approx(4 * 38 + 8)
+
+
+@pytest.mark.parametrize("gpu", ["h100", "rtx-pro-6000", "h200", "b200"])
+def test_where_everything_fits_nothing_leaves(gpu: str) -> None:
+    """Copies that hide behind compute cost nothing, but they are for nothing, too: not even a rounded sum may favour them."""
+    job = Job(shape_of(MODELS["llama-8b"]), 16384)
+    problem = Problem(job, predicted_costs(job, GPUS[gpu]), 82 * GB, HOST)
+    assert make_plan(problem).counts() == {KEEP: 32}
+    less = make_plan(replace(problem, budget=make_plan(problem).device_bytes - 1))
+    assert less.levels.count(KEEP) == 28  # two layers wait in buffers and one is on its way: four must leave to save one

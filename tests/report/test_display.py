@@ -218,3 +218,12 @@ def test_the_factory_looks_at_standard_output(capsys):
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", colourless)
     assert "\x1b" not in dumb
     assert "step 60/60" in dumb
+
+
+def test_a_plan_is_shown_line_by_line(capsys):
+    display = PlainDisplay()
+    display.handle({"event": "plan", "plan": {}, "text": ["memory:", "layers   0  ###", "why         it fits"]})
+    display.handle({"event": "measured", "text": ["memory measured: peak 1.00 GB (1.01 planned)"]})
+    display.handle({"event": "plan"})
+    assert capsys.readouterr().out.splitlines() == ["memory:", "layers   0  ###", "why         it fits",
+                                                    "memory measured: peak 1.00 GB (1.01 planned)"]

@@ -41,6 +41,7 @@ from pronghorn.memory.sizes import (
 
 POOL_SLOTS = 3  # layers' worth of device memory that offloading takes: two on their way back, one on its way out
 SLOT_PADDING = 16 * 256  # bytes: what aligning a layer's tensors costs at most
+EQUAL_MS = 1e-6  # steps that differ by less take the same time
 NOTCH = 0.94  # after an allocation failed, the next plan uses no more than this of what the failed one expected
 UNITS = {"GB": 10**9, "MB": 10**6, "GiB": 2**30, "MiB": 2**20}
 SHARE_OF_FREE = 0.97  # `auto`
@@ -136,6 +137,9 @@ class Plan:
 
 def make_plan(problem: Problem) -> Plan:
     """The shortest step under the budget; an error with the smallest budget that works, if none does."""
+    everything = _with_levels(problem, (KEEP,) * problem.job.shape.layers, 1)
+    if everything.device_bytes <= problem.budget:
+        return everything  # nothing can be faster
     best, smallest = _search(problem)
     if best is None:
         needed = smallest.device_bytes
@@ -275,7 +279,7 @@ class _Grid:
 
     def fastest(self, split: Split) -> float:
         """If copies were free. A hair less, since the sums are done in another order than in `table`."""
-        return (self.rest + sum(n * ms for n, ms in zip(split, self.compute, strict=True))) * (1 - 1e-12)
+        return self.rest + sum(n * ms for n, ms in zip(split, self.compute, strict=True)) - EQUAL_MS
 
     def table(self, split: Split, limit: float | None = None) -> _Table:
         """With none and all of a kind offloaded. Under a limit: with every number of the upper two kinds, and none or the least
@@ -304,6 +308,7 @@ class _Grid:
         slot = np.where(leaving > 0, self.slots, 0).max(axis=1)
         peak = self.static + POOL_SLOTS * slot + np.maximum(largest, below[:, -1] + self.head)
         ms = self.rest + sum(_ms(self.problem, r, layers[i], leaving[:, i]) for i, r in enumerate(RECOMPUTES))
+        ms = np.round(ms / EQUAL_MS) * EQUAL_MS  # copies that hide change the last bit of a sum, and must not win by it
         counts = np.stack([staying, leaving], axis=2).reshape(len(leaving), 6)
         return _Table(counts, peak, np.broadcast_to(ms, peak.shape), leaving @ self.slots, slot)
 
@@ -316,6 +321,10 @@ def _plan(problem: Problem, counts: Counts, pieces: int) -> Plan:
         # evenly spread, the first of them first: the last layer, which backward needs at once, is the last to be chosen
         starts = {number * count // leaving for number in range(leaving)} if leaving else set()
         levels += [Level(recompute, number in starts) for number in range(count)]
+    return _with_levels(problem, levels, pieces)
+
+
+def _with_levels(problem: Problem, levels: Sequence[Level], pieces: int) -> Plan:
     outcome = evaluate(problem, levels, pieces)
     slot = max((problem.slot(level.recompute) for level in levels if level.offload), default=0)
     plan = Plan(tuple(levels), pieces, outcome.peak, outcome.ms, outcome.host, slot, (), problem)

@@ -69,6 +69,7 @@ class GraphedStep(Step):
         self._staging: dict[tuple[int, ...], deque[_Staging]] = {}
         self._update: Work | None = None
         self._added_up: list[torch.Tensor] = []
+        self._sums: AdapterSums | None = None
         self._under_way: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
         self._loss = torch.zeros((), device=device)
         self._share = torch.ones((), device=device)  # 1 / trained tokens of the step
@@ -107,14 +108,14 @@ class GraphedStep(Step):
 
     def release(self) -> None:
         super().release()
-        if self._update is not None:
+        if self._sums is not None:
             self._sums.release()
 
     def abandon(self) -> None:
         super().abandon()
         self._micros.clear()
         self._staging.clear()
-        self._update, self._added_up = None, []
+        self._update, self._sums, self._added_up = None, None, []
 
     def _send_report(self) -> None:
         report = torch.empty(2, pin_memory=self._cuda)
@@ -137,6 +138,7 @@ class GraphedStep(Step):
         self._loss += loss.detach()
 
     def _clip_and_update(self) -> None:
+        assert self._sums is not None
         self._sums.collect()
         self._adamw.step()
         assert self._adamw.grad_norm is not None

@@ -67,6 +67,8 @@ class Step(ABC):
         """The step that was begun last failed, and all before it are finished: gradients, and whatever was captured, are given
         up. The weights are those of the last step that was finished."""
         self._release_holds()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a micro-batch may still be running in what is about to be freed
         self.release()
         for parameter in self._parameters:
             parameter.grad = None
