@@ -37,9 +37,20 @@ def layer_work(engine: FastCausalLM, documents: Documents, tokens: int, rows: in
             x = head.detach().requires_grad_()
             torch.autograd.grad(engine.loss(x, labels)[0], x)
 
+    def with_weights_loaded_anew(work: Callable[[], object]) -> Callable[[], object]:
+        """Weights in 4 bits are dequantized once for a forward and once for recomputing and backward together."""
+
+        def run() -> object:
+            for group in layer.groups:
+                group.forget_weights()
+            return work()
+
+        return run
+
     return LayerWork(
-        forward=lambda: layer.forward(h, documents),
-        backward=lambda: layer.backward(dh, replace(kept), documents),  # a copy: backward takes out what it has used
+        forward=with_weights_loaded_anew(lambda: layer.forward(h, documents)),
+        # a copy of what was kept: backward takes out what it has used
+        backward=with_weights_loaded_anew(lambda: layer.backward(dh, replace(kept), documents)),
         recompute_gate_up=lambda: layer.again(replace(kept, gu=None), documents, None),
         recompute_layer=lambda: layer.again(Input(kept.h, kept.xa3), documents, None),
         rest=rest,

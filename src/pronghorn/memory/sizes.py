@@ -201,7 +201,8 @@ def _stored(group: Group, job: Job) -> int:
     if job.method == "fp8":
         return group.weights + outputs * FP32 + columns  # a scale a channel
     blocks = group.weights // BLOCK
-    return group.weights // 2 + blocks + blocks // NESTED_BLOCK * FP32 + columns  # nested scales: kernels/nf4.py
+    stored = group.weights // 2 + blocks + blocks // NESTED_BLOCK * FP32  # nested scales: kernels/nf4.py
+    return stored + (columns if job.compute == "fp8" else 0)  # bf16: adapters are copied in with the dequantized weights
 
 
 def _rope_and_libraries(job: Job) -> int:
