@@ -30,6 +30,8 @@ def _import_interpreted_kernels() -> None:
         ours = name.startswith("pronghorn.kernels.")
         if ours or (name.split(".")[0] == "triton" and not name.startswith("triton._C")):  # _C registers its types once
             del sys.modules[name]
+            if ours:  # `from pronghorn.kernels import x` would find the old module as the package's attribute
+                delattr(sys.modules["pronghorn.kernels"], name.rpartition(".")[2])
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
