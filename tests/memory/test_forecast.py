@@ -90,3 +90,10 @@ def test_what_cannot_be_is_told(changes: dict[str, Any], gpu: str, error: Any, s
 def test_tokens_a_second_on_an_h200(model: str, measured: float) -> None:
     one = recipe(train={"batch_tokens": 16384})
     assert plan_report(one, MODELS[model]).tokens_per_second / 1000 == pytest.approx(measured, rel=0.15)
+
+
+def test_a_price_that_is_not_known_is_not_made_up() -> None:
+    unknown = plan_report(recipe(), MODELS["llama-8b"], gpu="rtx-pro-6000", tokens=10**9)
+    assert (unknown.cost, unknown.cost_of_a_billion) == (None, None)
+    assert "price       not known" in unknown.text()
+    assert "USD" not in unknown.text()

