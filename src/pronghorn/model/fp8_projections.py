@@ -25,7 +25,7 @@ from pronghorn.kernels.lora_linear import Adapter, NormOf
 from pronghorn.kernels.nf4 import NF4Tensor
 from pronghorn.kernels.nf4_fp8 import nf4_fp8_scales, nf4_to_fp8
 from pronghorn.model.fp8_linear import Fp8Linear, fits, require_fp8
-from pronghorn.model.projections import Projections, _joined_bias
+from pronghorn.model.projections import Projections, joined_bias, why_only_peft
 from pronghorn.model.quantized import NF4Linear
 
 
@@ -112,7 +112,7 @@ class Fp8Projections(Projections):
                 return f"{type(linear).__name__} is not a linear stored in FP8 or 4 bits"
             if not fits(linear):
                 return f"FP8 products do not take a weight of {linear.out_features} x {linear.in_features}"
-            if isinstance(module, LoraLinear) and (why := _why_not_fused(module)):
+            if isinstance(module, LoraLinear) and (why := why_only_peft(module)):
                 return why
         self._look()
         return "some of the linears that share an input are stored in FP8, others in 4 bits" if len(kinds) > 1 else ""
@@ -121,7 +121,7 @@ class Fp8Projections(Projections):
 
     def prepare(self, dtype: torch.dtype) -> bool:
         """As `Projections.prepare`. Filling in the adapters' present values is left to `copy_jobs`, then `split_jobs`."""
-        self._bias = _joined_bias(self.linears, dtype)
+        self._bias = joined_bias(self.linears, dtype)
         identity = (*self._identity(), dtype)
         rebuilt = self._group is None or self._built_for != identity
         if rebuilt:
@@ -227,22 +227,3 @@ class Fp8Projections(Projections):
         for pair in self.group.adapter_grads(dy_TO, dyb_TR, x_TD, xa_TR, norm):
             grads += pair
         return grads
-
-
-def _why_not_fused(module: LoraLinear) -> str:
-    """What only PEFT's own forward computes."""
-    active = module.active_adapters
-    if module.merged:
-        return "an adapter is merged"
-    if len(active) > 1:
-        return "several adapters are active"
-    for name in active:
-        if name not in module.lora_A:
-            return "the active adapter is not on every layer it was asked for"
-        if module.use_dora.get(name, False) or name in module.lora_variant:
-            return "DoRA or another LoRA variant"
-        if module.training and getattr(module.lora_dropout[name], "p", 0.0) > 0:
-            return "LoRA dropout"
-        if getattr(module.lora_B[name], "bias", None) is not None:
-            return "an adapter with a bias"
-    return ""

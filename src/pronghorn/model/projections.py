@@ -46,8 +46,10 @@ class Projections:
     def why_not_fused(self) -> str:
         for module in self.modules():
             if isinstance(module, LoraLinear):
-                if why := _why_not_fused(module):
+                if why := why_only_peft(module):
                     return why
+                if type(module.get_base_layer()) not in PLAIN:
+                    return f"the base layer is {type(module.get_base_layer()).__name__}"
             elif type(module) not in PLAIN:
                 return f"{type(module).__name__} is not a linear layer we know"
         self._look()
@@ -79,7 +81,7 @@ class Projections:
 
         Returns whether the adapters' buffer was built anew; filling it with their present values is left to `copy_jobs`.
         """
-        self._bias = _joined_bias(self.linears, dtype)
+        self._bias = joined_bias(self.linears, dtype)
         if (quantized := self._in_4_bits()) is not None:
             return self._prepare_4_bits(quantized, dtype)
         if not self.adapters:
@@ -261,7 +263,7 @@ def _adapters(modules: list[Any]) -> list[Adapter]:
     return found
 
 
-def _joined_bias(linears: list[nn.Linear], dtype: torch.dtype) -> Tensor | None:
+def joined_bias(linears: list[nn.Linear], dtype: torch.dtype) -> Tensor | None:
     """One vector for all; linears without a bias count as zero."""
     if all(linear.bias is None for linear in linears):
         return None
@@ -270,15 +272,13 @@ def _joined_bias(linears: list[nn.Linear], dtype: torch.dtype) -> Tensor | None:
                       else linear.bias.detach().to(dtype) for linear in linears])
 
 
-def _why_not_fused(module: LoraLinear) -> str:
-    """What only PEFT's own forward computes."""
+def why_only_peft(module: LoraLinear) -> str:
+    """What of this adapter only PEFT's own forward computes; empty if ours does."""
     active = module.active_adapters
     if module.merged:
         return "an adapter is merged"
     if len(active) > 1:
         return "several adapters are active"
-    if type(module.get_base_layer()) not in PLAIN:
-        return f"the base layer is {type(module.get_base_layer()).__name__}"
     for name in active:
         if name not in module.lora_A:
             return "the active adapter is not on every layer it was asked for"
