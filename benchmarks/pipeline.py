@@ -151,9 +151,11 @@ def all_runs(options: argparse.Namespace) -> dict[str, Any]:
         if done.returncode or not told:
             raise SystemExit(f"the {name} run failed (exit code {done.returncode}); what it said is above")
         runs[name] = json.loads(told[-1].removeprefix("RESULT "))
+    from pronghorn.bench.meter import machine  # torch, which the runs above do not share with us
+
     plain, saving = runs["plain"], runs["checkpoints"]
-    return {
-        "recipe": options.recipe, "hardware": plain.get("hardware"), "steps": [options.first, options.last],
+    return machine() | {
+        "command": "python -m benchmarks.pipeline " + " ".join(sys.argv[1:]), "recipe": options.recipe, "steps": [options.first, options.last],
         "gpu_busy_share": runs["profiled"].get("gpu_busy_share"),
         "main_thread_share": plain["main_thread_share"], "process_share": plain["process_share"],
         "seconds_to_first_step": plain["seconds_to_first_step"], "tokens_per_second": plain["tokens_per_second"],

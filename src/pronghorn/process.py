@@ -15,6 +15,6 @@ def set_defaults() -> None:
     # 7 to 40 s instead of 2 (each thread spins while the other waits for its turn); with 1,000 rounds 4.5 s, and 2.3 s on
     # idle cores. Read by libgomp when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    # flash-attn-4 compiles its kernels for 12 s in every process, unless it is told to keep them.
+    # flash-attn-4 compiles its kernels for 9 s (1B shapes) in every process, unless it is told to keep them.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder() / "flash-attn-4"))

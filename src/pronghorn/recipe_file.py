@@ -26,7 +26,7 @@ EXAMPLE = """\
 # A Pronghorn recipe. Only `model` and `data.train` are required; what is shown elsewhere is the default.
 # Any key can be set on the command line too: pronghorn train this.yaml train.lr=1e-4
 model: HuggingFaceTB/SmolLM2-135M-Instruct   # hub name or local folder
-method: lora                                 # lora | full
+method: lora                                 # lora | qlora | full
 lora:
   r: 16
   alpha: 16
