@@ -155,7 +155,8 @@ def all_runs(options: argparse.Namespace) -> dict[str, Any]:
 
     plain, saving = runs["plain"], runs["checkpoints"]
     return machine() | {
-        "command": "python -m benchmarks.pipeline " + " ".join(sys.argv[1:]), "recipe": options.recipe, "steps": [options.first, options.last],
+        "command": "python -m benchmarks.pipeline " + " ".join(sys.argv[1:]), "recipe": options.recipe,
+        "steps": [options.first, options.last],
         "gpu_busy_share": runs["profiled"].get("gpu_busy_share"),
         "main_thread_share": plain["main_thread_share"], "process_share": plain["process_share"],
         "seconds_to_first_step": plain["seconds_to_first_step"], "tokens_per_second": plain["tokens_per_second"],

@@ -38,25 +38,13 @@ from trl import SFTConfig, SFTTrainer
 from pronghorn import FastLanguageModel
 from pronghorn.model.causal_lm import engine_of
 from samples import chat_rows, make_tokenizer
+from trl_on_a_cpu import TorchLogProbs
 
 CUDA = torch.cuda.is_available()
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MAX_LENGTH = 1024 if CUDA else 128
 TOLERANCE = 0.01
 LEARNING_RATE = 2e-4 if CUDA else 2e-3  # in six steps, something must happen
-
-
-class TorchLogProbs:
-    """What TRL's fused head computes, in plain torch: TRL has it as a Triton kernel only, which needs a GPU."""
-
-    @staticmethod
-    def apply(hidden: Any, weight: Any, bias: Any, targets: Any, temperature: float, chunk: int, softcap: float | None,
-              scale: float, outputs: tuple[str, ...]) -> tuple[Any, ...]:
-        logits = torch.nn.functional.linear(hidden, weight, bias).float() * scale
-        logits = (torch.tanh(logits / softcap) * softcap if softcap else logits) / temperature
-        everything = logits.log_softmax(-1)
-        entropy = -(everything.exp() * everything).sum(-1).detach()
-        return everything.gather(1, targets[:, None])[:, 0], entropy, None, None, logits.argmax(-1) == targets
 
 
 def write_model(folder: Path, dtype: torch.dtype) -> None:

@@ -22,6 +22,7 @@ from pronghorn.kernels.nf4 import nf4_dequantize
 from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.quantized import NF4Linear, dequantize_model_, quantize_model_, save_nf4
 from samples import chat_rows, make_model, make_tokenizer
+from trl_on_a_cpu import TorchLogProbs
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -29,19 +30,6 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 @pytest.fixture(autouse=True)
 def _quiet_datasets() -> None:
     datasets.disable_progress_bars()
-
-
-class TorchLogProbs:
-    """What TRL's fused head computes, in plain torch: TRL 1.15 has it as a Triton kernel only, which needs a GPU."""
-
-    @staticmethod
-    def apply(hidden: Any, weight: Any, bias: Any, targets: Any, temperature: float, chunk: int, softcap: float | None,
-              scale: float, outputs: tuple[str, ...]) -> tuple[Any, ...]:
-        logits = torch.nn.functional.linear(hidden, weight, bias).float() * scale
-        logits = (torch.tanh(logits / softcap) * softcap if softcap else logits) / temperature
-        everything = logits.log_softmax(-1)
-        entropy = -(everything.exp() * everything).sum(-1).detach()
-        return everything.gather(1, targets[:, None])[:, 0], entropy, None, None, logits.argmax(-1) == targets
 
 
 @pytest.fixture

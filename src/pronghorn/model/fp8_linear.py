@@ -35,6 +35,7 @@ from pronghorn.model.quantized import (
     _require_shape,
     _Shards,
     _tied,
+    dequantize_model_,
     refuse_other_quantization,
 )
 
@@ -162,16 +163,8 @@ def quantize_linears_fp8_(model: nn.Module, *, skip: Collection[str] = SKIP, dev
 
 
 def dequantize_fp8_(model: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> int:
-    """Every `Fp8Linear`, also inside PEFT's wrappers, becomes an `nn.Linear` with its values in `dtype`, and goes to `device`,
-    where one is given, as soon as it is there.
-
-    PEFT's `merge_and_unload` then gives exactly dequantized weight + scale * B A. How many there were.
-    """
-    count = 0
-    for parent, name, _, module in _linears(model, Fp8Linear, ()):
-        setattr(parent, name, module.to_linear(dtype).to(device))
-        count += 1
-    return count
+    """As quantized.py's `dequantize_model_`, for every `Fp8Linear`."""
+    return dequantize_model_(model, dtype, device, kind=Fp8Linear)
 
 
 def load_fp8(folder: Path, dtype: torch.dtype, device: torch.device, *, skip: Collection[str] = SKIP,

@@ -256,14 +256,16 @@ def quantize_model_(model: nn.Module, *, skip: Collection[str] = SKIP, nested: b
     return count
 
 
-def dequantize_model_(model: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> int:
-    """Every `NF4Linear`, also inside PEFT's wrappers, becomes an `nn.Linear` with its values in `dtype`, and goes to `device`,
-    where one is given, as soon as it is there.
+def dequantize_model_(
+    model: nn.Module, dtype: torch.dtype, device: torch.device | None = None, *, kind: type[nn.Linear] | None = None
+) -> int:
+    """Every `NF4Linear` (or linear of another `kind` that has `to_linear`), also inside PEFT's wrappers, becomes an `nn.Linear`
+    with its values in `dtype`, and goes to `device`, where one is given, as soon as it is there.
 
     PEFT's `merge_and_unload` then gives exactly dequantized weight + scale * B A. How many there were.
     """
     count = 0
-    for parent, name, _, module in _linears(model, NF4Linear, ()):
+    for parent, name, _, module in _linears(model, kind or NF4Linear, ()):
         setattr(parent, name, module.to_linear(dtype).to(device))
         count += 1
     return count
