@@ -87,7 +87,7 @@ def test_fifty_steps_equal_the_eager_path(kind: str, full: bool) -> None:
     ours = losses(graphed(model_of(kind, full=full), said=said), batches)
     theirs = losses(eager(model_of(kind, full=full)), batches)
     for (loss, norm), (eager_loss, eager_norm) in zip(ours, theirs, strict=True):
-        assert loss == pytest.approx(eager_loss, rel=1e-6 if not full else 1e-5)
+        assert loss == pytest.approx(eager_loss, rel=1e-6)
         assert norm == pytest.approx(eager_norm, rel=1e-4)
     assert ours[-1][0] < ours[0][0]
     if DEVICE.type == "cuda":
