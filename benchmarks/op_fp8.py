@@ -15,7 +15,7 @@ import torch
 from benchmarks.ops import DEVICE, Line, Outputs, compare, compiled, replaced
 from pronghorn.kernels import fp8_cast, fp8_gated, fp8_norm, nf4_fp8, nvfp4
 from pronghorn.kernels.fp8 import Fp8Group, fp8_product
-from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows, fp8_cast_rows_reference, fp8_dequantize, fp8_quantize_weight
+from pronghorn.kernels.fp8_cast import fp8_cast_rows, fp8_cast_rows_reference, fp8_dequantize, fp8_quantize_weight, fp8_rows
 from pronghorn.kernels.fp8_lora import SplitTable, split_reference_job
 from pronghorn.kernels.gated_mlp import _activation_torch, gated_activation_reference
 from pronghorn.kernels.lora_linear import Adapter
@@ -169,8 +169,8 @@ class _Group:
         self.group = Fp8Group(stored, adapters)
         group = self.group
         self.x, self.dy = _random(T, D), _random(T, group.O)
-        self.x8 = torch.empty(T, group.input_width, dtype=E4M3, device=DEVICE)
-        self.dy8 = torch.empty(T, group.grad_width, dtype=E4M3, device=DEVICE)
+        self.x8 = fp8_rows(T, group.input_width, DEVICE)
+        self.dy8 = fp8_rows(T, group.grad_width, DEVICE)
         self.x_scale = fp8_cast_rows(self.x, bound=group.bound, out=self.x8[:, :D])[1]
         self.dy_scale = fp8_cast_rows(self.dy, group.scale_O, bound=group.bound_grad, out=self.dy8[:, : group.O])[1]
         group.extend(self.x, self.x8, self.x_scale)

@@ -20,6 +20,8 @@ from pronghorn import FastLanguageModel, get_chat_template, train_on_responses_o
 from pronghorn.errors import CommandError, DataError, ModelError
 from pronghorn.kernels.nf4 import nf4_dequantize
 from pronghorn.model.causal_lm import base_of, engine_of
+from pronghorn.model.fp8_layer import Fp8DecoderLayer
+from pronghorn.model.fp8_linear import Fp8Linear, dequantize_fp8_
 from pronghorn.model.quantized import NF4Linear, dequantize_model_, quantize_model_, save_nf4
 from samples import chat_rows, make_model, make_tokenizer
 from trl_on_a_cpu import TorchLogProbs
@@ -43,17 +45,18 @@ def load(folder: Path, **options: Any) -> tuple[Any, Any]:
     return FastLanguageModel.from_pretrained(str(folder), max_seq_length=512, **({"load_in_4bit": False} | options))
 
 
-def adapted(folder: Path, *, four_bit: bool = False, **options: Any) -> tuple[Any, Any]:
-    model, tokenizer = load(folder, load_in_4bit=four_bit)
+def adapted(folder: Path, *, four_bit: bool = False, fp8: bool = False, **options: Any) -> tuple[Any, Any]:
+    model, tokenizer = load(folder, load_in_4bit=four_bit, load_in_fp8=fp8)
     return FastLanguageModel.get_peft_model(model, **({"r": 4} | options)), tokenizer
 
 
 def stock(folder: Path, like: Any) -> Any:
-    """transformers + PEFT alone, with the same adapter weights, and the same base: dequantized, where it is in 4 bits."""
+    """transformers + PEFT alone, with the same adapter weights, and the same base: dequantized, where it is in 4 or 8 bits."""
     config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules=LINEARS)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
     like = copy.deepcopy(like)
     dequantize_model_(like, torch.float32)
+    dequantize_fp8_(like, torch.float32)
     model.load_state_dict(like.state_dict())
     return model.train()
 
@@ -81,7 +84,8 @@ def test_defaults_are_those_of_the_interface() -> None:
 
 @pytest.mark.parametrize(("options", "words"), [
     ({"load_in_8bit": True}, "load_in_8bit=True is not in this version"),
-    ({"load_in_fp8": True}, "load_in_fp8=True is not in this version"),
+    ({"load_in_fp8": True, "load_in_16bit": True}, "load_in_fp8=True with load_in_16bit=True"),
+    ({"load_in_fp8": True, "full_finetuning": True}, "load_in_fp8=True with full_finetuning=True"),
     ({"trust_remote_code": True}, "run code"),
     ({"dtype": torch.float64}, "torch.bfloat16"),
     ({"dtype": torch.float32, "load_in_16bit": True}, "drop one of them"),
@@ -94,6 +98,24 @@ def test_what_from_pretrained_does_not_honour_is_an_error(tiny_model: Path, opti
     with pytest.raises((CommandError, ModelError)) as caught:
         FastLanguageModel.from_pretrained(str(tiny_model), **({"load_in_4bit": False} | options))
     assert words in str(caught.value)
+
+
+def test_weights_in_fp8_are_frozen_and_multiplied_as_they_are(tiny_model: Path) -> None:
+    model, _ = FastLanguageModel.from_pretrained(str(tiny_model), load_in_fp8=True, verify=True)
+    assert isinstance(model.model.layers[0].mlp.up_proj, Fp8Linear)
+    assert type(model.lm_head) is torch.nn.Linear
+    engine = engine_of(model)
+    assert engine
+    assert all(isinstance(layer, Fp8DecoderLayer) for layer in engine.layers)
+    assert not any(p.requires_grad for p in model.parameters())
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step(model)
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name, p in model.named_parameters() if p.requires_grad}
+    with pytest.raises(ModelError, match="stored in 8 bits"):
+        FastLanguageModel.get_peft_model(load(tiny_model, load_in_fp8=True)[0], modules_to_save=["up_proj"])
 
 
 def test_the_default_call_gives_weights_in_4_bits(tiny_model: Path) -> None:
@@ -205,7 +227,7 @@ def test_what_get_peft_model_does_not_honour_is_an_error(tiny_model: Path, optio
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ({"init_lora_weights": "pissa"}, "on weights in 4 bits"), ({"init_lora_weights": "olora"}, "on weights in 4 bits"),
+    ({"init_lora_weights": "pissa"}, "weights in 4 or 8 bits"), ({"init_lora_weights": "olora"}, "weights in 4 or 8 bits"),
     ({"modules_to_save": ["down_proj"]}, "stored in 4 bits"), ({"modules_to_save": ["mlp"]}, "stored in 4 bits"),
 ])  # fmt: skip
 def test_what_weights_in_4_bits_do_not_allow(tiny_model: Path, options: dict[str, Any], words: str) -> None:
@@ -282,9 +304,9 @@ def test_the_random_state_decides_the_adapter(tiny_model: Path) -> None:
 # ---- modes and saving ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("four_bit", [False, True], ids=["16 bit", "4 bit"])
-def test_inference_and_training_modes(tiny_model: Path, four_bit: bool) -> None:
-    model, tokenizer = adapted(tiny_model, four_bit=four_bit)
+@pytest.mark.parametrize("stored", [{}, {"four_bit": True}, {"fp8": True}], ids=["16 bit", "4 bit", "fp8"])
+def test_inference_and_training_modes(tiny_model: Path, stored: dict[str, bool]) -> None:
+    model, tokenizer = adapted(tiny_model, **stored)
     assert FastLanguageModel.for_inference(model) is model
     assert not model.training
     assert base_of(model).config.use_cache
@@ -336,11 +358,15 @@ def test_saved_adapters_load_in_stock_peft_and_merged_folders_in_transformers(ti
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == tokenizer.chat_template
 
 
-def test_merging_into_weights_in_4_bits_is_dequantize_then_add(tiny_model: Path, tmp_path: Path) -> None:
-    model, tokenizer = adapted(tiny_model, four_bit=True)
+@pytest.mark.parametrize("stored", ["load_in_4bit", "load_in_fp8"])
+def test_merging_into_weights_in_4_or_8_bits_is_dequantize_then_add(tiny_model: Path, tmp_path: Path, stored: str) -> None:
+    model, tokenizer = adapted(tiny_model, four_bit=stored == "load_in_4bit", fp8=stored == "load_in_fp8")
     ids = step(model)
     wrapper = base_of(model).model.layers[1].self_attn.q_proj
-    expected = (nf4_dequantize(wrapper.base_layer.nf4, dtype=torch.float32) + wrapper.get_delta_weight("default")).bfloat16()
+    base = wrapper.base_layer
+    in_4_bits = isinstance(base, NF4Linear)
+    wide = nf4_dequantize(base.nf4, dtype=torch.float32) if in_4_bits else base.q_OD.float() * base.weight_scale
+    expected = (wide + wrapper.get_delta_weight("default")).bfloat16()
     model.save_pretrained_merged(tmp_path / "merged", tokenizer)
     model.save_pretrained(tmp_path / "adapter")
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
@@ -351,10 +377,10 @@ def test_merging_into_weights_in_4_bits_is_dequantize_then_add(tiny_model: Path,
         assert (merged.float().eval()(input_ids=ids).logits - trained).abs().max() < 0.03 * trained.abs().max()
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tiny_model)
-    again, _ = load(tiny_model, load_in_4bit=True)
+    again, _ = load(tiny_model, **{stored: True})
     with torch.no_grad():
-        assert torch.allclose(PeftModel.from_pretrained(again, tmp_path / "adapter").eval()(input_ids=ids).logits, trained,
-                              atol=1e-5)
+        again = FastLanguageModel.for_inference(PeftModel.from_pretrained(again, tmp_path / "adapter"))
+        assert torch.allclose(again(input_ids=ids).logits, trained, atol=1e-5)
 
 
 def test_merging_a_head_that_was_trained_apart_from_the_embeddings(tiny_model: Path, tmp_path: Path) -> None:

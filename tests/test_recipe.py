@@ -72,6 +72,32 @@ def test_a_batch_smaller_than_a_pack_is_told_a_batch_that_works() -> None:
         recipe(train={"batch_tokens": 4096})
 
 
+@pytest.mark.parametrize(("changes", "fp8"), [
+    ({}, False), ({"method": "fp8"}, True), ({"method": "fp8", "compute": "fp8"}, True),
+    ({"method": "qlora", "compute": "fp8"}, True), ({"method": "qlora", "compute": "bf16"}, False),
+    ({"method": "full", "compute": "fp8"}, True), ({"method": "full"}, False), ({"compute": "bf16"}, False),
+    ({"method": "fp8", "lora": {"dora": True}}, True), ({"method": "fp8", "layers": "own"}, True),
+], ids=str)
+def test_what_is_multiplied_in_fp8(changes: dict[str, Any], fp8: bool) -> None:
+    asked = recipe(**changes)
+    assert asked.fp8 == fp8
+    assert Recipe.model_validate(asked.model_dump()) == asked  # as a checkpoint stores it
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"compute": "fp8"}, "fp8 does not go with method: lora, .*; set method: fp8"),
+    ({"method": "fp8", "compute": "bf16"}, "bf16 does not go with method: fp8, .*; leave compute out"),
+    ({"compute": "bf16", "precision": "fp32"}, "bf16 does not go with precision: fp32, .*; leave compute out"),
+    ({"method": "qlora", "compute": "fp8", "layers": "own"}, "fp8 does not go with layers: own, .*; set layers: fast"),
+    ({"method": "qlora", "compute": "fp8", "lora": {"dropout": 0.1}}, "fp8 does not go with lora.dropout .*; leave"),
+    ({"method": "qlora", "compute": "fp8", "lora": {"dora": True}}, "fp8 does not go with .*lora.dora.*; leave compute out"),
+    ({"method": "qlora", "compute": "fp16"}, "'auto', 'bf16' or 'fp8'"),
+], ids=str)
+def test_products_that_no_method_makes_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        recipe(**changes)
+
+
 def test_both_misfits_are_told_at_once() -> None:
     with pytest.raises(ValidationError) as caught:
         recipe(train={"capacity": 1000})
@@ -98,7 +124,7 @@ def test_what_does_not_touch_the_numbers_is_no_difference(changes: dict[str, Any
 
 @pytest.mark.parametrize("changes", [
     {"model": "other/model"}, {"method": "full"}, {"precision": "bf16"}, {"train": {"seed": 1}}, {"train": {"steps": 3}},
-    {"data": {"train": "a.jsonl", "eval": 0.1}}, {"lora": {"dora": True}},
+    {"data": {"train": "a.jsonl", "eval": 0.1}}, {"lora": {"dora": True}}, {"method": "full", "compute": "fp8"},
 ], ids=str)
 def test_what_touches_the_numbers_is_a_difference(changes: dict[str, Any]) -> None:
     assert recipe().differences(recipe(**changes))

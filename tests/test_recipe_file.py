@@ -133,7 +133,7 @@ def test_no_misfit_is_made_up_from_a_value_that_cannot_be_read() -> None:
     ("lr: 3", "did you mean `train.lr`?"),
     ("max_length: 3", "did you mean `data.max_length`?"),
     ("output-folder: x", "did you mean `output`?"),
-    ("<<: {a: 1}", "known keys here: checkpoint, data,"),
+    ("<<: {a: 1}", "known keys here: checkpoint, compute, data,"),
     ("eval: {stop: {patince: 3}}", "did you mean `patience`?"),
     ("train: {str: 3}", "known keys here"),
 ])
@@ -235,10 +235,7 @@ def test_there_are_recipes_to_start_from() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_every_recipe_of_the_project_loads_and_could_run(path: Path) -> None:
-    from pronghorn.train.setup import refuse_what_is_not_built
-
+def test_every_recipe_of_the_project_loads(path: Path) -> None:
     recipe = load_recipe(path)
-    refuse_what_is_not_built(recipe)
     assert recipe.output == f"runs/{path.stem}"  # two recipes never write into one folder
     assert path.read_text().startswith("#")  # it says what it is for

@@ -21,22 +21,23 @@ from pronghorn.data.tokens import load_tokenizer
 from pronghorn.errors import CommandError, ModelError
 from pronghorn.kernels.dispatch import say_once
 from pronghorn.model.causal_lm import base_of, engine_of, install
-from pronghorn.model.hf_adapter import save_merged, with_adapter
+from pronghorn.model.hf_adapter import QUANTIZED, save_merged, with_adapter
 from pronghorn.model.load import (
+    Precision,
     load_model,
     local_folder,
     pick_device,
+    require_fp8_precision,
     require_tokenizer_fits,
     resolve_precision,
     without_progress_bars,
 )
-from pronghorn.model.quantized import NF4Linear
 
 __all__ = ["FastLanguageModel", "get_chat_template", "is_bfloat16_supported", "train_on_responses_only"]
 
 SEVEN_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DEFAULT_LENGTH = 2048
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+DTYPES: dict[torch.dtype, Precision] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 INITS = ("gaussian", "orthogonal")  # of those PEFT knows, what needs no data
 WEIGHT_INITS = ("olora", "pissa")  # and what takes the adapter out of the weights
 FULL = "_pronghorn_full_finetuning"  # attribute of the model instance
@@ -68,23 +69,26 @@ class FastLanguageModel:
         """(model, tokenizer), the model on fast layers.
 
         dtype None: bf16 on a GPU that has it, else float32. device_map "auto": the GPU if there is one, else the CPU.
-        `load_in_4bit` stores the linears as NF4 (QLoRA); `load_in_16bit` and `full_finetuning` mean unquantized weights,
-        whatever `load_in_4bit` says. Without `full_finetuning` all weights are frozen: `get_peft_model` or a trainer's
-        `peft_config` adds what trains; with it all train, in `dtype` (float32 for master weights). `verify` compares loss
-        and gradients with the family's own layers.
+        `load_in_4bit` stores the linears as NF4 (QLoRA), `load_in_fp8` in 8 bits, which are multiplied as they are;
+        `load_in_16bit` and `full_finetuning` mean unquantized weights; each of these whatever `load_in_4bit` says. Without
+        `full_finetuning` all weights are frozen: `get_peft_model` or a trainer's `peft_config` adds what trains; with it all
+        train, in `dtype` (float32 for master weights). `verify` compares loss and gradients with the family's own layers.
         """
         _refuse_unknown(FastLanguageModel.from_pretrained, unknown)
-        _refuse_quantized(load_in_8bit, load_in_fp8)
+        _check_storage(load_in_8bit, load_in_fp8, load_in_16bit, full_finetuning)
         if trust_remote_code:
             raise CommandError(what="trust_remote_code=True", why="no file can make Pronghorn run code",
                                fix="use a model type that transformers has itself")
         _check_recompute(use_gradient_checkpointing)
         device = _device(device_map)
         precision = _precision(dtype, load_in_16bit, device)
+        if load_in_fp8:
+            require_fp8_precision(device, DTYPES[precision])
         torch.manual_seed(random_state)
         source = str(local_folder(model_name, token)) if token else model_name
         tokenizer = load_tokenizer(source)
-        model = load_model(source, precision, device, four_bit=load_in_4bit and not (load_in_16bit or full_finetuning))
+        four_bit = load_in_4bit and not (load_in_16bit or load_in_fp8 or full_finetuning)
+        model = load_model(source, precision, device, four_bit=four_bit, fp8=load_in_fp8)
         model.config._name_or_path = model.name_or_path = model_name  # adapters name their base by it
         require_tokenizer_fits(tokenizer, int(model.get_input_embeddings().weight.shape[0]), model_name)
         _set_length(model, tokenizer, max_seq_length, model_name)
@@ -134,7 +138,7 @@ class FastLanguageModel:
                                why="an adapter would freeze its weights",
                                fix="leave get_peft_model out, or load without full_finetuning")
         _check_choice("bias", bias, ("none", "all", "lora_only"))
-        _check_init(init_lora_weights, four_bit=any(isinstance(module, NF4Linear) for module in model.modules()))
+        _check_init(init_lora_weights, quantized=any(isinstance(module, QUANTIZED) for module in model.modules()))
         _check_recompute(use_gradient_checkpointing)
         layers = _chosen_layers(model, layers_to_transform, finetune_last_n_layers)
         adapted = with_adapter(
@@ -199,11 +203,14 @@ def _refuse_unknown(function: Any, unknown: dict[str, Any]) -> None:
         raise TypeError(f"{function.__name__}() has no argument `{name}`; {hint}")
 
 
-def _refuse_quantized(eight_bit: bool, fp8: bool) -> None:
-    for name, asked in {"load_in_8bit": eight_bit, "load_in_fp8": fp8}.items():
-        if asked:
-            raise CommandError(what=f"{name}=True is not in this version", why="of quantized base weights there is NF4",
-                               fix="pass load_in_4bit=True or load_in_16bit=True")
+def _check_storage(eight_bit: bool, fp8: bool, half: bool, full: bool) -> None:
+    if eight_bit:
+        raise CommandError(what="load_in_8bit=True is not in this version", why="base weights are quantized as NF4 or FP8",
+                           fix="pass load_in_4bit=True, load_in_fp8=True or load_in_16bit=True")
+    for name, asked in {"load_in_16bit": half, "full_finetuning": full}.items():
+        if fp8 and asked:
+            raise CommandError(what=f"load_in_fp8=True with {name}=True", fix="drop one of them",
+                               why="weights in FP8 are frozen, and there are no others")
 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -219,15 +226,15 @@ def _check_recompute(asked: Any) -> None:
                            fix='True, False, or "unsloth" (which means our own)')
 
 
-def _check_init(asked: bool | str, *, four_bit: bool) -> None:
+def _check_init(asked: bool | str, *, quantized: bool) -> None:
     if not isinstance(asked, str):
         return
     changes_weights = asked in WEIGHT_INITS or asked.startswith("pissa_niter_")
     if asked not in INITS and not changes_weights:
         raise CommandError(what=f"init_lora_weights={asked!r} is not honoured", why="it needs data at the start",
                            fix=f"True, False, {', '.join(INITS + WEIGHT_INITS)}")
-    if changes_weights and four_bit:
-        raise CommandError(what=f"init_lora_weights={asked!r} on weights in 4 bits",
+    if changes_weights and quantized:
+        raise CommandError(what=f"init_lora_weights={asked!r} on weights in 4 or 8 bits",
                            why="it changes the weights it starts from",
                            fix=f"True, False, {', '.join(INITS)}, or load_in_16bit=True")
 
@@ -260,7 +267,7 @@ def _precision(dtype: Dtype, half: bool, device: torch.device) -> torch.dtype:
         raise CommandError(what=f"dtype={dtype!r}", fix="None, torch.bfloat16, torch.float16 or torch.float32")
     if half and dtype == torch.float32:
         raise CommandError(what="load_in_16bit=True with dtype=torch.float32", fix="drop one of them")
-    resolve_precision(DTYPES[dtype], device)  # type: ignore[arg-type]
+    resolve_precision(DTYPES[dtype], device)
     return dtype
 
 

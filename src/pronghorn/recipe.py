@@ -68,7 +68,8 @@ class Train(Section):
     lr: Positive = 2e-4
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: Fraction = 0.03  # fraction of all steps
-    optimizer: Literal["adamw"] = "adamw"
+    # moments in 32 or 8 bits (a quarter of the memory), on the GPU or paged: in host memory, over the link at each step
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"] = "adamw"
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.0
@@ -106,8 +107,12 @@ class Eval(Section):
 
 class Recipe(Section):
     model: Annotated[str, Field(min_length=1)]  # hub name or local folder
-    # lora: adapters on a frozen model; qlora: the same with its linears in 4 bits (NF4; 4-bit checkpoints are read); full: all
+    # lora: adapters on a frozen model; qlora: the same with its linears in 4 bits (NF4; 4-bit checkpoints are read); fp8: with
+    # its linears in 8 bits (e4m3), multiplied as they are; full: all of the model is trained
     method: Literal["lora", "qlora", "fp8", "full"] = "lora"
+    # The linears' products: fp8 with method qlora (stored in 4 bits) or full (trained weights, rounded for each product), bf16:
+    # as `precision` says. auto: fp8 with method fp8, else bf16
+    compute: Literal["auto", "bf16", "fp8"] = "auto"
     lora: Lora = Lora()
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # auto: bf16 on a GPU that has it, else fp32
     layers: Literal["fast", "own"] = "fast"  # fast: ours where the model's family has them; own: transformers' layers
@@ -131,13 +136,40 @@ class Recipe(Section):
                 f"data.max_length: {self.data.max_length} is more than train.capacity {self.train.capacity};"
                 f" set train.capacity: {self.data.max_length} or more"
             )
+        problems += self._compute_misfits()
         if problems:
             raise ValueError("\n".join(problems))  # a line each: `key: what; fix`
         return self
 
+    def _compute_misfits(self) -> list[str]:
+        problems = []
+        if self.compute == "fp8" and self.method == "lora":
+            problems.append("compute: fp8 does not go with method: lora, which keeps the frozen weights in 16 bits;"
+                            " set method: fp8, which stores them in FP8 as well, or method: qlora for 4 bits")
+        if self.compute == "bf16" and self.method == "fp8":
+            problems.append("compute: bf16 does not go with method: fp8, whose weights are multiplied in FP8;"
+                            " leave compute out, or set method: lora or qlora")
+        if self.compute == "bf16" and self.precision in ("fp16", "fp32"):
+            problems.append(f"compute: bf16 does not go with precision: {self.precision}, which the products follow;"
+                            " leave compute out, or set precision: bf16")
+        if self.compute == "fp8" and self.layers == "own":
+            problems.append("compute: fp8 does not go with layers: own, which multiply in 16 bits;"
+                            " set layers: fast, or leave compute out")
+        if self.compute == "fp8" and self.method == "qlora" and (self.lora.dropout or self.lora.dora):
+            problems.append("compute: fp8 does not go with lora.dropout or lora.dora, whose products are PEFT's, in 16 bits;"
+                            " leave compute out, or drop them")
+        return problems
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the linears' products are in FP8."""
+        return self.method == "fp8" or self.compute == "fp8"
+
     def differences(self, other: Recipe) -> list[str]:
         """Keys whose change would make a resumed run another run: `train.lr: 0.0002 -> 0.0001`."""
         old, new = _flat(self.model_dump()), _flat(other.model_dump())
+        for flat in (old, new):  # where moments lie does not change them
+            flat["train.optimizer"] = flat["train.optimizer"].removeprefix("paged_")
         return [
             f"{key}: {old.get(key)} -> {new.get(key)}"
             for key in sorted(old.keys() | new.keys())

@@ -26,7 +26,8 @@ EXAMPLE = """\
 # A Pronghorn recipe. Only `model` and `data.train` are required; what is shown elsewhere is the default.
 # Any key can be set on the command line too: pronghorn train this.yaml train.lr=1e-4
 model: HuggingFaceTB/SmolLM2-135M-Instruct   # hub name or local folder
-method: lora                                 # lora | qlora | full
+method: lora                                 # lora | qlora (frozen weights in 4 bits) | fp8 (in 8 bits) | full
+compute: auto                                # auto | bf16 | fp8: with method qlora or full, multiply in FP8 (auto: with fp8)
 lora:
   r: 16
   alpha: 16
@@ -53,6 +54,7 @@ train:
   lr: 2e-4
   schedule: cosine                           # cosine | linear | constant
   warmup: 0.03
+  optimizer: adamw                           # adamw | adamw_8bit | paged_adamw | paged_adamw_8bit (paged: in host memory)
   weight_decay: 0.0
   clip: 1.0
   graph: auto                                # auto | on | off: the step as CUDA graphs, with no host in it

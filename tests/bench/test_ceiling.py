@@ -23,7 +23,8 @@ def test_products_have_the_size_of_the_models_linears(name: str) -> None:
     assert flops(workload) == workload.tokens * (4 * (linears + model.lm_head.weight.numel()) - 2 * qkv)
 
 
-def test_it_is_measured() -> None:
-    figures = measure(WORKLOADS["tiny"])
+@pytest.mark.parametrize("name", ["tiny", "tiny-fp8"])
+def test_it_is_measured(name: str) -> None:
+    figures = measure(WORKLOADS[name])
     assert figures["tokens_per_second"] == pytest.approx(512 / figures["ms_per_step"] * 1000, rel=0.01)
     assert figures["fastest_ms"] <= figures["ms_per_step"]

@@ -64,10 +64,11 @@ def make(
 def by_autograd(
     tensors: list[torch.Tensor], cu: torch.Tensor, options: dict[str, Any], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    dout, *inputs = [x.detach().cpu().to(dtype) for x in tensors]
+    """On the device itself: plain torch sums in another order there than on a CPU."""
+    dout, *inputs = [x.detach().to(dtype) for x in tensors]
     inputs = [x.clone().requires_grad_() for x in inputs]
     sinks = inputs[3] if len(inputs) > 3 else None
-    out = attention_reference(*inputs[:3], cu.cpu(), sinks_N=sinks, **options)
+    out = attention_reference(*inputs[:3], cu, sinks_N=sinks, **options)
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 
@@ -91,7 +92,7 @@ def test_forward_and_backward_are_as_near_to_the_truth_as_plain_torch(
     got = ours(tensors, cu, options)
     assert len(got) == len(truth)
     for what, mine, theirs, exact in zip(("out", "dq", "dk", "dv", "dsinks"), got, yardstick, truth, strict=False):
-        judge(mine.cpu(), theirs, exact, f"{name} {what}")
+        judge(mine, theirs, exact, f"{name} {what}")
 
 
 def test_the_real_tiles_compute_the_same(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +103,7 @@ def test_the_real_tiles_compute_the_same(where: str, monkeypatch: pytest.MonkeyP
         for config in configs:
             monkeypatch.setattr(attention_short, "config_for", lambda *_, config=config: config)
             for mine, exact in zip(ours(tensors, cu, options), expected, strict=True):
-                torch.testing.assert_close(mine.cpu().double(), exact, rtol=tolerance, atol=tolerance, msg=f"{width} {config}")
+                torch.testing.assert_close(mine.double(), exact, rtol=tolerance, atol=tolerance, msg=f"{width} {config}")
 
 
 def test_results_go_where_they_are_asked_for_and_repeat_bit_for_bit(where: str) -> None:

@@ -17,7 +17,15 @@ from pronghorn.kernels.fp8 import (
     fp8_linear_reference,
     fp8_product,
 )
-from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows, fp8_dequantize, fp8_quantize_weight, fp8_supported, fp8_transpose
+from pronghorn.kernels.fp8_cast import (
+    E4M3,
+    fp8_cast_rows,
+    fp8_dequantize,
+    fp8_quantize_weight,
+    fp8_rows,
+    fp8_supported,
+    fp8_transpose,
+)
 from pronghorn.kernels.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
 from pronghorn.kernels.fp8_lora import SplitJob, SplitTable, fp8_extend, split_reference, split_reference_job
 from pronghorn.kernels.fp8_norm import rms_norm_fp8_forward
@@ -180,7 +188,7 @@ def test_gradients_through_the_product(place: str, trained: float) -> None:
     _, scale = fp8_cast_rows(dy, group.scale_O, bound=group.bound_grad, out=dy8[:, : group.O])
     dyb = group.extend_grad(dy, dy8, scale)
     assert dyb is not None
-    buffer = torch.zeros(group.D * group.grad_width + 7, device=place).to(E4M3)
+    buffer = torch.zeros(group.turned_bytes + 7, device=place).to(E4M3)
     dx = group.backward_input(dy8, scale, group.transposed(buffer))
     q = weight.double() / group.scale_O.double()[:, None]
     base = fp8_dequantize(dy8[:, : group.O], scale).double() @ q
@@ -325,16 +333,16 @@ def test_an_mlp_as_a_layer_runs_it(place: str) -> None:
         whole.append(torch.cat([fp8_dequantize(q, scale) for q, scale in stored]).double())
     gate_up, down = groups
 
-    x8 = torch.empty(T, gate_up.input_width, device=place, dtype=E4M3)
+    x8 = fp8_rows(T, gate_up.input_width, place)
     normed = rms_norm_fp8_forward(h, norm, 1e-6, bound=gate_up.bound, out8=x8[:, :D])
     xa = gate_up.extend(normed.y_TD, x8, normed.scale_T)
     gu = gate_up.forward(x8, normed.scale_T)
-    a8 = torch.empty(T, down.input_width, device=place, dtype=E4M3)
+    a8 = fp8_rows(T, down.input_width, place)
     a, _, scale = gated_activation_fp8_forward(gu, "silu", bound=down.bound, out8=a8[:, :F])
     aa = down.extend(a, a8, scale)
     out = h + down.forward(a8, scale)
 
-    buffer = torch.empty(max(g.D * g.grad_width for g in groups), device=place, dtype=E4M3)  # all layers share one
+    buffer = torch.empty(max(g.turned_bytes for g in groups), device=place, dtype=E4M3)  # all layers share one
     dy8 = torch.empty(T, down.grad_width, device=place, dtype=E4M3)
     scale = fp8_cast_rows(dh, down.scale_O, bound=down.bound_grad, out=dy8[:, :D])[1]
     dyb = down.extend_grad(dh, dy8, scale)

@@ -76,7 +76,7 @@ def test_the_recipe_decides() -> None:
 
 
 @pytest.mark.parametrize(("changes", "gpu", "error", "said"), [
-    ({"train": {"capacity": 65536}}, "rtx4090", RecipeError, "the smallest that works"),
+    ({"train": {"capacity": 262144, "batch_tokens": 262144}}, "rtx4090", RecipeError, "the smallest that works"),
     ({"memory": {"budget": "200GB"}}, "h200", RecipeError, "more than the GPU has"),
     ({"method": "fp8"}, "a100-80", CommandError, "no FP8"),
     ({}, "gtx970", CommandError, "no GPU is known"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,18 +11,21 @@ from pronghorn.memory.measure import LayerWork, copy_rates, measure_costs, milli
 CPU = torch.device("cpu")
 
 
-def sleeping(ms: float) -> object:
+def sleeping(ms: float) -> Callable[[], None]:
     return lambda: time.sleep(ms / 1000)
 
 
 def test_times_are_those_of_the_work_and_go_where_they_belong() -> None:
-    work = LayerWork(forward=sleeping(4), backward=sleeping(8), recompute_gate_up=sleeping(2), recompute_layer=sleeping(3),  # type: ignore[arg-type]
-                     rest=sleeping(6))  # type: ignore[arg-type]
+    work = LayerWork(forward=sleeping(4), gate_up_and_backward=sleeping(150), recompute_gate_up=sleeping(2),
+                     recompute_layer=sleeping(3), rest=sleeping(6), pieces=(sleeping(10), sleeping(130), 4))
     costs = measure_costs(work, CPU, repeats=3, copy_bytes=1 << 16)
     assert costs.measured
-    for measured, slept in ((costs.forward, 4), (costs.backward, 8), (costs.recompute_gate_up, 2), (costs.recompute_layer, 3),
-                            (costs.rest, 6)):
+    for measured, slept in ((costs.forward, 4), (costs.recompute_gate_up, 2), (costs.recompute_layer, 3), (costs.rest, 6)):
         assert slept <= measured < slept + 25  # a busy machine wakes late
+    assert costs.backward == pytest.approx(148, abs=25)  # without what was computed again before it
+    assert costs.piece == pytest.approx(40, abs=9)  # each of three further turns
+    assert costs.times(2).backward == 2 * costs.backward
+    assert costs.times(2).to_host == costs.to_host
     assert costs.optimizer == 0
     assert costs.to_host > 0
 

@@ -22,16 +22,8 @@ from pronghorn.bench.workloads import MODELS
 from pronghorn.errors import ModelError
 from pronghorn.memory.costs import LayerCosts
 from pronghorn.memory.plan import KEEP, Problem, evaluate
-from pronghorn.memory.sizes import (
-    LIBRARY_BYTES,
-    Job,
-    head_bytes,
-    kept_bytes,
-    kept_parts,
-    shape_of,
-    static_parts,
-    working_bytes,
-)
+from pronghorn.memory.sizes import LIBRARY_BYTES, Job, kept_bytes, kept_parts, shape_of, static_parts
+from pronghorn.memory.working import head_bytes, working_bytes
 from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.kept import Kept

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Olmo2C
 
 from pronghorn.data.batches import build_batch
 from pronghorn.memory.offload import OffloadPool, bytes_needed
+from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
 from pronghorn.model.kept import Away, Input, Kept, Level, come_back, leave
 from pronghorn.model.lora import add_adapter
@@ -68,6 +69,58 @@ def test_every_level_gives_the_same_bits(family: str, lora: bool) -> None:
         again, found = gradients(model)
         assert again == loss
         assert equal(found, expected), levels
+
+
+def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """To the rounding of fp32 sums in another order; relative to the largest of each gradient."""
+    return one.keys() == other.keys() and all(
+        float((one[name] - other[name]).abs().max()) <= 2e-6 * float(other[name].abs().max()) + 1e-12 for name in one)
+
+
+@pytest.mark.parametrize(("lora", "summed"), [(True, False), (True, True), (False, False)], ids=["lora", "sums", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_mlp_in_pieces_gives_the_same_gradients(family: str, lora: bool, summed: bool) -> None:
+    """Loss and gradients over pieces: rows go through the same operations; sums over pieces are in another order."""
+    model, engine = model_of(family, lora)
+    loss, expected = gradients(model)
+    for pieces in (2, 3, 8):
+        for levels in (["gate_up"] * 4, ["layer"] * 4, ["layer", "gate_up", "nothing", "layer"]):
+            for layer, level in zip(engine.layers, levels, strict=True):
+                layer.level, layer.pieces = level, pieces  # type: ignore[assignment]
+            again, found = summed_gradients(model, engine) if summed else gradients(model)
+            assert again == pytest.approx(loss, rel=1e-6)
+            assert close(found, expected), (pieces, levels)
+
+
+def summed_gradients(model: Any, engine: FastCausalLM) -> tuple[float, dict[str, torch.Tensor]]:
+    """As the graphed step has them."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    sums = AdapterSums(engine, torch.float32)
+    loss = loss_sum(model, build_batch(random_table(12), np.arange(12), 512))
+    loss.backward()
+    sums.collect()
+    sums.release()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return float(loss.detach()), found
+
+
+@pytest.mark.parametrize("level", ["gate_up", "layer"])
+def test_evaluation_in_pieces_and_what_waits_elsewhere(level: Level) -> None:
+    model, engine = model_of("llama", lora=True)
+    batch = build_batch(random_table(12), np.arange(12), 512)
+    with torch.no_grad():
+        expected = float(loss_sum(model, batch))
+    _, without = gradients(model)
+    pool = OffloadPool(4, 4_000_000, torch.device("cpu"))
+    for layer in engine.layers:
+        layer.level, layer.pieces, layer.offload = level, 3, pool
+    with torch.no_grad():
+        assert float(loss_sum(model, batch)) == pytest.approx(expected, rel=1e-6)
+    _, found = gradients(model)
+    pool.finish()
+    assert close(found, without)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -60,6 +60,7 @@ def test_memory_is_the_sum_of_its_parts_and_follows_the_recipe(recipe_for: Recip
     # embeddings and norms as they are, two layers of linears in 4 bits, and room for one of them dequantized
     assert qlora.memory_weights == 4 * (lora.parameters - 2 * layer + layer) + round(0.516 * 2 * layer)
     assert (qlora.trainable, qlora.memory_training) == (lora.trainable, lora.memory_training)
+    assert check(recipe_for(method="fp8")).memory_weights == 4 * (lora.parameters - 2 * layer) + 2 * layer
 
 
 def test_the_table_and_the_json_say_the_same(recipe_for: RecipeFor, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +85,6 @@ def test_what_is_allowed_but_hardly_meant_is_said(recipe_for: RecipeFor, changes
 
 
 @pytest.mark.parametrize(("changes", "error", "said"), [
-    ({"method": "fp8"}, RecipeError, "fp8 is not in this version"),
     ({"model": "/nowhere/at/all"}, ModelError, "no such model folder"),
     ({"lora": {"targets": ["q_prj"]}}, RecipeError, "matches no linear layer"),
     ({"data": {"train": ["/nowhere/train.jsonl"]}}, DataError, "nowhere"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from test_loop import Silent, same, weights
 from pronghorn.cli import main
 from pronghorn.data.batches import Shapes
 from pronghorn.errors import CommandError, EnvironmentFault, Interrupted, RecipeError
-from pronghorn.memory.plan import KEEP, Problem, smallest_budget
+from pronghorn.memory.plan import KEEP, smallest_budget
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.config import read_config
 from pronghorn.model.decoder_layer import FastDecoderLayer
@@ -57,7 +58,7 @@ def budgets(recipe: Recipe) -> tuple[int, int]:
     memory = plan_memory(recipe.model_copy(update={"memory": recipe.memory.model_copy(update={"budget": "2GB"})}),
                          read_config(recipe.model), shapes_of(recipe), CPU, "fp32")
     assert memory is not None
-    return smallest_budget(memory.plan.problem), memory.plan.device_bytes
+    return smallest_budget(memory.plan.problem), memory.plan.needed_bytes
 
 
 def between(recipe: Recipe, share: float) -> dict[str, str]:
@@ -85,7 +86,7 @@ def test_the_layers_follow_the_plan(deep_recipe: RecipeFor) -> None:
         assert [layer.level for layer in engine.layers] == [level.recompute for level in plan.levels]
         assert [layer.offload is not None for layer in engine.layers] == [level.offload for level in plan.levels]
         assert (engine.offload is not None) == bool(plan.offloaded)
-        assert plan.device_bytes <= plan.problem.budget
+        assert plan.needed_bytes <= plan.problem.budget
         assert plan.problem.costs.measured == (set(plan.levels) != {KEEP})  # timed only where there is a choice
         kinds |= {level.recompute for level in plan.levels}
     assert set(plan.levels) == {KEEP}
@@ -119,7 +120,7 @@ def _small(recipe: Recipe, share: float) -> str:
     asked = recipe.model_copy(update={"memory": recipe.memory.model_copy(update={"budget": "2GB"})})
     memory = plan_memory(asked, read_config(recipe.model), shapes_of(recipe), CPU, "bf16")
     assert memory is not None
-    low, high = smallest_budget(memory.plan.problem), memory.plan.device_bytes
+    low, high = smallest_budget(memory.plan.problem), memory.plan.needed_bytes
     return f"{(low + share * (high - low)) / 1e6:.6f}MB"
 
 
@@ -281,11 +282,11 @@ def test_an_error_behind_which_memory_ran_out_is_known() -> None:
 
 def test_too_small_a_budget_is_refused_before_anything_loads(deep_recipe: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup, "load_model", lambda *a, **k: pytest.fail("loaded"))
-    recipe = deep_recipe(memory={"budget": "300MB"})
-    with pytest.raises(RecipeError, match=r"the smallest that works is 0\.8 GB") as caught:
+    recipe = deep_recipe(memory={"budget": "100MB"})
+    with pytest.raises(RecipeError, match=r"the smallest that works is 0\.2 GB") as caught:
         train(recipe, display=Silent())
     assert caught.value.exit_code == 2
-    assert "set memory.budget: 0.8GB" in caught.value.fix
+    assert "set memory.budget: 0.2GB" in caught.value.fix
     assert not Path(recipe.output).exists()
 
 
@@ -306,7 +307,7 @@ def test_check_tells_the_plan_and_refuses_what_a_run_would(deep_recipe: RecipeFo
     assert f"peak {facts.memory / 1e9:.1f} GB" in "\n".join(facts.plan)
     assert not check_run(deep_recipe(), report=lambda *_: None).plan
     with pytest.raises(RecipeError, match="the smallest that works"):
-        check_run(deep_recipe(memory={"budget": "300MB"}), report=lambda *_: None)
+        check_run(deep_recipe(memory={"budget": "100MB"}), report=lambda *_: None)
 
 
 def test_evaluation_is_paid_for_where_a_captured_step_keeps_its_memory(recipe_for: RecipeFor) -> None:
@@ -319,7 +320,7 @@ def test_evaluation_is_paid_for_where_a_captured_step_keeps_its_memory(recipe_fo
     assert memory is not None
     assert memory.plan.problem.aside == 0  # a step that is not captured gives its memory back
     problem = memory.plan.problem
-    aside = Problem(problem.job, problem.costs, problem.budget, problem.host, aside=10**8)
+    aside = replace(problem, aside=10**8)
     assert smallest_budget(aside) == smallest_budget(problem) + 10**8
 
 

@@ -199,5 +199,5 @@ def test_a_state_of_another_adapter_is_refused(recipe_for: RecipeFor) -> None:
         restore_optimizer(its_optimizer, other, stored)
     assert "--fresh" in caught.value.fix
     missing = dict(list(stored.items())[1:])
-    with pytest.raises(CheckpointError, match=next(iter(stored)).removeprefix("optimizer/exp_avg/")):
+    with pytest.raises(CheckpointError, match=next(iter(stored)).split("/")[2]):
         restore_optimizer(optimizer, model, missing)

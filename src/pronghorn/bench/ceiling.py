@@ -4,8 +4,9 @@
 
 One step in bf16 (float32 without a GPU): for every linear of every layer the product forward and the one for the input's
 gradient (not for layer 0's q, k and v, below which nothing is trained), and both of the head, for every token; q, k, v as one
-product, gate and up as one. Attention is not part of it, so long documents stay further below it. A few copies of the weights
-take turns, so that none is still in L2. Time between two device events, median of several steps.
+product, gate and up as one. Where the workload asks for FP8, the layers' products are in FP8, of operands that are FP8 already,
+both ways; the head's stay in bf16. Attention is not part of it, so long documents stay further below it. A few copies of the
+weights take turns, so that none is still in L2. Time between two device events, median of several steps.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch
 
 from pronghorn.bench.meter import machine
 from pronghorn.bench.workloads import WORKLOADS, Workload
+from pronghorn.kernels.fp8 import fp8_product
+from pronghorn.kernels.fp8_cast import fp8_cast_rows, fp8_transpose
 
 COPIES = 3  # one layer's weights of the smallest model here are 31 MB; L2 of an H200 holds 50
 REPEATS = 7
@@ -56,24 +59,19 @@ def measure(workload: Workload) -> dict[str, Any]:
 
     shapes = products(config)
     head_shape = (config["vocab_size"], config["hidden_size"])
-    layers = [{name: random(*shape) for name, shape in shapes.items()} for _ in range(COPIES)]
     head = random(*head_shape)
     widths = {size for shape in shapes.values() for size in shape}
     wide = {size: random(workload.tokens, size) for size in widths}  # inputs and outputs of each width
     wide[head_shape[0]] = random(min(HEAD_ROWS, workload.tokens), head_shape[0])
     out = {size: torch.empty_like(wide[size]) for size in wide}
-
-    def forward(weight: torch.Tensor) -> None:
-        torch.mm(wide[weight.shape[1]], weight.t(), out=out[weight.shape[0]])
-
-    def backward(weight: torch.Tensor) -> None:
-        torch.mm(wide[weight.shape[0]], weight, out=out[weight.shape[1]])
+    kind = (_Fp8 if workload.fp8 else _Plain)(wide, out)
+    layers = [{name: kind.weight(random(*shape)) for name, shape in shapes.items()} for _ in range(COPIES)]
 
     def step() -> None:
         count = config["num_hidden_layers"]
         for i in range(count):
             for weight in layers[i % COPIES].values():
-                forward(weight)
+                kind.forward(weight)
         for begin in range(0, workload.tokens, HEAD_ROWS):
             some = slice(begin, begin + HEAD_ROWS)
             torch.mm(wide[head_shape[1]][some], head.t(), out=out[head_shape[0]])
@@ -81,7 +79,7 @@ def measure(workload: Workload) -> dict[str, Any]:
         for i in reversed(range(count)):
             for name, weight in reversed(layers[i % COPIES].items()):
                 if i or name != "qkv":
-                    backward(weight)
+                    kind.backward(weight)
 
     for _ in range(2):
         step()
@@ -89,6 +87,45 @@ def measure(workload: Workload) -> dict[str, Any]:
     seconds = statistics.median(times)
     return {"tokens_per_second": round(workload.tokens / seconds, 1), "ms_per_step": round(1000 * seconds, 3),
             "tflops": round(flops(workload) / seconds / 1e12, 1), "fastest_ms": round(1000 * min(times), 3), "steps": REPEATS}
+
+
+class _Plain:
+    """A layer's products, of rows of each width into rows of each width."""
+
+    def __init__(self, wide: dict[int, torch.Tensor], out: dict[int, torch.Tensor]) -> None:
+        self.wide, self.out = wide, out
+
+    def weight(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
+    def forward(self, weight: torch.Tensor) -> None:
+        torch.mm(self.wide[weight.shape[1]], weight.t(), out=self.out[weight.shape[0]])
+
+    def backward(self, weight: torch.Tensor) -> None:
+        torch.mm(self.wide[weight.shape[0]], weight, out=self.out[weight.shape[1]])
+
+
+class _Fp8(_Plain):
+    """Of FP8 operands: weights turned round already, rows cast already."""
+
+    def __init__(self, wide: dict[int, torch.Tensor], out: dict[int, torch.Tensor]) -> None:
+        super().__init__(wide, out)
+        self.rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._turned: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def weight(self, weight: torch.Tensor) -> torch.Tensor:
+        self.rows |= {size: fp8_cast_rows(self.wide[size]) for size in weight.shape if size not in self.rows}
+        q, scale = fp8_cast_rows(weight)
+        self._turned[q.data_ptr()] = fp8_transpose(q), scale
+        return q
+
+    def forward(self, weight: torch.Tensor) -> None:
+        rows, scale = self.rows[weight.shape[1]]
+        fp8_product(rows, scale, weight, self._turned[weight.data_ptr()][1], out=self.out[weight.shape[0]])
+
+    def backward(self, weight: torch.Tensor) -> None:
+        rows, scale = self.rows[weight.shape[0]]
+        fp8_product(rows, scale, self._turned[weight.data_ptr()][0], None, out=self.out[weight.shape[1]])
 
 
 def _seconds(step: Callable[[], None], device: torch.device) -> float:

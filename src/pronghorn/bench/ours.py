@@ -26,7 +26,8 @@ Graph = Literal["auto", "on", "off"]
 
 def bench_recipe(workload: Workload) -> Recipe:
     return Recipe.model_validate({
-        "model": str(model_folder(workload.model)), "method": workload.method, "lora": {"r": LORA_RANK, "alpha": LORA_RANK},
+        "model": str(model_folder(workload.model)), "method": workload.ours or workload.method,
+        "compute": workload.compute, "lora": {"r": LORA_RANK, "alpha": LORA_RANK},
         "data": {"train": ["the benchmark's documents"], "max_length": workload.row},
         "train": {"capacity": workload.tokens, "batch_tokens": workload.tokens, "lr": LEARNING_RATE, "clip": CLIP,
                   "seed": SEED},
@@ -60,9 +61,10 @@ class Ours:
         meter.mark("imports")
         loader, shapes = make_loader(documents(workload, meter.total, lengths), recipe, pin=device.type == "cuda")
         self.batches = iter(loader)
-        base = load_model(recipe.model, DTYPES[precision], device, four_bit=recipe.method == "qlora")
+        base = load_model(recipe.model, DTYPES[precision], device, four_bit=recipe.method == "qlora",
+                          fp8=recipe.method == "fp8")
         model = add_adapter(base, recipe.lora, seed=SEED)
-        if layers == "fast" and (why := install(model)):
+        if layers == "fast" and (why := install(model, fp8=recipe.fp8)):
             raise RuntimeError(f"no fast layers: {why}")
         meter.mark("model")
         self.step = make_our_step(model, recipe, device, precision, graph, self._note)

@@ -25,7 +25,7 @@ WHAT = (
     "one process a system, one after another on one machine. Real tokens per second, without padding, over the steps after "
     "warm-up; memory is the allocator's peak in GiB after the second step (Pronghorn: from the first on); time to first step "
     "is from the start of the process to the end of the first optimizer step. The ceiling is what the frozen weights' matrix "
-    "products alone take in bf16, forward and input gradient; attention is not part of it"
+    "products alone take, forward and input gradient, in bf16, or in FP8 where our side is; attention is not part of it"
 )
 
 

@@ -64,6 +64,7 @@ SYSTEMS = {system.name: system for system in (
     System("padded", "transformers, padded", needs=("peft",), padded=True),
 )}
 _ALL = ("pronghorn", "unsloth", "unsloth-ckpt", "liger", "packed", "padded")
+_UNSLOTH = ("pronghorn", "unsloth", "unsloth-ckpt")
 _LARGE = ("pronghorn", "unsloth", "unsloth-ckpt", "liger", "liger-ckpt", "packed-ckpt")
 
 
@@ -75,6 +76,8 @@ class Workload:
     document: int = 0  # every document has so many tokens; 0: lengths as instruction data has them
     systems: tuple[str, ...] = _ALL
     method: Literal["lora", "qlora"] = "lora"
+    ours: Literal["", "fp8"] = ""  # our method, where it is not the peers'
+    compute: Literal["auto", "fp8"] = "auto"  # our products
     waits_for: str = ""  # what we must build before our side can run
 
     @property
@@ -83,12 +86,19 @@ class Workload:
         return min(self.tokens, max(PEER_ROW, self.document))
 
     @property
+    def fp8(self) -> bool:
+        """Whether our products of frozen weights are in FP8."""
+        return self.ours == "fp8" or self.compute == "fp8"
+
+    @property
     def config(self) -> dict[str, Any]:
         return MODELS[self.model]
 
     def describe(self) -> str:
         documents = f"documents of {self.document:,} tokens" if self.document else "short documents"
         method = "LoRA bf16" if self.method == "lora" else "QLoRA NF4"
+        if self.fp8:
+            method = f"{'LoRA FP8' if self.ours else 'QLoRA NF4 in FP8'} (peers: {method})"
         return f"{self.model}, {method}, {documents}, {self.tokens:,} tokens a step"
 
 
@@ -100,9 +110,15 @@ WORKLOADS = {workload.name: workload for workload in (
     Workload("llama-8b-8k", "llama-8b", 16384, document=8192, systems=_LARGE),
     Workload("llama-8b-32k", "llama-8b", 32768, document=32768, systems=_LARGE),
     Workload("qwen3-14b", "qwen3-14b", 8192, systems=("pronghorn", "unsloth-ckpt", "liger-ckpt"), method="qlora"),
+    # The peers' best on the same documents, beside our FP8.
+    Workload("llama-1b-fp8", "llama-1b", 16384, systems=_UNSLOTH, ours="fp8"),
+    Workload("llama-8b-fp8", "llama-8b", 16384, systems=_UNSLOTH, ours="fp8"),
+    Workload("qwen3-14b-fp8", "qwen3-14b", 8192, systems=_UNSLOTH, method="qlora", ours="fp8"),
+    Workload("qwen3-14b-qlora-fp8", "qwen3-14b", 8192, systems=_UNSLOTH, method="qlora", compute="fp8"),
+    Workload("tiny-fp8", "tiny", 512, systems=("pronghorn", "packed"), ours="fp8"),
     Workload("tiny", "tiny", 512, document=0, systems=("pronghorn", "packed", "packed-ckpt", "padded")),
 )}
-DEFAULT_WORKLOADS = tuple(name for name in WORKLOADS if name != "tiny")  # tiny is for machines without a GPU
+DEFAULT_WORKLOADS = tuple(name for name in WORKLOADS if not name.startswith("tiny"))  # tiny: for machines without a GPU
 
 
 def pick(names: str, table: Sequence[str], what: str) -> list[str]:

@@ -14,6 +14,8 @@ A norm that is not finite changes no tensor and no step counter, on the device, 
 watch, so does a loss that is not finite or a norm of zero, and so does every step after the first refused one: the host, which
 reads the loss a step later, finds the weights of the last sound step. Sums have a fixed order, so results repeat bit for bit.
 Everything is computed in fp32 (the bias corrections in fp64) and rounded once.
+Moments may lie in pinned host memory (host_memory.py): the update reads and writes them over the link, so nothing is copied
+and nothing but their addresses differs. 8 bytes a parameter go each way; adamw8bit.py makes them 2.
 Bound by memory: 4 bytes a parameter for the norm, 28 for the update and 2 for a bf16 shadow, with fp32 tensors.
 """
 
@@ -39,11 +41,10 @@ SUMS_BLOCK, SUMS_WARPS = 8192, 8
 PARTIALS_AT_ONCE, TENSORS_AT_ONCE, FACTORS_WARPS = 8192, 1024, 16
 
 # Columns of the table: five addresses, then what the shadow needs, then which learning rate.
-_FIELDS = tl.constexpr(11)
-_PARAM, _GRAD, _EXP_AVG, _EXP_AVG_SQ, _STEP, _SHADOW, _NUMEL, _COLUMNS, _SHADOW_STRIDE, _TRANSPOSED, _LR = (
-    tl.constexpr(column) for column in range(11)
-)
-_NORM, _CLIP, _FINITE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # in the result
+FIELDS = tl.constexpr(11)
+AT_PARAM, AT_GRAD, AT_EXP_AVG, AT_EXP_AVG_SQ, AT_STEP, AT_SHADOW = (tl.constexpr(column) for column in range(6))
+AT_NUMEL, AT_COLUMNS, AT_SHADOW_STRIDE, AT_TRANSPOSED, AT_LR = (tl.constexpr(column) for column in range(6, 11))
+AT_NORM, AT_CLIP, AT_FINITE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # in the result
 CLIP_EPS = 1e-6  # what clip_grad_norm_ adds to the norm
 _CLIP_EPS = tl.constexpr(CLIP_EPS)
 
@@ -57,7 +58,7 @@ class Shadow:
     transposed: bool = False
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """The tensors that share their dtypes: one launch."""
 
     blocks: torch.Tensor  # [programs of the update, 2] int32: tensor, block of that tensor
@@ -67,8 +68,15 @@ class _Part(NamedTuple):
     grad: torch.dtype
     moment: torch.dtype
     shadow: torch.dtype | None
+    block: int  # elements a program of the update
+    warps: int
     aligned: bool  # every address is a multiple of 16 bytes
     shadow_aligned: bool  # the shadows', too, and the rows of those not transposed are whole vectors of 8
+
+    def options(self) -> dict[str, Any]:
+        """What every update kernel is compiled for."""
+        return {"PARAM": triton_type(self.param), "GRAD": triton_type(self.grad), "SHADOW": triton_type(self.shadow),
+                "ALIGNED": self.aligned, "SHADOW_ALIGNED": self.shadow_aligned, "BLOCK": self.block, "num_warps": self.warps}
 
 
 class AdamWTensors:
@@ -85,13 +93,16 @@ class AdamWTensors:
         weight_decays: Sequence[float],
         lr_groups: Sequence[int] | None = None,
         shadows: Sequence[Shadow | None] | None = None,
+        host_shift: int | None = None,
     ) -> None:
-        """steps: 0-dim fp32, one a tensor, counted up by the update. lr_groups: which entry of `lr` a tensor takes."""
+        """steps: 0-dim fp32, one a tensor, counted up by the update. lr_groups: which entry of `lr` a tensor takes.
+        host_shift: moments may be in pinned host memory, which the device sees so many bytes further on."""
         self.params, self.grads, self.steps = list(params), list(grads), list(steps)
         self.exp_avgs, self.exp_avg_sqs = list(exp_avgs), list(exp_avg_sqs)
         self.weight_decays = list(weight_decays)
         self.lr_groups = [0] * len(self.params) if lr_groups is None else list(lr_groups)
         self.shadows: list[Shadow | None] = [None] * len(self.params) if shadows is None else list(shadows)
+        self.host_shift = host_shift
         self._check()
         self.device = self.params[0].device
         doubles = any(tensor.dtype == torch.float64 for tensor in (*self.params, *self.grads, *self.exp_avgs))
@@ -110,7 +121,8 @@ class AdamWTensors:
             raise ValueError("step counters must be fp32, beside the parameters")
         for param, grad, m, v, shadow in zip(*columns, self.shadows, strict=True):
             for tensor in (param, grad, m, v):
-                if tensor.shape != param.shape or tensor.device != device or not tensor.is_contiguous():
+                on_host = self.host_shift is not None and tensor.device.type == "cpu" and (tensor is m or tensor is v)
+                if tensor.shape != param.shape or not (on_host or tensor.device == device) or not tensor.is_contiguous():
                     raise ValueError(f"a tensor of shape {tuple(tensor.shape)} for a parameter of {tuple(param.shape)}: "
                                      "shapes and devices must agree, and all be contiguous")  # fmt: skip
             if shadow is not None:
@@ -120,6 +132,24 @@ class AdamWTensors:
                 if not fits or shadow.tensor.stride(1) != 1:
                     raise ValueError(f"a shadow of shape {tuple(shadow.tensor.shape)} where {tuple(wanted)} is wanted: "
                                      "shapes and devices must agree, and columns be contiguous")  # fmt: skip
+
+    def read_moments(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """In fp32 (fp64 for fp64), beside the parameter."""
+        return _wide(self.exp_avgs[i].to(self.device)), _wide(self.exp_avg_sqs[i].to(self.device))
+
+    def write_moments(self, i: int, m: torch.Tensor, v: torch.Tensor) -> None:
+        self.exp_avgs[i].copy_(m)
+        self.exp_avg_sqs[i].copy_(v)
+
+    def config(self, moment: torch.dtype) -> tuple[int, int]:
+        """Elements a program of the update, and its warps."""
+        return CONFIG
+
+    def launch_update(self, part: Part, betas: tuple[float, float], eps: float) -> None:
+        _update_kernel[(len(part.blocks),)](
+            self.table, self.settings, self.factors, self.result, part.blocks, 1 - betas[0], betas[1], 1 - betas[1], eps,
+            MOMENT=triton_type(part.moment), **part.options(),
+        )  # fmt: skip
 
     def refresh_shadows(self) -> None:
         """Writes every shadow from its parameter: at the start, and after weights were loaded."""
@@ -137,7 +167,7 @@ class AdamWTensors:
             if shadow is not None:
                 columns = _as_matrix(param).shape[1]
                 shadow_row = (shadow.tensor.data_ptr(), columns, shadow.tensor.stride(0), int(shadow.transposed))
-            addresses = [tensor.data_ptr() for tensor in tensors]
+            addresses = [self._address(tensor) for tensor in tensors]
             rows.append([*addresses, shadow_row[0], param.numel(), *shadow_row[1:], self.lr_groups[i]])
         self.table = torch.tensor(rows, dtype=torch.int64, device=self.device)
         factors = [(decay, shadow.factor if shadow else 0.0)
@@ -145,20 +175,24 @@ class AdamWTensors:
         self.settings = torch.tensor(factors, dtype=torch.float32, device=self.device)
         self.factors = torch.empty((len(rows), 3), dtype=torch.float32, device=self.device)
         self.result = torch.zeros(3, dtype=torch.float32, device=self.device)
-        self.block, self.warps = CONFIG
         kinds: dict[tuple[Any, ...], list[int]] = {}
         for i, (param, shadow) in enumerate(zip(self.params, self.shadows, strict=True)):
             kind = (param.dtype, self.grads[i].dtype, self.exp_avgs[i].dtype, shadow.tensor.dtype if shadow else None)
             kinds.setdefault(kind, []).append(i)
-        self.parts: list[_Part] = []
+        self.parts: list[Part] = []
         programs = 0
         for kind, members in kinds.items():
             aligned = all(address % 16 == 0 for i in members for address in rows[i][:4])
             shadow_aligned = all(_rows_aligned(self.shadows[i]) for i in members)
-            blocks, sums_blocks = self._blocks(members, self.block), self._blocks(members, SUMS_BLOCK)
-            self.parts.append(_Part(blocks, sums_blocks, programs, *kind, aligned, shadow_aligned))
+            block, warps = self.config(kind[2])
+            blocks, sums_blocks = self._blocks(members, block), self._blocks(members, SUMS_BLOCK)
+            self.parts.append(Part(blocks, sums_blocks, programs, *kind, block, warps, aligned, shadow_aligned))
             programs += len(sums_blocks)
         self.partials = torch.zeros(max(programs, 1), dtype=torch.float32, device=self.device)
+
+    def _address(self, tensor: torch.Tensor) -> int:
+        """As the device sees it."""
+        return tensor.data_ptr() + (self.host_shift or 0 if tensor.device != self.device else 0)
 
     def _blocks(self, members: list[int], size: int) -> torch.Tensor:
         counts = torch.tensor([-(-self.params[i].numel() // size) for i in members])
@@ -195,13 +229,13 @@ def adamw_reference(
         step = tensors.steps[i].add_(1.0)
         rate, t = lr[tensors.lr_groups[i]], float(step)
         grad = _wide(tensors.grads[i]) * clip
-        m = torch.lerp(_wide(tensors.exp_avgs[i]), grad, 1 - betas[0])
-        v = _wide(tensors.exp_avg_sqs[i]) * betas[1] + grad.square() * (1 - betas[1])
+        m, v = tensors.read_moments(i)
+        m = torch.lerp(m, grad, 1 - betas[0])
+        v = v * betas[1] + grad.square() * (1 - betas[1])
         denominator = v.sqrt() / math.sqrt(1 - betas[1] ** t) + eps
         value = _wide(param) * (1 - rate * tensors.weight_decays[i]) - rate / (1 - betas[0] ** t) * (m / denominator)
         param.copy_(value)
-        tensors.exp_avgs[i].copy_(m)
-        tensors.exp_avg_sqs[i].copy_(v)
+        tensors.write_moments(i, m, v)
         shadow = tensors.shadows[i]
         if shadow is not None:
             matrix = _as_matrix(value) * shadow.factor
@@ -218,7 +252,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @jit
-def _address(row, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+def table_address(row, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
     address = tl.load(row + column).to(tl.pointer_type(dtype))
     if ALIGNED:
         address = tl.multiple_of(address, 16)
@@ -226,7 +260,7 @@ def _address(row, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constex
 
 
 @jit
-def _load(pointers, inside, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_fp32(pointers, inside, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Blocks inside a tensor load without a mask: one of unknown length would cut 16-byte loads into single elements."""
     if MASKED:
         value = tl.load(pointers, mask=inside, other=0.0)
@@ -236,7 +270,7 @@ def _load(pointers, inside, MASKED: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @jit
-def _store(pointers, value, inside, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+def store_rounded(pointers, value, inside, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
     if MASKED:
         tl.store(pointers, value.to(pointers.dtype.element_ty), mask=inside)
     else:
@@ -248,16 +282,16 @@ def _square_sums_kernel(  # type: ignore[no-untyped-def]
     table, blocks, partials, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     program = tl.program_id(0)
-    row = table + tl.load(blocks + 2 * program) * _FIELDS
+    row = table + tl.load(blocks + 2 * program) * FIELDS
     first = tl.load(blocks + 2 * program + 1).to(tl.int64) * BLOCK
     lanes = tl.arange(0, BLOCK)
-    left = tl.load(row + _NUMEL) - first
-    pointers = _address(row, _GRAD, GRAD, ALIGNED) + first + lanes
+    left = tl.load(row + AT_NUMEL) - first
+    pointers = table_address(row, AT_GRAD, GRAD, ALIGNED) + first + lanes
     if left >= BLOCK:
-        grad = _load(pointers, lanes < left, False)
+        grad = load_fp32(pointers, lanes < left, False)
         tl.store(partials + program, tl.sum(grad * grad, 0))
     else:
-        grad = _load(pointers, lanes < left, True)
+        grad = load_fp32(pointers, lanes < left, True)
         tl.store(partials + program, tl.sum(grad * grad, 0))
 
 
@@ -278,25 +312,56 @@ def _factors_kernel(  # type: ignore[no-untyped-def]
     finite = norm < float("inf")  # false for NaN, too
     if WATCHED:
         finite &= (norm > 0) & (tl.abs(tl.load(loss)) < float("inf")) & (tl.load(skipped) == 0)
-    tl.store(result + _NORM, norm)
-    tl.store(result + _CLIP, tl.where(clip_norm > 0, tl.minimum(clip_norm / (norm + _CLIP_EPS), 1.0), 1.0))
-    tl.store(result + _FINITE, tl.where(finite, 1.0, 0.0))
+    tl.store(result + AT_NORM, norm)
+    tl.store(result + AT_CLIP, tl.where(clip_norm > 0, tl.minimum(clip_norm / (norm + _CLIP_EPS), 1.0), 1.0))
+    tl.store(result + AT_FINITE, tl.where(finite, 1.0, 0.0))
     tl.store(skipped, tl.load(skipped) + tl.where(finite, 0, 1))
     for start in range(0, count, TENSORS):
         tensor = start + tl.arange(0, TENSORS)
         inside = tensor < count
-        row = table + tensor.to(tl.int64) * _FIELDS
-        counters = tl.load(row + _STEP, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+        row = table + tensor.to(tl.int64) * FIELDS
+        counters = tl.load(row + AT_STEP, mask=inside, other=0).to(tl.pointer_type(tl.float32))
         step = tl.load(counters, mask=inside, other=0.0) + 1.0
         tl.store(counters, tl.where(finite, step, step - 1.0), mask=inside)
         t = step.to(tl.float64)
-        rate = tl.load(lr + tl.load(row + _LR, mask=inside, other=0), mask=inside, other=0.0).to(tl.float64)
+        rate = tl.load(lr + tl.load(row + AT_LR, mask=inside, other=0), mask=inside, other=0.0).to(tl.float64)
         weight_decay = tl.load(settings + 2 * tensor, mask=inside, other=0.0).to(tl.float64)
         step_size = rate / (1.0 - tl.exp(t * LOG_BETA1))
         spread = 1.0 / tl.sqrt(1.0 - tl.exp(t * LOG_BETA2))
         tl.store(factors + 3 * tensor, step_size.to(tl.float32), mask=inside)
         tl.store(factors + 3 * tensor + 1, spread.to(tl.float32), mask=inside)
         tl.store(factors + 3 * tensor + 2, (1.0 - rate * weight_decay).to(tl.float32), mask=inside)
+
+
+@jit
+def moved(p, m, v, grad, factors, one_minus_beta1, beta2, one_minus_beta2, eps):  # type: ignore[no-untyped-def]
+    """Parameter and moments after the step, in fp32."""
+    m += (grad - m) * one_minus_beta1
+    v = v * beta2 + grad * grad * one_minus_beta2
+    denominator = tl.sqrt_rn(v) * tl.load(factors + 1) + eps
+    p = p * tl.load(factors + 2) - tl.load(factors) * tl.div_rn(m, denominator)
+    return p, m, v
+
+
+@jit
+def write_shadow(  # type: ignore[no-untyped-def]
+    row, settings, p, first, lanes, inside,
+    SHADOW: tl.constexpr, SHADOW_ALIGNED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    columns = tl.load(row + AT_COLUMNS).to(tl.int32)
+    stride = tl.load(row + AT_SHADOW_STRIDE)
+    shadow = table_address(row, AT_SHADOW, SHADOW, SHADOW_ALIGNED)
+    if SHADOW_ALIGNED:
+        columns = tl.multiple_of(columns, 8)
+    index = first.to(tl.int32) + lanes
+    r = index // columns
+    c = index % columns
+    if tl.load(row + AT_TRANSPOSED) != 0:
+        store_rounded(shadow + c * stride + r, p * tl.load(settings + 1), inside, MASKED)
+    else:
+        if SHADOW_ALIGNED:
+            stride = tl.multiple_of(stride, 8)
+        store_rounded(shadow + r * stride + c, p * tl.load(settings + 1), inside, MASKED)
 
 
 @jit
@@ -307,35 +372,19 @@ def _update_block(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     lanes = tl.arange(0, BLOCK)
     inside = lanes < left
-    params = _address(row, _PARAM, PARAM, ALIGNED) + first + lanes
-    exp_avgs = _address(row, _EXP_AVG, MOMENT, ALIGNED) + first + lanes
-    exp_avg_sqs = _address(row, _EXP_AVG_SQ, MOMENT, ALIGNED) + first + lanes
-    grad = _load(_address(row, _GRAD, GRAD, ALIGNED) + first + lanes, inside, MASKED) * clip
-    p = _load(params, inside, MASKED)
-    m = _load(exp_avgs, inside, MASKED)
-    v = _load(exp_avg_sqs, inside, MASKED)
-    m += (grad - m) * one_minus_beta1
-    v = v * beta2 + grad * grad * one_minus_beta2
-    denominator = tl.sqrt_rn(v) * tl.load(factors + 1) + eps
-    p = p * tl.load(factors + 2) - tl.load(factors) * tl.div_rn(m, denominator)
-    _store(params, p, inside, MASKED)
-    _store(exp_avgs, m, inside, MASKED)
-    _store(exp_avg_sqs, v, inside, MASKED)
+    params = table_address(row, AT_PARAM, PARAM, ALIGNED) + first + lanes
+    exp_avgs = table_address(row, AT_EXP_AVG, MOMENT, ALIGNED) + first + lanes
+    exp_avg_sqs = table_address(row, AT_EXP_AVG_SQ, MOMENT, ALIGNED) + first + lanes
+    grad = load_fp32(table_address(row, AT_GRAD, GRAD, ALIGNED) + first + lanes, inside, MASKED) * clip
+    p = load_fp32(params, inside, MASKED)
+    m = load_fp32(exp_avgs, inside, MASKED)
+    v = load_fp32(exp_avg_sqs, inside, MASKED)
+    p, m, v = moved(p, m, v, grad, factors, one_minus_beta1, beta2, one_minus_beta2, eps)
+    store_rounded(params, p, inside, MASKED)
+    store_rounded(exp_avgs, m, inside, MASKED)
+    store_rounded(exp_avg_sqs, v, inside, MASKED)
     if SHADOW is not None:
-        columns = tl.load(row + _COLUMNS).to(tl.int32)
-        stride = tl.load(row + _SHADOW_STRIDE)
-        shadow = _address(row, _SHADOW, SHADOW, SHADOW_ALIGNED)
-        if SHADOW_ALIGNED:
-            columns = tl.multiple_of(columns, 8)
-        index = first.to(tl.int32) + lanes
-        r = index // columns
-        c = index % columns
-        if tl.load(row + _TRANSPOSED) != 0:
-            _store(shadow + c * stride + r, p * tl.load(settings + 1), inside, MASKED)
-        else:
-            if SHADOW_ALIGNED:
-                stride = tl.multiple_of(stride, 8)
-            _store(shadow + r * stride + c, p * tl.load(settings + 1), inside, MASKED)
+        write_shadow(row, settings, p, first, lanes, inside, SHADOW, SHADOW_ALIGNED, MASKED)
 
 
 @jit
@@ -344,13 +393,13 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, SHADOW: tl.constexpr,
     ALIGNED: tl.constexpr, SHADOW_ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    if tl.load(result + _FINITE) != 0.0:
+    if tl.load(result + AT_FINITE) != 0.0:
         program = tl.program_id(0)
         tensor = tl.load(blocks + 2 * program)
-        row = table + tensor * _FIELDS
+        row = table + tensor * FIELDS
         first = tl.load(blocks + 2 * program + 1).to(tl.int64) * BLOCK
-        left = tl.load(row + _NUMEL) - first
-        clip = tl.load(result + _CLIP)
+        left = tl.load(row + AT_NUMEL) - first
+        clip = tl.load(result + AT_CLIP)
         if left >= BLOCK:
             _update_block(row, settings + 2 * tensor, factors + 3 * tensor, clip, first, left,
                           one_minus_beta1, beta2, one_minus_beta2, eps,
@@ -361,7 +410,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
                           PARAM, GRAD, MOMENT, SHADOW, ALIGNED, SHADOW_ALIGNED, BLOCK, True)  # fmt: skip
 
 
-def _triton_type(dtype: torch.dtype | None) -> Any:
+def triton_type(dtype: torch.dtype | None) -> Any:
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
     return None if dtype is None else getattr(tl, names[dtype])
 
@@ -370,13 +419,12 @@ def _step_triton(
     tensors: AdamWTensors, lr: torch.Tensor, betas: tuple[float, float], eps: float, clip_norm: float | None,
     loss: torch.Tensor | None,
 ) -> torch.Tensor:
-    block, warps = tensors.block, tensors.warps
     table, result = tensors.table, tensors.result
     for part in tensors.parts:
         if len(part.blocks):
             _square_sums_kernel[(len(part.sums_blocks),)](
                 table, part.sums_blocks, tensors.partials[part.first_sum :],
-                GRAD=_triton_type(part.grad), ALIGNED=part.aligned, BLOCK=SUMS_BLOCK, num_warps=SUMS_WARPS,
+                GRAD=triton_type(part.grad), ALIGNED=part.aligned, BLOCK=SUMS_BLOCK, num_warps=SUMS_WARPS,
             )  # fmt: skip
     logs = [math.log(beta) if beta > 0 else -math.inf for beta in betas]
     _factors_kernel[(1,)](
@@ -386,12 +434,7 @@ def _step_triton(
     )  # fmt: skip
     for part in tensors.parts:
         if len(part.blocks):
-            _update_kernel[(len(part.blocks),)](
-                table, tensors.settings, tensors.factors, result, part.blocks, 1 - betas[0], betas[1], 1 - betas[1], eps,
-                PARAM=_triton_type(part.param), GRAD=_triton_type(part.grad), MOMENT=_triton_type(part.moment),
-                SHADOW=_triton_type(part.shadow), ALIGNED=part.aligned, SHADOW_ALIGNED=part.shadow_aligned, BLOCK=block,
-                num_warps=warps,
-            )  # fmt: skip
+            tensors.launch_update(part, betas, eps)
     return result[0]
 
 

@@ -1,13 +1,17 @@
 """Attention over packed short documents in Triton (see attention.py for what is computed and for the letters).
 
 Kernels for long sequences cut each document into tiles of 128 rows and start a pipeline for each tile of each head: with
-documents of 200 tokens most of the time goes into starting and into rows that are not there. Here a tile is BM rows of the
-pack itself, whatever documents they belong to; it looks at the keys from the beginning of its first row's document to its own
-end, and a mask keeps documents apart. So the grid follows from T alone, there is nothing to be zeroed or converted, every sum
-has one place (the results repeat bit for bit), and many small programs an SM hide each other's latency.
+documents of 200 tokens most of the time goes into starting and into rows that are not there. Here a tile is a piece of the
+pack itself, whatever documents its tokens belong to; it looks at the keys from the beginning of its first token's document to
+its own end, and a mask keeps documents apart. So the grid follows from T alone, there is nothing to be zeroed or converted,
+every sum has one place (the results repeat bit for bit), and many small programs an SM hide each other's latency.
+
+Query heads that share a key/value head (PACK of them, a power of 2) lie side by side in a tile: its BM rows are BM / PACK
+tokens of each. The fewer tokens a tile spans, the fewer keys it looks at in vain: with documents of 200 tokens 64 rows of one
+head see 229 keys on average, 16 tokens of four heads 181, of which 165 count (computed).
 
     starts_T, ends_T    int32: where each token's document begins and ends, made once per batch (`spans` in attention_torch.py)
-    forward             program = BM query rows of one head; loops over key blocks; online softmax
+    forward             program = BM query rows; loops over key blocks; online softmax
     backward, dq        the same programs; also delta_NT = sum_h dout * out, which the next one reads
     backward, dk, dv    program = BN key rows of one key/value head; loops over the query heads of its group and over query
                         blocks up to the end of its last row's document
@@ -34,6 +38,11 @@ class Tiles(NamedTuple):
     keys: int
     warps: int
     stages: int
+    heads: int = 8  # side by side in a tile, at most
+
+    def pack(self, group: int) -> int:
+        """How many of a group's heads are."""
+        return min(self.heads, group & -group)
 
 
 class Config(NamedTuple):
@@ -42,16 +51,16 @@ class Config(NamedTuple):
     dkdv: Tiles
 
 
-# By head width; the first is used, `python -m benchmarks.ops --sweep attention` times the others. Compiled for sm_90 by Triton
-# 3.6 none spills; programs an SM by registers and shared memory: 4, 3 and 2 at width 64, 2 each at 128 (where 64 rows for dk
-# and dv would take 8 warps of 218 registers, so one).
+# By head width; the first is used, `python -m benchmarks.ops --sweep attention` times the others. Of some twelve tiles for
+# each kernel these were the fastest (16,384 tokens of instructions, 32 query and 8 key/value heads, H200): forward 159 us at
+# width 64 and 250 at 128, where 64 keys at a time take 182 and 280; backward 387 and 757. None spills.
 CONFIGS = {
-    64: [Config(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
-         Config(Tiles(128, 64, 4, 2), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 1)),
-         Config(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 2))],
-    128: [Config(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2)),
-          Config(Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2)),
-          Config(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 32, 4, 2))],
+    64: [Config(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 3)),
+         Config(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+         Config(Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3), Tiles(32, 64, 4, 2))],
+    128: [Config(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 2)),
+          Config(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 1), Tiles(32, 64, 4, 2, heads=1)),
+          Config(Tiles(64, 64, 4, 3), Tiles(128, 32, 8, 3), Tiles(64, 128, 8, 2))],
 }  # fmt: skip
 
 
@@ -70,26 +79,37 @@ def config_for(width: int, dtype: torch.dtype) -> Config:
 
 
 @jit
-def _rows(pointer, row, row_stride, head, column, inside, H: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[rows, columns] of one head; zeros outside."""
-    places = pointer + row.to(tl.int64)[:, None] * row_stride + head * H + column[None, :]
+def _rows(pointer, token, row_stride, head, column, inside, H: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[rows, columns]: of one head, or each row of its own; zeros outside."""
+    places = pointer + (token.to(tl.int64) * row_stride + head * H)[:, None] + column[None, :]
     return tl.load(places, mask=inside[:, None] & (column < H)[None, :], other=0.0)
 
 
 @jit
-def _capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(the scores under the soft-cap, their slope). tanh without cancellation near 0, as Triton's interpreter has none."""
+def _powers(scores, scale, anchor, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """exp(scale * scores - anchor). One multiply-add before the power of 2, or, for fp32, subtracted first: what is rounded
+    then is the difference, not its terms."""
+    if EXACT:
+        return tl.exp2((scores * scale - anchor) * _LOG2E)
+    return tl.exp2(scores * (scale * _LOG2E) - anchor * _LOG2E)
+
+
+@jit
+def _capped(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(scores, what they are still to be multiplied by, the soft-cap's slope). tanh without cancellation near 0, as Triton's
+    interpreter has none."""
     slope = 1.0
     if HAS_SOFTCAP:
-        x = scores / softcap
+        x = scores * scale / softcap
         decay = tl.exp(-2.0 * tl.abs(x))
         square = x * x
         near = x * (1.0 + square * (-0.33333333 + square * (0.13333333 - square * 0.05396825)))
         far = (1.0 - decay) / (1.0 + decay)
         tanh = tl.where(tl.abs(x) < 0.1, near, tl.where(x < 0, -far, far))
         scores = softcap * tanh
+        scale = 1.0
         slope = 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
-    return scores, slope
+    return scores, scale, slope
 
 
 @jit
@@ -105,87 +125,91 @@ def _seen(row, column, start, WINDOW: tl.constexpr):  # type: ignore[no-untyped-
 def _forward_kernel(  # type: ignore[no-untyped-def]
     q, q_row, k, k_row, v, v_row, out, out_row, lse, starts, sinks, scale, softcap, T,
     H: tl.constexpr, HP: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)
-    first_row = tl.program_id(1) * BM
-    row = first_row + tl.arange(0, BM)
-    inside = row < T
+    first = tl.program_id(1) * (BM // PACK)
+    token = first + tl.arange(0, BM) // PACK
+    head = tl.program_id(0) * PACK + tl.arange(0, BM) % PACK
+    kv_head = tl.program_id(0) * PACK // GROUP
+    inside = token < T
     column = tl.arange(0, HP)
-    queries = _rows(q, row, q_row, head, column, inside, H)
-    start = tl.load(starts + row, mask=inside, other=0)
-    begin = tl.load(starts + first_row)
+    queries = _rows(q, token, q_row, head, column, inside, H)
+    start = tl.load(starts + token, mask=inside, other=0)
+    begin = tl.load(starts + first)
     if WINDOW > 0:
-        begin = tl.maximum(begin, first_row - WINDOW + 1)
+        begin = tl.maximum(begin, first - WINDOW + 1)
     begin = begin // BN * BN
     largest = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     result = tl.zeros([BM, HP], tl.float32)
-    for first_key in tl.range(begin, tl.minimum(first_row + BM, T), BN, num_stages=STAGES):
+    for first_key in tl.range(begin, tl.minimum(first + BM // PACK, T), BN, num_stages=STAGES):
         key = first_key + tl.arange(0, BN)
         there = key < T
-        keys = _rows(k, key, k_row, head // GROUP, column, there, H)
-        values = _rows(v, key, v_row, head // GROUP, column, there, H)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        scores, _ = _capped(scores, softcap, HAS_SOFTCAP)
-        scores = tl.where(_seen(row[:, None], key[None, :], start[:, None], WINDOW), scores * _LOG2E, float("-inf"))
-        larger = tl.maximum(largest, tl.max(scores, 1))
+        keys = _rows(k, key, k_row, kv_head, column, there, H)
+        values = _rows(v, key, v_row, kv_head, column, there, H)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        scores, factor, _ = _capped(scores, scale, softcap, HAS_SOFTCAP)
+        scores = tl.where(_seen(token[:, None], key[None, :], start[:, None], WINDOW), scores, float("-inf"))
+        larger = tl.maximum(largest, tl.max(scores, 1) * factor)
         anchor = tl.where(larger == float("-inf"), 0.0, larger)  # a row that has seen nothing yet
-        weights = tl.exp2(scores - anchor[:, None])
-        shrink = tl.exp2(largest - anchor)
+        weights = _powers(scores, factor, anchor[:, None], PRECISION == "ieee")
+        shrink = tl.exp2((largest - anchor) * _LOG2E)
         total = total * shrink + tl.sum(weights, 1)
         result = tl.dot(weights.to(values.dtype), values, result * shrink[:, None], input_precision=PRECISION)
         largest = larger
     if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * _LOG2E
+        sink = tl.load(sinks + head).to(tl.float32)
         larger = tl.maximum(largest, sink)
-        result *= tl.exp2(largest - larger)[:, None]
-        total = total * tl.exp2(largest - larger) + tl.exp2(sink - larger)
+        shrink = tl.exp2((largest - larger) * _LOG2E)
+        result *= shrink[:, None]
+        total = total * shrink + tl.exp2((sink - larger) * _LOG2E)
         largest = larger
     total = tl.where(inside, total, 1.0)
-    places = out + row.to(tl.int64)[:, None] * out_row + head * H + column[None, :]
+    places = out + (token.to(tl.int64) * out_row + head * H)[:, None] + column[None, :]
     kept = inside[:, None] & (column < H)[None, :]
     tl.store(places, (result / total[:, None]).to(out.dtype.element_ty), mask=kept)
-    tl.store(lse + head.to(tl.int64) * T + row, (largest + tl.log2(total)) / _LOG2E, mask=inside)
+    tl.store(lse + head.to(tl.int64) * T + token, largest + tl.log2(total) / _LOG2E, mask=inside)
 
 
 @jit
 def _dq_kernel(  # type: ignore[no-untyped-def]
     dout, dout_row, q, q_row, k, k_row, v, v_row, out, out_row, lse, delta, starts, dq, dq_row, scale, softcap, T,
     H: tl.constexpr, HP: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)
-    first_row = tl.program_id(1) * BM
-    row = first_row + tl.arange(0, BM)
-    inside = row < T
+    first = tl.program_id(1) * (BM // PACK)
+    token = first + tl.arange(0, BM) // PACK
+    head = tl.program_id(0) * PACK + tl.arange(0, BM) % PACK
+    kv_head = tl.program_id(0) * PACK // GROUP
+    inside = token < T
     column = tl.arange(0, HP)
-    queries = _rows(q, row, q_row, head, column, inside, H)
-    douts = _rows(dout, row, dout_row, head, column, inside, H)
-    outs = _rows(out, row, out_row, head, column, inside, H)
+    queries = _rows(q, token, q_row, head, column, inside, H)
+    douts = _rows(dout, token, dout_row, head, column, inside, H)
+    outs = _rows(out, token, out_row, head, column, inside, H)
     deltas = tl.sum(douts.to(tl.float32) * outs.to(tl.float32), 1)
-    place = head.to(tl.int64) * T + row
+    place = head.to(tl.int64) * T + token
     tl.store(delta + place, deltas, mask=inside)
-    norm = tl.load(lse + place, mask=inside, other=0.0) * _LOG2E
-    start = tl.load(starts + row, mask=inside, other=0)
-    begin = tl.load(starts + first_row)
+    norm = tl.load(lse + place, mask=inside, other=0.0)
+    start = tl.load(starts + token, mask=inside, other=0)
+    begin = tl.load(starts + first)
     if WINDOW > 0:
-        begin = tl.maximum(begin, first_row - WINDOW + 1)
+        begin = tl.maximum(begin, first - WINDOW + 1)
     begin = begin // BN * BN
     result = tl.zeros([BM, HP], tl.float32)
-    for first_key in tl.range(begin, tl.minimum(first_row + BM, T), BN, num_stages=STAGES):
+    for first_key in tl.range(begin, tl.minimum(first + BM // PACK, T), BN, num_stages=STAGES):
         key = first_key + tl.arange(0, BN)
         there = key < T
-        keys = _rows(k, key, k_row, head // GROUP, column, there, H)
-        values = _rows(v, key, v_row, head // GROUP, column, there, H)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        scores, slope = _capped(scores, softcap, HAS_SOFTCAP)
-        seen = _seen(row[:, None], key[None, :], start[:, None], WINDOW)
-        weights = tl.where(seen, tl.exp2(scores * _LOG2E - norm[:, None]), 0.0)
+        keys = _rows(k, key, k_row, kv_head, column, there, H)
+        values = _rows(v, key, v_row, kv_head, column, there, H)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        scores, factor, slope = _capped(scores, scale, softcap, HAS_SOFTCAP)
+        seen = _seen(token[:, None], key[None, :], start[:, None], WINDOW)
+        weights = tl.where(seen, _powers(scores, factor, norm[:, None], PRECISION == "ieee"), 0.0)
         dweights = tl.dot(douts, tl.trans(values), input_precision=PRECISION)
         dscores = weights * (dweights - deltas[:, None]) * slope
         result = tl.dot(dscores.to(keys.dtype), keys, result, input_precision=PRECISION)
-    places = dq + row.to(tl.int64)[:, None] * dq_row + head * H + column[None, :]
+    places = dq + (token.to(tl.int64) * dq_row + head * H)[:, None] + column[None, :]
     tl.store(places, (result * scale).to(dq.dtype.element_ty), mask=inside[:, None] & (column < H)[None, :])
 
 
@@ -193,7 +217,7 @@ def _dq_kernel(  # type: ignore[no-untyped-def]
 def _dkdv_kernel(  # type: ignore[no-untyped-def]
     dout, dout_row, q, q_row, k, k_row, v, v_row, lse, delta, ends, dk, dk_row, dv, dv_row, scale, softcap, T,
     H: tl.constexpr, HP: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Scores are transposed here, [keys, queries]: both products into the results then take their left factor as it is."""
     kv_head = tl.program_id(0)
@@ -209,23 +233,23 @@ def _dkdv_kernel(  # type: ignore[no-untyped-def]
         last = tl.minimum(last, first_key + BN - 1 + WINDOW)
     key_sums = tl.zeros([BN, HP], tl.float32)
     value_sums = tl.zeros([BN, HP], tl.float32)
-    begin = first_key // BM * BM
-    blocks = tl.cdiv(last - begin, BM)
-    for step in tl.range(0, GROUP * blocks, num_stages=STAGES):  # heads of the group, and query blocks of each: one loop
-        head = kv_head * GROUP + step // blocks
-        row = begin + (step % blocks) * BM + tl.arange(0, BM)
-        inside = row < T
-        queries = _rows(q, row, q_row, head, column, inside, H)
-        douts = _rows(dout, row, dout_row, head, column, inside, H)
-        place = head.to(tl.int64) * T + row
-        norm = tl.load(lse + place, mask=inside, other=0.0) * _LOG2E
+    begin = first_key // (BM // PACK) * (BM // PACK)
+    blocks = tl.cdiv(last - begin, BM // PACK)
+    for step in tl.range(0, GROUP // PACK * blocks, num_stages=STAGES):  # heads of the group, and query blocks: one loop
+        head = kv_head * GROUP + step // blocks * PACK + tl.arange(0, BM) % PACK
+        token = begin + step % blocks * (BM // PACK) + tl.arange(0, BM) // PACK
+        inside = token < T
+        queries = _rows(q, token, q_row, head, column, inside, H)
+        douts = _rows(dout, token, dout_row, head, column, inside, H)
+        place = head.to(tl.int64) * T + token
+        norm = tl.load(lse + place, mask=inside, other=0.0)
         deltas = tl.load(delta + place, mask=inside, other=0.0)
-        scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * scale
-        scores, slope = _capped(scores, softcap, HAS_SOFTCAP)
-        seen = (key[:, None] <= row[None, :]) & (row[None, :] < end[:, None])
+        scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+        scores, factor, slope = _capped(scores, scale, softcap, HAS_SOFTCAP)
+        seen = (key[:, None] <= token[None, :]) & (token[None, :] < end[:, None])
         if WINDOW > 0:
-            seen &= row[None, :] - key[:, None] < WINDOW
-        weights = tl.where(seen, tl.exp2(scores * _LOG2E - norm[None, :]), 0.0)
+            seen &= token[None, :] - key[:, None] < WINDOW
+        weights = tl.where(seen, _powers(scores, factor, norm[None, :], PRECISION == "ieee"), 0.0)
         value_sums = tl.dot(weights.to(douts.dtype), douts, value_sums, input_precision=PRECISION)
         dweights = tl.dot(values, tl.trans(douts), input_precision=PRECISION)
         dscores = weights * (dweights - deltas[None, :]) * slope
@@ -258,12 +282,14 @@ class Short:
         T, heads, width = q_TNH.shape
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device) if out is None else out
         lse_NT = torch.empty(heads, T, dtype=torch.float32, device=q_TNH.device)
+        options = Short._options(q_TNH, k_TKH, packed)
         tiles = config_for(width, q_TNH.dtype).forward
-        _forward_kernel[(heads, triton.cdiv(T, tiles.rows))](
+        pack = tiles.pack(options["GROUP"])
+        _forward_kernel[(heads // pack, triton.cdiv(T, tiles.rows // pack))](
             q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0), out_TNH, out_TNH.stride(0), lse_NT,
             packed.spans_of(T)[0], packed.sinks_N, packed.scale, packed.softcap or 1.0, T,
-            **Short._options(q_TNH, k_TKH, packed), HAS_SINKS=packed.sinks_N is not None,
-            BM=tiles.rows, BN=tiles.keys, STAGES=tiles.stages, num_warps=tiles.warps,
+            **options, HAS_SINKS=packed.sinks_N is not None,
+            BM=tiles.rows, BN=tiles.keys, PACK=pack, STAGES=tiles.stages, num_warps=tiles.warps,
         )  # fmt: skip
         return out_TNH, lse_NT
 
@@ -286,13 +312,15 @@ class Short:
         config, softcap = config_for(width, q_TNH.dtype), packed.softcap or 1.0
         inputs = (dout_TNH, dout_TNH.stride(0), q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0))
         tiles = config.dq
-        _dq_kernel[(heads, triton.cdiv(T, tiles.rows))](
+        pack = tiles.pack(options["GROUP"])
+        _dq_kernel[(heads // pack, triton.cdiv(T, tiles.rows // pack))](
             *inputs, out_TNH, out_TNH.stride(0), lse_NT, delta_NT, starts_T, dq, dq.stride(0), packed.scale, softcap, T,
-            **options, BM=tiles.rows, BN=tiles.keys, STAGES=tiles.stages, num_warps=tiles.warps,
+            **options, BM=tiles.rows, BN=tiles.keys, PACK=pack, STAGES=tiles.stages, num_warps=tiles.warps,
         )  # fmt: skip
         tiles = config.dkdv
+        pack = tiles.pack(options["GROUP"])
         _dkdv_kernel[(k_TKH.shape[1], triton.cdiv(T, tiles.keys))](
             *inputs, lse_NT, delta_NT, ends_T, dk, dk.stride(0), dv, dv.stride(0), packed.scale, softcap, T,
-            **options, BM=tiles.rows, BN=tiles.keys, STAGES=tiles.stages, num_warps=tiles.warps,
+            **options, BM=tiles.rows, BN=tiles.keys, PACK=pack, STAGES=tiles.stages, num_warps=tiles.warps,
         )  # fmt: skip
         return dq, dk, dv, sink_gradients(dout_TNH, out_TNH, lse_NT, packed.sinks_N)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows, fp8_dequantize, fp8_quantize_weight, fp8_transpose
+from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows, fp8_dequantize, fp8_pitch, fp8_rows, fp8_transpose
 from pronghorn.kernels.fp8_lora import SplitJob, SplitTable, fp8_extend
 from pronghorn.kernels.lora_linear import Adapter, AdapterGroup, linear_backward_weight, product
 from pronghorn.kernels.lora_refresh import CopyJob, CopyTable
@@ -98,7 +98,8 @@ class Fp8Group(AdapterGroup):
         if len(weights) == 1 and not self.R:
             self.M = weights[0][0]
         else:
-            self.M = torch.zeros(self.O + self.E, self.D + self.E, dtype=E4M3, device=device)
+            self.M = fp8_rows(self.O + self.E, self.D + self.E, device)
+            self.M.view(torch.uint8).zero_()
             for rows, (q, _) in zip(self.rows, weights, strict=True):
                 self.M[rows, : self.D] = q
         return self.M[: self.O, self.D :], self.M[self.O :, : self.D]
@@ -128,10 +129,10 @@ class Fp8Group(AdapterGroup):
             self._splits.run()
 
     def requantize(self, weights: Sequence[Tensor]) -> None:
-        """q and scale anew, in place, from weights that were trained."""
+        """q and scale anew, in place, from weights that are trained: a launch for each, and one for its scales."""
         assert self.M is not None
         for rows, weight in zip(self.rows, weights, strict=True):
-            self.scale_O[rows] = fp8_quantize_weight(weight, out=self.M[rows, : self.D])[1]
+            self.scale_O[rows] = fp8_cast_rows(weight.detach(), out=self.M[rows, : self.D])[1]
 
     # ---- room --------------------------------------------------------------------------------------------------------
 
@@ -157,7 +158,13 @@ class Fp8Group(AdapterGroup):
 
     @property
     def matrix_bytes(self) -> int:
-        return (self.O + self.E) * (self.D + self.E)
+        """Of M."""
+        return (self.O + self.E) * fp8_pitch(self.input_width)
+
+    @property
+    def turned_bytes(self) -> int:
+        """Of what `transposed` makes."""
+        return self.D * fp8_pitch(self.grad_width)
 
     def weight_view(self, linear: int) -> Tensor:
         """q of one linear as a view of M."""
@@ -166,7 +173,7 @@ class Fp8Group(AdapterGroup):
 
     def borrow(self, buffer: Tensor) -> None:
         """M is this flat e4m3 buffer from now on, with the adapters' part in place; the caller fills `weight_view`s."""
-        self.M = buffer[: self.matrix_bytes].view(self.O + self.E, self.D + self.E)
+        self.M = buffer[: self.matrix_bytes].view(self.O + self.E, -1)[:, : self.input_width]
         if self.R:
             self.M[: self.O, self.D :] = self._columns_OE
             self.M[self.O :, : self.D] = self._rows_ED
@@ -174,7 +181,7 @@ class Fp8Group(AdapterGroup):
     def transposed(self, buffer: Tensor | None = None) -> Tensor:
         """M[:, :D] as [D, O + E], in a flat e4m3 buffer or a new one: what `backward_input` takes."""
         assert self.M is not None
-        out = None if buffer is None else buffer[: self.D * self.grad_width].view(self.D, self.grad_width)
+        out = None if buffer is None else buffer[: self.turned_bytes].view(self.D, -1)[:, : self.grad_width]
         return fp8_transpose(self.M[:, : self.D], out)
 
     # ---- products ----------------------------------------------------------------------------------------------------

@@ -266,10 +266,21 @@ def _transpose_kernel(
     tl.store(target + 3 * out_row, tl.trans(((low_1 >> 16) & 0xFFFF) | (low_3 & -65536)), mask=turned)
 
 
+def fp8_pitch(columns: int) -> int:
+    """Bytes from one row to the next: whole lines of 128, which a product reads faster (8B down, 16,384 tokens, 14,384 columns:
+    1.46 ms instead of 1.67 with rows back to back; H200)."""
+    return -(-columns // 128) * 128
+
+
+def fp8_rows(rows: int, columns: int, device: torch.device | str) -> Tensor:
+    """An operand of a product, not filled."""
+    return torch.empty(rows, fp8_pitch(columns), dtype=E4M3, device=device)[:, :columns]
+
+
 def fp8_transpose(q_OD: Tensor, out: Tensor | None = None) -> Tensor:
     """q_DO, rows side by side in memory: Hopper's FP8 products want both operands so. Rows of either may be strided."""
     rows, columns = q_OD.shape
-    q_DO = torch.empty(columns, rows, dtype=q_OD.dtype, device=q_OD.device) if out is None else out
+    q_DO = fp8_rows(columns, rows, q_OD.device) if out is None else out
     whole = all(number % 16 == 0 for t in (q_OD, q_DO) for number in (t.stride(0), t.shape[1], t.data_ptr()))
     if not (whole and use_triton(q_OD)):
         q_DO.view(torch.uint8).copy_(q_OD.view(torch.uint8).T)

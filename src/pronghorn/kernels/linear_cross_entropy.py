@@ -70,12 +70,13 @@ class HeadLoss(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What the loss is made of, beside logits and labels."""
+    """What the loss is made of, beside logits and labels; and, where memory is short, how much smaller a chunk is."""
 
     softcap: float = 0.0  # 0: none
     logit_scale: float = 1.0
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    chunk_share: int = 1  # so many times smaller than the usual limit
 
 
 def linear_cross_entropy_reference(
@@ -319,9 +320,9 @@ def _scale_in_place(x: torch.Tensor, scale: torch.Tensor) -> None:
 # ---- The products, and the raw function ---------------------------------------------------------------------
 
 
-def chunk_rows(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
+def chunk_rows(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device, share: int = 1) -> int:
     """A power of two (whole waves of tiles, see GPU_SCRATCH_BYTES) that keeps the chunk under its limit, or all rows."""
-    limit = GPU_SCRATCH_BYTES if device.type == "cuda" else CPU_SCRATCH_BYTES
+    limit = (GPU_SCRATCH_BYTES if device.type == "cuda" else CPU_SCRATCH_BYTES) // share
     fit = limit // (_padded(vocabulary) * dtype.itemsize)
     return min(rows, max(16, 1 << max(fit, 1).bit_length() - 1))
 
@@ -348,9 +349,7 @@ def _add_weight_grad(d_weight_VD: torch.Tensor, d_logits_CV: torch.Tensor, hidde
         torch.addmm(d_weight_VD, left, right, beta=0 if first else 1, out=d_weight_VD)
 
 
-def _check(
-    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor | None
-) -> None:
+def _check(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor | None) -> None:
     if hidden_ND.ndim != 2 or weight_VD.ndim != 2 or hidden_ND.shape[1] != weight_VD.shape[1]:
         raise ValueError(f"hidden {tuple(hidden_ND.shape)} and weight {tuple(weight_VD.shape)} must be [N, D] and [V, D]")
     if hidden_ND.dtype != weight_VD.dtype:
@@ -375,7 +374,7 @@ def _run_chunks(
     d_hidden, d_weight, d_bias = gradients
     rows, vocabulary = hidden_ND.shape[0], weight_VD.shape[0]
     need_grad = any(gradient is not None for gradient in gradients)
-    chunk = chunk_rows(rows, vocabulary, hidden_ND.dtype, hidden_ND.device)
+    chunk = chunk_rows(rows, vocabulary, hidden_ND.dtype, hidden_ND.device, terms.chunk_share)
     scratch = hidden_ND.new_empty((chunk, _padded(vocabulary)))
     scratch[:, vocabulary:] = 0.0  # never used, but read: nothing uninitialised is
     for start in range(0, rows, max(chunk, 1)):
@@ -490,9 +489,10 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    chunk_share: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum of the losses, loss of each row, detached); differentiable once in hidden, weight and bias."""
-    terms = Terms(softcap, logit_scale, label_smoothing, z_loss)
+    terms = Terms(softcap, logit_scale, label_smoothing, z_loss, chunk_share)
     loss, row_losses = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden_ND, weight_VD, bias_V, labels_N, weights_N, terms, torch.is_grad_enabled()
     )

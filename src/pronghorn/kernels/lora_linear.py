@@ -123,7 +123,14 @@ class AdapterGroup:
         for adapter in adapters:
             self.columns.append(slice(used, used + adapter.rank))
             used += adapter.rank
-        self.sums: tuple[Tensor, Tensor] | None = None  # dA [R, D] and dB^T [R, O] of a step; None: gradients are handed out
+        self.sums: tuple[Tensor, Tensor] | None = None  # dA and dB^T of a step (`sum_shapes`); None: gradients are handed out
+
+    @property
+    def sum_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of dA [S, D] and dB^T [S, O]. S: all ranks, to the next 16; R is padded further where that makes products faster, and
+        would make these sums half as large again."""
+        rows = min(self.R, -(-sum(adapter.rank for adapter in self.adapters) // 16) * 16)
+        return (rows, self.D), (rows, self.O)
 
     def load(self) -> None:
         """Before M is used: nothing to do for a group that owns it."""
@@ -156,25 +163,26 @@ class AdapterGroup:
         """The same gradients, added to `sums` by two products: dB of all adapters together, blocks that belong to no adapter
         included (dy is read once either way). The norm's weight is left for `collect_jobs`."""
         assert self.sums is not None
-        dA_RD, dB_RO = self.sums
+        dA_SD, dB_SO = self.sums
+        dyb_TS, xa_TS = dyb_TR[:, : len(dA_SD)], xa_TR[:, : len(dB_SO)]
         if without != "dA":
             if norm is not None:
-                dyb_TR.mul_(norm.rstd_T[:, None])
-            add_product(dA_RD, dyb_TR.T, x_TD)
+                dyb_TS.mul_(norm.rstd_T[:, None])
+            add_product(dA_SD, dyb_TS.T, x_TD)
         if without != "dB":
-            add_product(dB_RO, xa_TR.T, dy_TO)
+            add_product(dB_SO, xa_TS.T, dy_TO)
 
     def collect_jobs(self, norm: NormOf | None = None) -> list[CollectJob]:
         """What takes A.grad and B.grad out of `sums`. `norm`: as `add_adapter_grads` is given it; its rstd is not looked at."""
         assert self.sums is not None
-        dA_RD, dB_RO = self.sums
+        dA_SD, dB_SO = self.sums
         jobs = []
         for adapter, columns in zip(self.adapters, self.columns, strict=True):
             assert adapter.A_RD.grad is not None
             assert adapter.B_OR.grad is not None
             weight, one_plus = (norm.weight_D.detach(), norm.one_plus) if norm else (None, False)
-            jobs.append(CollectJob(dA_RD[columns], adapter.A_RD.grad, weight=weight, one_plus=one_plus))
-            block = dB_RO[columns, self.rows[adapter.linear]]
+            jobs.append(CollectJob(dA_SD[columns], adapter.A_RD.grad, weight=weight, one_plus=one_plus))
+            block = dB_SO[columns, self.rows[adapter.linear]]
             jobs.append(CollectJob(block, adapter.B_OR.grad, adapter.scale, transposed=True))
         return jobs
 

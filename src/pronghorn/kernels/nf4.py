@@ -45,14 +45,14 @@ def nf4_code(device: torch.device | str = "cpu") -> Tensor:
 
 
 @cache
-def dynamic_code(device: torch.device | str = "cpu") -> Tensor:
-    """The 256 levels of the signed 8-bit "dynamic" type (Dettmers 2015): seven decades, each with twice the levels of the one
-    below; -1 is missing, 0 and 1 are there. float32, sorted."""
+def dynamic_code(device: torch.device | str = "cpu", *, signed: bool = True) -> Tensor:
+    """The 256 levels of the 8-bit "dynamic" type (Dettmers 2015): seven decades, each with twice the levels of the one below;
+    -1 is missing, 0 and 1 are there. Without a sign, a decade has twice as many. float32, sorted."""
     levels = [0.0, 1.0]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        edges = torch.linspace(0.1, 1, (1 if signed else 2) * 2**decade + 1, dtype=torch.float32)
         means = 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
-        levels += [*means.tolist(), *(-means).tolist()]
+        levels += [*means.tolist(), *((-means).tolist() if signed else ())]
     return torch.tensor(sorted(levels), dtype=torch.float32, device=device)
 
 

@@ -320,15 +320,17 @@ def _normed(
 
 def rms_norm_forward(
     x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, *, one_plus: bool = False,
-    residual_TD: torch.Tensor | None = None, out: torch.Tensor | None = None,
+    residual_TD: torch.Tensor | None = None, out: torch.Tensor | None = None, in_place: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns (y, h, rstd); without a residual h is x itself."""
+    """Returns (y, h, rstd); without a residual h is x itself. `in_place`: h takes x's place."""
     y_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) if out is None else out
     if use_triton(x_TD):
-        h_TD = None if residual_TD is None else torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+        h_TD = None
+        if residual_TD is not None:
+            h_TD = x_TD if in_place else torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
         rstd_T = _launch_forward(x_TD, weight_D, eps, one_plus, residual_TD, y_TD, h_TD)
         return y_TD, x_TD if h_TD is None else h_TD, rstd_T
-    h_TD = x_TD if residual_TD is None else x_TD + residual_TD
+    h_TD = x_TD if residual_TD is None else torch.add(x_TD, residual_TD, out=x_TD if in_place else None)
     normed_TD, rstd_T = _normed(h_TD, weight_D, eps, one_plus)
     return y_TD.copy_(normed_TD), h_TD, rstd_T
 

@@ -15,22 +15,26 @@ from pronghorn.memory.costs import LayerCosts
 from pronghorn.memory.measure import LayerWork, measure_costs
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.decoder_layer import Documents
-from pronghorn.model.kept import Input
+from pronghorn.model.kept import Input, Kept
+
+PIECES = 4  # in which the MLP's rows are timed; each further one is taken to cost the same
 
 
 def layer_work(engine: FastCausalLM, documents: Documents, tokens: int, rows: int, dtype: torch.dtype) -> LayerWork:
-    """`rows`: tokens with a loss, which the head is computed for."""
+    """`rows`: tokens with a loss, which the head is computed for. `backward` is timed together with what computes gate and up
+    again, since it writes over them: data that is zero after the first run would be multiplied faster than a step's."""
     layer, width = engine.layers[len(engine.layers) // 2], int(engine.config.hidden_size)
     device = documents.cu_seqlens.device
     generator = torch.Generator(device).manual_seed(0)  # its own: the run's random numbers stay where they are
 
-    def random(count: int) -> torch.Tensor:
-        return torch.randn(count, width, dtype=torch.float32, device=device, generator=generator).to(dtype)
+    def random(count: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(count, width, dtype=dtype, device=device, generator=generator).mul_(scale)
 
-    h, dh, head = random(tokens), random(tokens) * 1e-3, random(rows)
+    h, dh, head = random(tokens), random(tokens, 1e-3), random(rows)
     labels = torch.randint(int(engine.config.vocab_size), (rows,), device=device, generator=generator)
     engine.prepare(dtype)
     kept = layer.forward(h, documents)[1]
+    kept.gu = None
 
     def rest() -> None:
         with torch.enable_grad():
@@ -47,24 +51,37 @@ def layer_work(engine: FastCausalLM, documents: Documents, tokens: int, rows: in
 
         return run
 
+    def gate_up_again() -> Kept:
+        return layer.again(replace(kept), documents, None)  # a copy of what was kept: backward takes out what it has used
+
+    def whole_layer(pieces: int) -> Callable[[], object]:
+        def run() -> None:
+            layer.pieces = pieces
+            try:
+                layer.forward_at("layer", h, documents)
+                layer.backward(dh, layer.again(Input(h, kept.xa3), documents, None), documents)
+            finally:
+                layer.pieces = 1
+
+        return run
+
     return LayerWork(
         forward=with_weights_loaded_anew(lambda: layer.forward(h, documents)),
-        # a copy of what was kept: backward takes out what it has used
-        backward=with_weights_loaded_anew(lambda: layer.backward(dh, replace(kept), documents)),
-        recompute_gate_up=lambda: layer.again(replace(kept, gu=None), documents, None),
-        recompute_layer=lambda: layer.again(Input(kept.h, kept.xa3), documents, None),
+        gate_up_and_backward=with_weights_loaded_anew(lambda: layer.backward(dh, gate_up_again(), documents)),
+        recompute_gate_up=gate_up_again,
+        recompute_layer=lambda: layer.again(Input(h, kept.xa3), documents, None),
         rest=rest,
+        pieces=(whole_layer(1), whole_layer(PIECES), PIECES) if engine.has_pieces and tokens >= PIECES else None,
     )
 
 
 @torch.no_grad()
-def calibrate(engine: FastCausalLM, documents: Callable[[], Documents], *, tokens: int, rows: int, dtype: torch.dtype,
-              device: torch.device, optimizer: float = 0.0) -> LayerCosts:
-    """`optimizer`: milliseconds of an update, which cannot be tried without changing the weights. On a CPU, where only tests
-    plan, each is timed once."""
-    work = layer_work(engine, documents(), tokens, rows, dtype)
+def calibrate(engine: FastCausalLM, documents: Callable[[int], Documents], *, tokens: int, rows: int, dtype: torch.dtype,
+              device: torch.device, piece: float = 0.0) -> LayerCosts:
+    """`documents`: what the layers share about the first so many tokens. `piece`: where it cannot be timed. The optimizer's
+    time is left out: an update cannot be tried without changing the weights. On a CPU, where only tests plan, each is timed
+    once."""
+    work = layer_work(engine, documents(tokens), tokens, rows, dtype)
     if device.type == "cuda":
-        costs = measure_costs(work, device)
-    else:
-        costs = measure_costs(work, device, repeats=1, copy_bytes=1 << 20, warm_up=1)
-    return replace(costs, optimizer=optimizer)
+        return measure_costs(work, device, piece=piece)
+    return measure_costs(work, device, repeats=1, copy_bytes=1 << 20, warm_up=1, piece=piece)

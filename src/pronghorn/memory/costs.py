@@ -9,10 +9,10 @@ them the step of 16,384 tokens is foretold as 166 ms for Llama 1B, 121 for Qwen3
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pronghorn.memory.gpus import Gpu
-from pronghorn.memory.sizes import FP32, Job, Recompute
+from pronghorn.memory.sizes import FP32, Job, Recompute, moment_bytes
 
 PRODUCTS = 0.76  # of the bf16 rate: 752 of 989
 FP8_PRODUCTS = 0.65  # 1,160 to 1,380 of 1,979 at layer shapes
@@ -40,6 +40,12 @@ class LayerCosts:
     piece: float = 0.0  # each further turn in which a layer's MLP is done
     measured: bool = False
 
+    def times(self, share: int) -> LayerCosts:
+        """Measured on a share of the tokens: of all of them."""
+        return replace(self, forward=share * self.forward, backward=share * self.backward, rest=share * self.rest,
+                       recompute_gate_up=share * self.recompute_gate_up, recompute_layer=share * self.recompute_layer,
+                       piece=share * self.piece)
+
     def again(self, recompute: Recompute) -> float:
         return {"nothing": 0.0, "gate_up": self.recompute_gate_up, "layer": self.recompute_layer}[recompute]
 
@@ -65,24 +71,24 @@ class Model:
 
     def __init__(self, job: Job, gpu: Gpu) -> None:
         self.job, self.gpu = job, gpu
-        self.fp8 = job.method == "fp8" or job.compute == "fp8"
-        self.rate = (gpu.fp8_tflops * FP8_PRODUCTS if self.fp8 else gpu.bf16_tflops * PRODUCTS) * 1e9  # operations a ms
+        self.plain_rate = gpu.bf16_tflops * PRODUCTS * 1e9 / (16 if job.element == FP32 else 1)  # fp32: no tensor cores
+        self.rate = gpu.fp8_tflops * FP8_PRODUCTS * 1e9 if job.fp8 else self.plain_rate  # operations a ms
         self.bytes = gpu.bandwidth_gbs * BANDWIDTH * 1e6  # bytes a ms
-        if job.element == FP32:
-            self.rate /= 16  # no tensor cores: fp32 means fp32
 
-    def product(self, rows: int, inner: int, outputs: int, rate: float | None = None) -> float:
-        e = self.job.element
-        moved = (rows * inner + rows * outputs + inner * outputs) * e
-        return 2.0 * rows * inner * outputs / (rate or self.rate) + moved / self.bytes
+    def product(self, rows: int, inner: int, outputs: int, *, plain: bool = False) -> float:
+        """`plain`: in 16 or 32 bits, whatever the layers' linears are in."""
+        e, in_fp8 = self.job.element, self.job.fp8 and not plain
+        moved = (rows * inner + inner * outputs) * (1 if in_fp8 else e) + rows * outputs * e
+        return 2.0 * rows * inner * outputs / (self.rate if in_fp8 else self.plain_rate) + moved / self.bytes
 
-    def products(self, *names: str, turned: bool = False) -> float:
+    def products(self, *names: str, turned: bool = False, plain: bool = False) -> float:
         """Forward, or (turned) the gradient of the input."""
         groups, T, total = self.job.groups(), self.job.capacity, 0.0
         for name in names or tuple(groups):
             g = groups[name]
-            inner, outputs = g.inputs + (0 if turned else g.extra), sum(g.outputs) + (g.extra if turned else 0)
-            total += self.product(T, outputs, inner) if turned else self.product(T, inner, outputs)
+            extra = 3 * g.extra if self.job.fp8 else g.extra  # kernels/fp8.py
+            inner, outputs = g.inputs + (0 if turned else extra), sum(g.outputs) + (extra if turned else 0)
+            total += self.product(T, outputs, inner) if turned else self.product(T, inner, outputs, plain=plain)
         return total
 
     def move(self, elements: float) -> float:
@@ -106,7 +112,7 @@ class Model:
     def forward(self) -> Parts:
         s, groups = self.job.shape, self.job.groups()
         turned = (s.heads + s.kv_heads) * s.head_width
-        elementwise = self.move(2 * s.width * len(s.norms) + 2 * turned + 3 * s.mlp_width)
+        elementwise = self.move(2 * s.width * len(s.norms) + 2 * turned + 3 * s.mlp_width) + self.casts(turned=False)
         thin = sum(self.move(g.inputs) for g in groups.values() if g.adapters) / THIN
         return Parts(self.products(), elementwise, self.attention()[0], thin, KERNELS[0] * LAUNCH_MS, self.unpack())
 
@@ -114,11 +120,21 @@ class Model:
         s, groups = self.job.shape, self.job.groups()
         turned = (s.heads + s.kv_heads) * s.head_width * (2 if s.qk_norm else 1)
         elementwise = self.move((4 + 2) * s.width * len(s.norms) + 4 * s.width + 2 * turned + 6 * s.mlp_width)
+        elementwise += self.casts(turned=True)
         if self.job.method == "full":
-            products = self.products(turned=True) + self.products()  # the weights' gradients: as many operations again
-            return Parts(products, elementwise, self.attention()[1], 0.0, KERNELS[1] * LAUNCH_MS)
+            products = self.products(turned=True) + self.products(plain=True)  # the weights' gradients: as many again
+            return Parts(products, elementwise, self.attention()[1], 0.0, KERNELS[1] * LAUNCH_MS, self.unpack(turned=True))
         thin = sum(self.move(2 * sum(g.outputs) + g.inputs) for g in groups.values() if g.adapters) / THIN
-        return Parts(self.products(turned=True), elementwise, self.attention()[1], thin, KERNELS[1] * LAUNCH_MS, self.unpack())
+        return Parts(self.products(turned=True), elementwise, self.attention()[1], thin, KERNELS[1] * LAUNCH_MS,
+                     self.unpack(turned=True))
+
+    def casts(self, *, turned: bool) -> float:
+        """What FP8 products read is written by the kernel that makes it, or read and written by a cast of its own."""
+        s = self.job.shape
+        if not self.job.fp8:
+            return 0.0
+        along, apart = (2 * s.mlp_width, 2 * s.width + s.qkv_width) if turned else (2 * s.width + s.mlp_width, s.out_width)
+        return (along + apart * (1 + self.job.element)) * self.job.capacity / self.bytes
 
     def recompute(self, what: Recompute) -> float:
         if what == "nothing":
@@ -132,18 +148,20 @@ class Model:
             spared = self.products("down") + self.move(3 * s.mlp_width)
         return whole.total - whole.unpack - spared
 
-    def unpack(self) -> float:
-        """Quantized weights made ready: NF4 read and written out; FP8 bytes turned round."""
+    def unpack(self, *, turned: bool = False) -> float:
+        """Weights made ready to multiply: NF4 read and written out; trained ones rounded to FP8; FP8 bytes turned round."""
         weights = sum(g.weights for g in self.job.groups().values())
+        moved = 2.0 if self.job.fp8 and turned else 0.0
         if self.job.method == "qlora":
-            return weights * (0.516 + (1 if self.fp8 else 2)) / self.bytes
-        return weights * 2 / self.bytes if self.job.method == "fp8" else 0.0
+            moved += 0.516 + (1 if self.job.fp8 else 2)
+        elif self.job.method == "full" and self.job.fp8 and not turned:
+            moved += FP32 + 1
+        return weights * moved / self.bytes
 
     def rest(self) -> float:
         """Embeddings, final norm, and the head's two products with its softmax between them."""
         s, rows, e = self.job.shape, self.job.rows, self.job.element
-        rate = self.gpu.bf16_tflops * PRODUCTS * 1e9 / (16 if e == FP32 else 1)
-        products = (3 if self.job.method == "full" else 2) * self.product(rows, s.width, s.vocabulary, rate)
+        products = (3 if self.job.method == "full" else 2) * self.product(rows, s.width, s.vocabulary, plain=True)
         softmax = 3.0 * rows * s.vocabulary * e / self.bytes
         return products + softmax + self.move(8 * s.width) + 40 * LAUNCH_MS
 
@@ -154,7 +172,10 @@ class Model:
 
     def optimizer(self) -> float:
         trained = self.job.parameters() if self.job.method == "full" else self.job.adapter_parameters()
-        return 7.0 * FP32 * trained / self.bytes + 0.1
+        on_device, on_host = moment_bytes(self.job.optimizer, trained)
+        # Read: the gradient, twice, the weight, the moments. Written: the weight, the moments. The link carries both at once.
+        update = (4.0 * FP32 * trained + 2.0 * on_device) / self.bytes
+        return max(update, on_host / (self.gpu.link_gbs * LINK * 1e6)) + 0.1
 
     def costs(self) -> LayerCosts:
         link = self.gpu.link_gbs * LINK * 1e6

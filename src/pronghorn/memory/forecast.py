@@ -14,7 +14,8 @@ from pronghorn.errors import CommandError
 from pronghorn.memory.costs import LayerCosts, predicted_costs
 from pronghorn.memory.gpus import PRICES_AS_OF, Gpu, find_gpu
 from pronghorn.memory.plan import LEVELS, POOL_SLOTS, Level, Plan, Problem, evaluate, make_plan, parse_budget
-from pronghorn.memory.sizes import Job, kept_bytes, shape_of, static_parts
+from pronghorn.memory.sizes import Job, host_moments, kept_bytes, shape_of, static_parts
+from pronghorn.memory.working import pieces_worth_trying
 from pronghorn.recipe import Recipe
 
 BLOCKS = {"nothing": "█", "gate_up": "▓", "layer": "░"}
@@ -87,22 +88,28 @@ class Forecast:
 
 
 def plan_report(recipe: Recipe, config: Any, *, gpu: str | Gpu = "h200", tokens: int | None = None, price: float | None = None,
-                costs: LayerCosts | None = None, host: int = HOST_BYTES, pieces: Sequence[int] = (1,),
-                attended: int | None = None, loss_share: float = 1.0) -> Forecast:
+                costs: LayerCosts | None = None, host: int = HOST_BYTES, attended: int | None = None,
+                loss_share: float = 1.0) -> Forecast:
     """`config`: the model's Hugging Face config. `tokens`: of the whole run, over all epochs. `costs`: measured ones, if there
     are any. `attended`: sum of squares of the documents' lengths over the sum of lengths. `loss_share`: of tokens with loss."""
     chosen = find_gpu(gpu) if isinstance(gpu, str) else gpu
     if price is not None and price < 0:
         raise CommandError(what=f"--price {price} is negative", fix="give the price of one GPU for an hour, in USD")
     job = job_of(recipe, config, attended=attended, loss_share=loss_share)
-    if (job.method == "fp8" or job.compute == "fp8") and not chosen.fp8_tflops:
+    if job.fp8 and not chosen.fp8_tflops:
         raise CommandError(what=f"{chosen.title} has no FP8 arithmetic", fix="choose another --gpu, or method: lora or qlora")
     budget = parse_budget(recipe.memory.budget, chosen.memory)
-    plan = make_plan(Problem(job, costs or predicted_costs(job, chosen), budget, host, tuple(pieces)))
+    plan = make_plan(problem_of(job, costs or predicted_costs(job, chosen), budget, host))
     if tokens is None and recipe.train.steps:
         tokens = recipe.train.steps * recipe.train.batch_tokens
     return Forecast(recipe.model, chosen, plan, recipe.train.batch_tokens // recipe.train.capacity, recipe.train.batch_tokens,
                     tokens, chosen.price if price is None else price, price is not None)
+
+
+def problem_of(job: Job, costs: LayerCosts, budget: int, host: int, aside: int = 0) -> Problem:
+    """With every choice that the layers of this job leave to a plan."""
+    embeddings = (False, True) if job.may_keep_embeddings_on_host else (False,)
+    return Problem(job, costs, budget, host, pieces_worth_trying(job), embeddings, aside)
 
 
 def job_of(recipe: Recipe, config: Any, *, attended: int | None = None, loss_share: float = 1.0) -> Job:
@@ -111,7 +118,7 @@ def job_of(recipe: Recipe, config: Any, *, attended: int | None = None, loss_sha
     rows = min(capacity, -(-int(capacity * loss_share) // step) * step)
     job = Job(shape_of(config), capacity, recipe.method, recipe.lora.r,
               targets if isinstance(targets, str) else tuple(targets), ELEMENT[recipe.precision],
-              compute=getattr(recipe, "compute", "bf16"), loss_rows=rows)
+              compute="fp8" if recipe.fp8 else "bf16", loss_rows=rows, optimizer=recipe.train.optimizer)
     return job if attended is None else Job(**(vars(job) | {"attended": attended}))
 
 
@@ -154,7 +161,10 @@ def memory_lines(plan: Plan) -> list[str]:
              "offload buffers": POOL_SLOTS * plan.slot_bytes}
     told = ", ".join(f"{name} {amount / 1e9:.2f}" for name, amount in parts.items() if amount)
     lines = [f"memory      peak {plan.peak_bytes / 1e9:.1f} GB ({told})",
-             f"            {plan.device_bytes / 1e9:.1f} of {plan.problem.budget / 1e9:.1f} GB with driver and fragments"]
+             f"            {plan.needed_bytes / 1e9:.1f} of {plan.problem.budget / 1e9:.1f} GB; with driver and fragments "
+             f"about {plan.device_bytes / 1e9:.1f}"]
+    if moments := host_moments(job):
+        lines.append(f"host        {moments / 1e9:.1f} GB pinned for the optimizer")
     if plan.host_bytes:
         lines.append(f"host        {plan.host_bytes / 1e9:.1f} GB pinned")
     return lines

@@ -22,30 +22,37 @@ WARM_UP = 2  # runs that compile kernels and fill caches
 REPEATS = 5
 COPY_BYTES = 256 << 20  # 5 ms at 55 GB/s: long enough to reach the link's rate
 LEAST_MS = 1e-6  # a clock may not see shorter work
+LEAST_PIECE_MS = 0.01  # five launches: without a need for memory, one turn is better than two
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """What is timed. `backward` includes nothing of what is computed again: its inputs are kept."""
+    """What is timed."""
 
     forward: Work
-    backward: Work
+    gate_up_and_backward: Work  # gate and up once more, then backward
     recompute_gate_up: Work
     recompute_layer: Work
     rest: Work | None = None  # embeddings, head and loss, both ways
     optimizer: Work | None = None
+    pieces: tuple[Work, Work, int] | None = None  # a whole layer with its MLP at once, and in so many turns
 
 
 def measure_costs(work: LayerWork, device: torch.device, *, repeats: int = REPEATS, copy_bytes: int = COPY_BYTES,
                   rates: tuple[float, float] | None = None, piece: float = 0.0, warm_up: int = WARM_UP) -> LayerCosts:
-    """`rates`: of the copies, where they are known already."""
+    """`rates`: of the copies, where they are known already. `piece`: where there is nothing to time it with."""
     to_host, from_host = rates or copy_rates(device, copy_bytes, repeats=repeats)
 
     def timed(one: Work | None) -> float:
         return milliseconds(one, device, repeats=repeats, warm_up=warm_up) if one else 0.0
 
+    if work.pieces is not None:
+        at_once, in_turns, count = work.pieces
+        piece = max((timed(in_turns) - timed(at_once)) / (count - 1), LEAST_PIECE_MS)
+    gate_up = timed(work.recompute_gate_up)
     return LayerCosts(
-        forward=timed(work.forward), backward=timed(work.backward), recompute_gate_up=timed(work.recompute_gate_up),
+        forward=timed(work.forward), backward=max(timed(work.gate_up_and_backward) - gate_up, LEAST_MS),
+        recompute_gate_up=gate_up,
         recompute_layer=timed(work.recompute_layer), rest=timed(work.rest), optimizer=timed(work.optimizer), to_host=to_host,
         from_host=from_host, piece=piece, measured=True,
     )

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.errors import EnvironmentFault
+from pronghorn.memory.pinned import pin, unpin
 
 ALIGNMENT = 256  # bytes: where each tensor begins, as the device's own allocator does at least
 BUFFERS = 2  # on the device: one layer computes while the next one's tensors arrive
@@ -93,8 +93,8 @@ class OffloadPool:
         self._cuda = self.device.type == "cuda"
         self._host = torch.empty(max(0, self.slots - 1) * self.slot_bytes, dtype=torch.uint8)
         if self._cuda and self._host.numel():
-            _pin(self._host)
-            weakref.finalize(self, _unpin, self._host, self.device).atexit = False  # a process that ends takes it along
+            pin(self._host, "raise memory.budget")
+            weakref.finalize(self, unpin, self._host, self.device).atexit = False  # a process that ends takes it along
         self._buffers = [torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device) for _ in range(BUFFERS)]
         self._copies = torch.cuda.Stream(self.device) if self._cuda else None
 
@@ -241,18 +241,3 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     last = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset())
     return first * tensor.itemsize, (first + last + 1) * tensor.itemsize
-
-
-def _pin(memory: Tensor) -> None:
-    """By registration: torch's own pinned memory is rounded up to a power of two (20 GB would take 32)."""
-    runtime: Any = torch.cuda.cudart()
-    error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-    if error:
-        raise EnvironmentFault(what=f"{memory.numel() / 1e9:.1f} GB of host memory cannot be pinned", why=f"CUDA error {error}",
-                               fix="free host memory or raise the limit of locked memory (ulimit -l); or raise memory.budget")
-
-
-def _unpin(memory: Tensor, device: torch.device) -> None:
-    torch.cuda.synchronize(device)  # copies under way still use it
-    runtime: Any = torch.cuda.cudart()
-    runtime.cudaHostUnregister(memory.data_ptr())

@@ -6,6 +6,8 @@ for pinned host memory in between. Layers are alike, so a plan is a count for ea
 - Memory. Going down in backward, a layer's tensors are given back before the next one works. So the layers with the largest
   working set stand at the bottom (recomputing layers, first in forward) and those that keep everything at the top. No other
   order has a smaller peak: exchanging two neighbours shows it, and a test tries all orders.
+- Pieces. Where gate and up are computed again, the MLP's rows can be done in several turns, the same number in all layers.
+- Embeddings. Frozen ones that no head shares can wait in host memory; the GPU reads the few rows it needs over the link.
 - Time. Layers that offload are spread evenly among those that recompute the same, and one copy may run while the layers up to
   the next one that offloads compute: that stretch takes max(copy, compute), forward and backward.
 
@@ -27,21 +29,21 @@ import numpy.typing as npt
 from pronghorn.errors import EnvironmentFault, RecipeError
 from pronghorn.memory.costs import LayerCosts
 from pronghorn.memory.sizes import (
-    CONTEXT_BYTES,
-    FRAGMENTS,
     RECOMPUTES,
     Job,
     Recompute,
     device_bytes,
-    head_bytes,
+    host_moments,
     kept_bytes,
+    peak_within,
     static_parts,
-    working_bytes,
 )
+from pronghorn.memory.working import forward_bytes, head_bytes, top_bytes, working_bytes
 
-POOL_SLOTS = 3  # layers' worth of device memory that offloading takes: two on their way back, one on its way out
+POOL_SLOTS = 3  # layers' worth of device memory that offloading takes: two buffers for the way back, one layer on its way out
 SLOT_PADDING = 16 * 256  # bytes: what aligning a layer's tensors costs at most
 EQUAL_MS = 1e-6  # steps that differ by less take the same time
+MARGIN = 0.01  # of a budget, for what a prediction does not know
 NOTCH = 0.94  # after an allocation failed, the next plan uses no more than this of what the failed one expected
 UNITS = {"GB": 10**9, "MB": 10**6, "GiB": 2**30, "MiB": 2**20}
 SHARE_OF_FREE = 0.97  # `auto`
@@ -72,10 +74,32 @@ class Problem:
 
     job: Job
     costs: LayerCosts
-    budget: int  # bytes of the device that the process may take in all
-    host: int = 0  # bytes of host memory that may be pinned; 0: nothing is offloaded
+    budget: int  # bytes that tensors may take on the device; what the driver takes and what lies in fragments comes on top
+    host: int = 0  # bytes of host memory that may be pinned; 0: nothing is offloaded. The optimizer's come first
     pieces: tuple[int, ...] = (1,)  # turns in which layers can do their MLP
+    embeddings: tuple[bool, ...] = (False,)  # whether they may wait on the host, must not, or both: job.host_embeddings
     aside: int = 0  # bytes of the budget that the step leaves free: what works between steps, beside a captured one's memory
+
+    @property
+    def host_left(self) -> int:
+        """For layers, beside moments and embeddings that are in host memory."""
+        return max(0, self.host - host_moments(self.job) - self.host_embeddings)
+
+    @property
+    def host_embeddings(self) -> int:
+        """Bytes of the embeddings, where they wait on the host."""
+        return self.job.host_embeddings * self.job.shape.vocabulary * self.job.shape.width * self.job.element
+
+    def cases(self) -> list[Problem]:
+        """One for each place where the embeddings can be; where the host has no room for them, that is not one."""
+        cases = [replace(self, job=replace(self.job, host_embeddings=on_host)) for on_host in self.embeddings]
+        return [case for case in cases if case.host >= case.host_embeddings] or [self]
+
+    @property
+    def rest_ms(self) -> float:
+        """Of a micro-batch, outside the layers."""
+        rows = self.job.capacity * self.job.shape.width * self.job.element
+        return self.costs.rest + (rows / self.costs.from_host if self.job.host_embeddings else 0.0)
 
     def slot(self, recompute: Recompute) -> int:
         return kept_bytes(self.job, recompute) + SLOT_PADDING
@@ -102,9 +126,14 @@ class Plan:
     problem: Problem = field(repr=False, compare=False)
 
     @property
+    def needed_bytes(self) -> int:
+        """What stays under the budget."""
+        return self.peak_bytes + self.problem.aside
+
+    @property
     def device_bytes(self) -> int:
-        """With what the driver takes and what lies in fragments: this is what stays under the budget."""
-        return device_bytes(self.peak_bytes) + self.problem.aside
+        """With what the driver takes and what lies in fragments."""
+        return device_bytes(self.needed_bytes)
 
     @property
     def offloaded(self) -> tuple[int, ...]:
@@ -120,29 +149,31 @@ class Plan:
 
     def one_notch_lower(self) -> Plan:
         """The plan to go on with after an allocation failed: the fastest that expects to take clearly less than this one."""
-        limit = int(self.device_bytes * NOTCH)
-        best, smallest = _search(replace(self.problem, budget=min(limit, self.problem.budget)))
+        limit = int(self.needed_bytes * NOTCH)
+        stay = (True,) if self.problem.job.host_embeddings else self.problem.embeddings  # what left does not come back
+        best, smallest = _search(replace(self.problem, budget=min(limit, self.problem.budget), embeddings=stay))
         if best is None and smallest.peak_bytes >= self.peak_bytes:
             raise EnvironmentFault(
-                what=f"out of memory, and no plan takes less than this one ({_gb(self.device_bytes)})",
+                what=f"out of memory, and no plan takes less than this one ({_gb(self.needed_bytes)})",
                 why="every layer keeps as little as it can already", fix=_ways_out(self.problem))
         chosen = best or smallest
         return replace(chosen, reasons=(*chosen.reasons, f"one notch below a plan of {_gb(self.peak_bytes)} that did not fit"))
 
     def as_dict(self) -> dict[str, Any]:
-        return {"levels": [level.name for level in self.levels], "pieces": self.pieces, "peak_bytes": self.peak_bytes,
+        return {"levels": [level.name for level in self.levels], "pieces": self.pieces,
+                "host_embeddings": self.problem.job.host_embeddings, "peak_bytes": self.peak_bytes,
                 "device_bytes": self.device_bytes, "ms": round(self.ms, 3), "host_bytes": self.host_bytes,
                 "budget": self.problem.budget, "measured_costs": self.problem.costs.measured, "reasons": list(self.reasons)}
 
 
 def make_plan(problem: Problem) -> Plan:
     """The shortest step under the budget; an error with the smallest budget that works, if none does."""
-    everything = _with_levels(problem, (KEEP,) * problem.job.shape.layers, 1)
-    if everything.device_bytes <= problem.budget:
+    everything = _with_levels(problem.cases()[0], (KEEP,) * problem.job.shape.layers, 1)
+    if everything.needed_bytes <= _usable(problem.budget):
         return everything  # nothing can be faster
     best, smallest = _search(problem)
     if best is None:
-        needed = smallest.device_bytes
+        needed = _budget_for(smallest.needed_bytes)
         parts = ", ".join(f"{name} {_gb(amount)}" for name, amount in static_parts(problem.job).items())
         raise RecipeError(
             what=f"memory.budget: {_gb(problem.budget)} is too little; the smallest that works is {_gb_up(needed)}",
@@ -151,8 +182,19 @@ def make_plan(problem: Problem) -> Plan:
     return best
 
 
+def _usable(budget: int) -> int:
+    """What a plan may foretell, so that what is measured stays under the budget."""
+    return int(budget * (1 - MARGIN))
+
+
+def _budget_for(needed: int) -> int:
+    """The least of which so much is usable."""
+    budget = int(needed / (1 - MARGIN))
+    return next(least for least in range(budget - 2, budget + 3) if _usable(least) >= needed)
+
+
 def smallest_budget(problem: Problem) -> int:
-    return _search(problem)[1].device_bytes
+    return _budget_for(_search(problem)[1].needed_bytes)
 
 
 def _ways_out(problem: Problem) -> str:
@@ -161,6 +203,10 @@ def _ways_out(problem: Problem) -> str:
     half = job.capacity // 2
     if half >= 512:
         ways.append(f"train.capacity: {half} ({_gb_up(smallest_budget(replace(problem, job=job.with_capacity(half))))})")
+    for optimizer in ("adamw_8bit", "paged_adamw_8bit") if job.method == "full" else ():
+        smaller = smallest_budget(replace(problem, job=replace(job, optimizer=optimizer)))
+        if smaller < now:
+            ways.append(f"train.optimizer: {optimizer} ({_gb_up(smaller)})")
     if job.method in ("lora", "full"):
         smaller = smallest_budget(replace(problem, job=replace(job, method="qlora")))
         if smaller < now:
@@ -180,12 +226,22 @@ def evaluate(problem: Problem, levels: Sequence[Level], pieces: int = 1) -> Outc
     for level in levels:
         kept += 0 if level.offload else kept_bytes(job, level.recompute)
         moments.append((kept, working_bytes(job, level.recompute, pieces)))
-    peak = max([*moments, (kept, head_bytes(job))], key=sum)
-    ms = costs.rest + len(levels) * (pieces - 1) * costs.piece
+    moments.append((kept, moments[-1][1] + top_bytes(job, levels[-1].recompute, pieces)))
+    top = [level for level in levels if level.recompute == _uppermost(levels)]
+    own = problem.slot(top[0].recompute) if all(level.offload for level in top) else 0  # the last layer leaves, but not yet
+    moments.append((kept, own + max(forward_bytes(job, level.recompute, pieces) for level in set(levels))))
+    peak = max([*moments, (kept, head_bytes(job, pieces))], key=sum)
+    again = sum(level.recompute != "nothing" for level in levels)
+    ms = problem.rest_ms + again * (pieces - 1) * costs.piece
     for recompute in RECOMPUTES:
         alike = [level for level in levels if level.recompute == recompute]
         ms += float(_ms(problem, recompute, np.array(len(alike)), np.array(sum(level.offload for level in alike))))
     return Outcome(fixed + sum(peak), ms, sum(slots), *peak)
+
+
+def _uppermost(levels: Sequence[Level]) -> Recompute:
+    """Of the kinds that are there, the one that stands at the top."""
+    return max((level.recompute for level in levels), key=RECOMPUTES.index)
 
 
 Counts = npt.NDArray[Any]
@@ -212,8 +268,8 @@ def _search(problem: Problem) -> tuple[Plan | None, Plan]:
     First every split of the layers among what they recompute, with none or all of a kind offloaded: more offloading of a kind
     never takes more memory, so this finds the least that each split needs. Then the splits that can fit, fastest first, with
     every offloading worth trying, until no split that is left could be faster even if all its copies were free."""
-    grids = [_Grid(problem, pieces) for pieces in problem.pieces]
-    limit = (problem.budget - problem.aside - CONTEXT_BYTES + 1) / (1 + FRAGMENTS)  # peaks below: `device_bytes` rounds down
+    grids = [_Grid(case, pieces) for case in problem.cases() for pieces in problem.pieces]
+    limit = _usable(problem.budget) - problem.aside + 1  # peaks below
     smallest: tuple[tuple[float, ...], _Grid, Counts] | None = None
     open_splits: list[tuple[float, int, Split]] = []
     for number, grid in enumerate(grids):
@@ -221,19 +277,20 @@ def _search(problem: Problem) -> tuple[Plan | None, Plan]:
             table = grid.table(split)
             if table.peak.min() < limit:
                 open_splits.append((grid.fastest(split), number, split))
-            found = table.first("peak", "ms", "host", where=table.host <= problem.host)
+            found = table.first("peak", "ms", "host", where=table.host <= grid.problem.host_left)
             if found and (smallest is None or found[0] < smallest[0]):
                 smallest = (found[0], grid, found[1])
     best: tuple[tuple[float, ...], _Grid, Counts] | None = None
     for lower_bound, number, split in sorted(open_splits):
         if best is not None and lower_bound > best[0][0]:
             break
-        table = grids[number].table(split, limit)
-        found = table.first("ms", "host", "peak", where=(table.peak < limit) & (table.host <= problem.host))
+        grid = grids[number]
+        table = grid.table(split, limit)
+        found = table.first("ms", "host", "peak", where=(table.peak < limit) & (table.host <= grid.problem.host_left))
         if found and (best is None or found[0] < best[0]):
-            best = (found[0], grids[number], found[1])
+            best = (found[0], grid, found[1])
     assert smallest is not None  # without any offloading every split is allowed
-    return best and _plan(problem, best[2], best[1].pieces), _plan(problem, smallest[2], smallest[1].pieces)
+    return best and best[1].plan(best[2]), smallest[1].plan(smallest[2])
 
 
 Split = tuple[int, int, int]  # layers by what they recompute, in the order of RECOMPUTES
@@ -268,9 +325,16 @@ class _Grid:
         self.kept = np.array([kept_bytes(job, r) for r in RECOMPUTES], dtype=np.float64)
         self.working = np.array([working_bytes(job, r, pieces) for r in RECOMPUTES], dtype=np.float64)
         self.slots = np.array([problem.slot(r) for r in RECOMPUTES], dtype=np.float64)
-        self.static, self.head = sum(static_parts(job).values()), head_bytes(job)
-        self.rest = problem.costs.rest + self.layers * (pieces - 1) * problem.costs.piece
-        self.compute = [problem.costs.forward + problem.costs.backward + problem.costs.again(r) for r in RECOMPUTES]
+        self.forward = np.array([forward_bytes(job, r, pieces) for r in RECOMPUTES], dtype=np.float64)
+        self.top = [top_bytes(job, r, pieces) for r in RECOMPUTES]
+        self.static, self.head = sum(static_parts(job).values()), head_bytes(job, pieces)
+        self.rest = problem.rest_ms
+        self.pieces_ms = [(pieces - 1) * problem.costs.piece if r != "nothing" else 0.0 for r in RECOMPUTES]
+        self.compute = [problem.costs.forward + problem.costs.backward + problem.costs.again(r) + more
+                        for r, more in zip(RECOMPUTES, self.pieces_ms, strict=True)]
+
+    def plan(self, counts: Counts) -> Plan:
+        return _plan(self.problem, counts, self.pieces)
 
     def splits(self) -> Iterator[Split]:
         for all_again in range(self.layers + 1):
@@ -284,7 +348,7 @@ class _Grid:
     def table(self, split: Split, limit: float | None = None) -> _Table:
         """With none and all of a kind offloaded. Under a limit: with every number of the upper two kinds, and none or the least
         that fits of the lowest: more would only take more time (merging two stretches of layers saves a copy) and host."""
-        host = bool(self.problem.host)
+        host = bool(self.problem.host_left)
         choices = [np.arange(n + 1) if host and limit is not None else np.unique([0, n * host]) for n in split[1:]]
         upper = np.stack([axis.ravel() for axis in np.meshgrid(*choices, indexing="ij")], axis=1)
         lowest = [np.zeros(len(upper), dtype=np.int64)]
@@ -306,8 +370,13 @@ class _Grid:
         below = np.cumsum(staying * self.kept, axis=1)  # kept by the layers up to the last of each kind
         largest = np.where(layers > 0, below + self.working, 0).max(axis=1)
         slot = np.where(leaving > 0, self.slots, 0).max(axis=1)
-        peak = self.static + POOL_SLOTS * slot + np.maximum(largest, below[:, -1] + self.head)
-        ms = self.rest + sum(_ms(self.problem, r, layers[i], leaving[:, i]) for i, r in enumerate(RECOMPUTES))
+        uppermost = int(np.flatnonzero(layers)[-1])
+        own = np.where(staying[:, uppermost] == 0, self.slots[uppermost], 0)
+        last = max(self.working[uppermost] + self.top[uppermost], self.head)
+        last = below[:, -1] + np.maximum(last, own + self.forward[layers > 0].max())
+        peak = self.static + POOL_SLOTS * slot + np.maximum(largest, last)
+        ms = self.rest + sum(_ms(self.problem, r, layers[i], leaving[:, i]) + layers[i] * self.pieces_ms[i]
+                             for i, r in enumerate(RECOMPUTES))
         ms = np.round(ms / EQUAL_MS) * EQUAL_MS  # copies that hide change the last bit of a sum, and must not win by it
         counts = np.stack([staying, leaving], axis=2).reshape(len(leaving), 6)
         return _Table(counts, peak, np.broadcast_to(ms, peak.shape), leaving @ self.slots, slot)
@@ -337,9 +406,9 @@ def _reasons(plan: Plan) -> tuple[str, ...]:
     if plan.counts() == {KEEP: layers}:
         said.append("everything fits: nothing is computed twice")
     else:
-        everything = evaluate(problem, [KEEP] * layers)
+        everything = evaluate(replace(problem, job=replace(problem.job, host_embeddings=False)), [KEEP] * layers)
         saved = plan.ms - everything.ms
-        said.append(f"to keep everything on the GPU would take {_gb_up(device_bytes(everything.peak) + problem.aside)} and "
+        said.append(f"to keep everything on the GPU would take {_gb_up(everything.peak + problem.aside)} and "
                     + (f"save {saved:.1f} of {plan.ms:.1f} ms" if saved > 0.05 else "be no faster"))
     if plan.offloaded:
         stalled = plan.ms - evaluate(replace(problem, costs=replace(problem.costs, to_host=1e18, from_host=1e18)),
@@ -348,6 +417,8 @@ def _reasons(plan: Plan) -> tuple[str, ...]:
                     + (f"the copies cost {stalled:.1f} ms" if stalled > 0.05 else "their copies hide behind the compute"))
     if plan.pieces > 1:
         said.append(f"the MLP's rows are done in {plan.pieces} turns, so that less is held at once")
+    if problem.job.host_embeddings:
+        said.append(f"the embeddings wait in {_gb(problem.host_embeddings)} of pinned host memory and are read over the link")
     return tuple(said)
 
 
@@ -355,10 +426,11 @@ def _reasons(plan: Plan) -> tuple[str, ...]:
 
 
 def parse_budget(text: str, total: int, free: int | None = None) -> int:
-    """`auto`, `24GB` or `80%` (recipe.Memory) as bytes of a device with `total` bytes, `free` of them now."""
+    """`auto`, `24GB` or `80%` (recipe.Memory) as bytes for tensors, on a device with `total` bytes, `free` of them now. An
+    amount is just that; a share of the device is less what the driver takes and what lies in fragments."""
     free = total if free is None else free
     if text == "auto":
-        return int(free * SHARE_OF_FREE)
+        return peak_within(int(free * SHARE_OF_FREE))
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB|MB|MiB|%)", text)
     if not found:
         raise RecipeError(what=f"memory.budget: {text!r} is not a budget", fix="write auto, 24GB or 80%")
@@ -367,7 +439,7 @@ def parse_budget(text: str, total: int, free: int | None = None) -> int:
     if asked > total:
         raise RecipeError(what=f"memory.budget: {text} is more than the GPU has", why=f"it has {_gb(total)}",
                           fix="set memory.budget: auto, or a smaller amount")
-    return asked
+    return peak_within(asked) if unit == "%" else asked
 
 
 def host_room() -> int:

@@ -3,9 +3,9 @@
 T = tokens of a micro-batch (capacity), D = model width, N = query heads, K = key/value heads, H = head width,
 X = (N + 2K) H, F = MLP width, V = vocabulary, R = extra columns that carry adapters, e = bytes of an activation.
 
-What a layer keeps is written down as `Kept` in model/decoder_layer.py holds it; a test compares the two, byte for byte. The
-peak of a step is at one of two moments (plan.py: `evaluate`): in the head, when every layer has kept its share, or in a layer's
-backward, when the layers above it have given theirs back:
+What a layer keeps is written down as `Kept` in model/kept.py holds it; a test compares the two, byte for byte. What comes and
+goes beside that is in working.py. The peak of a step is at one of three moments (plan.py: `evaluate`): in the head, when every
+layer has kept its share; in the forward of a layer; or in a layer's backward, when the layers above it have given theirs back:
 
     static + sum of kept over the layers up to this one + the largest working set of this one's backward
 """
@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
-import torch
-
 from pronghorn.errors import ModelError
-from pronghorn.kernels.linear_cross_entropy import chunk_rows
+from pronghorn.kernels.adamw8bit import BLOCK as MOMENT_BLOCK
 from pronghorn.kernels.nf4 import BLOCK, NESTED_BLOCK
+from pronghorn.memory import fp8_sizes
 from pronghorn.model.families import FAMILIES, layer_type, why_not_fast
 
 Method = Literal["lora", "qlora", "fp8", "full"]
+Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
 Recompute = Literal["nothing", "gate_up", "layer"]  # what backward computes again, beside the norms and the activation product
 RECOMPUTES: tuple[Recompute, ...] = ("layer", "gate_up", "nothing")  # largest working set first: so from the bottom up
 
@@ -113,11 +113,17 @@ class Job:
     rank: int = 16
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     element: int = 2  # bytes of an activation: 2 for bf16 and fp16, 4 for fp32
-    compute: Literal["bf16", "fp8"] = "bf16"  # of the frozen products; fp8 is implied by method fp8
+    compute: Literal["bf16", "fp8"] = "bf16"  # of the linears' products; fp8 is implied by method fp8
     loss_rows: int = 0  # of a micro-batch, padded; 0: all of them
     documents: int = 0  # entries of cu_seqlens, padded; 0: one for every 128 tokens, as short instructions have it
+    optimizer: Optimizer = "adamw"
     graphed: bool = True  # the step is captured, and adapters' gradients are added up in a buffer of their own
+    host_embeddings: bool = False  # frozen ones that no head shares wait in pinned host memory, read over the link
     attended: int = 324  # sum of squares of the documents' lengths over the sum of lengths; 324: mean 207, log-normal
+
+    @property
+    def fp8(self) -> bool:
+        return self.method == "fp8" or self.compute == "fp8"
 
     @property
     def rows(self) -> int:
@@ -139,7 +145,7 @@ class Job:
     def _group(self, inputs: int, names: Sequence[str], widths: Sequence[int]) -> Group:
         outputs = tuple(widths) if len(names) == len(widths) else (sum(widths),)  # stored fused
         adapters = 0 if self.method == "full" else sum(self.targets == "all-linear" or n in self.targets for n in names)
-        multiple = 16 if adapters <= 1 else 64  # kernels/lora_linear.py: default_padding
+        multiple = fp8_sizes.RANK_MULTIPLE if adapters <= 1 or self.fp8 else 64  # kernels/lora_linear.py: default_padding
         return Group(inputs, outputs, adapters, -(-adapters * self.rank // multiple) * multiple)
 
     def layer_parameters(self) -> int:
@@ -162,6 +168,11 @@ class Job:
                     count += self.rank * (group.inputs + outputs)
         return count * self.shape.layers
 
+    @property
+    def may_keep_embeddings_on_host(self) -> bool:
+        named = self.targets != "all-linear" and "embed_tokens" in self.targets
+        return self.method != "full" and not self.shape.tied and not named
+
     def with_capacity(self, capacity: int) -> Job:
         def scaled(count: int) -> int:
             return count * capacity // self.capacity
@@ -181,15 +192,31 @@ def static_parts(job: Job) -> dict[str, int]:
     if job.method == "full":
         parameters = job.parameters()
         copies = s.layers * (job.layer_parameters() - vectors) * e if e < FP32 else 0
-        return {"weights": parameters * FP32 + copies, "gradients and optimizer": parameters * 3 * FP32,
+        copies = s.layers * sum(fp8_sizes.trained(group) for group in groups) if job.fp8 else copies
+        return {"weights": parameters * FP32 + copies,
+                "gradients and optimizer": parameters * FP32 + moment_bytes(job.optimizer, parameters)[0],
                 "rope and libraries": _rope_and_libraries(job)}
-    stored = sum(_stored(group, job) for group in groups) + vectors * e
+    stored, adapters = sum(_stored(group, job) for group in groups) + vectors * e, job.adapter_parameters()
+    embeddings -= s.vocabulary * s.width if job.host_embeddings else 0
     parts = {"weights": s.layers * stored + (embeddings + s.width) * e,
-             "adapters and optimizer": job.adapter_parameters() * 4 * FP32,  # value, gradient, two moments
+             "adapters and optimizer": adapters * 2 * FP32 + moment_bytes(job.optimizer, adapters)[0],
              "rope and libraries": _rope_and_libraries(job)}
     if job.graphed:  # model/adapter_sums.py
-        parts["adapter sums"] = s.layers * sum(g.extra * (g.inputs + sum(g.outputs)) for g in groups) * FP32
+        ranks = {g.adapters: min(g.extra, -(-g.adapters * job.rank // 16) * 16) for g in groups}
+        parts["adapter sums"] = s.layers * sum(ranks[g.adapters] * (g.inputs + sum(g.outputs)) for g in groups) * FP32
     return parts
+
+
+def moment_bytes(optimizer: Optimizer, parameters: int) -> tuple[int, int]:
+    """(on the device, in pinned host memory). Tensors too small for 8 bits are a thousandth of a model."""
+    eight_bit, paged = optimizer.endswith("8bit"), optimizer.startswith("paged")
+    moments = 2 * parameters * (1 if eight_bit else FP32)
+    absmax = 2 * FP32 * parameters // MOMENT_BLOCK if eight_bit else 0
+    return (absmax, moments) if paged else (moments + absmax, 0)
+
+
+def host_moments(job: Job) -> int:
+    return moment_bytes(job.optimizer, job.parameters() if job.method == "full" else job.adapter_parameters())[1]
 
 
 def _stored(group: Group, job: Job) -> int:
@@ -197,12 +224,12 @@ def _stored(group: Group, job: Job) -> int:
     outputs, R = sum(group.outputs), group.extra
     if job.method == "lora":
         return (outputs + R) * (group.inputs + R) * job.element  # one buffer: kernels/lora_linear.py
-    columns = (outputs * R + R * group.inputs) * job.element
     if job.method == "fp8":
-        return group.weights + outputs * FP32 + columns  # a scale a channel
+        return fp8_sizes.stored(group, job.element)
     blocks = group.weights // BLOCK
     stored = group.weights // 2 + blocks + blocks // NESTED_BLOCK * FP32  # nested scales: kernels/nf4.py
-    return stored + (columns if job.compute == "fp8" else 0)  # bf16: adapters are copied in with the dequantized weights
+    # bf16: adapters are copied in with the dequantized weights
+    return stored + (fp8_sizes.beside_4_bits(group, job.element) if job.fp8 else 0)
 
 
 def _rope_and_libraries(job: Job) -> int:
@@ -211,11 +238,10 @@ def _rope_and_libraries(job: Job) -> int:
 
 def unpacked_bytes(job: Job) -> int:
     """Where a layer's weights are made ready to multiply, once for recomputing and backward together."""
+    if job.fp8:
+        return fp8_sizes.shared(job.groups().values(), in_4_bits=job.method == "qlora")
     if job.method in ("lora", "full"):
         return 0
-    largest = max(group.weights for group in job.groups().values())
-    if job.method == "fp8" or job.compute == "fp8":
-        return largest  # the bytes turned round for the input's gradient
     return sum((sum(g.outputs) + g.extra) * (g.inputs + g.extra) for g in job.groups().values()) * job.element
 
 
@@ -226,12 +252,15 @@ def kept_parts(job: Job) -> dict[str, int]:
     """Bytes of `Kept` by field; views of the same tensor are counted once."""
     s, T, e, groups = job.shape, job.capacity, job.element, job.groups()
     parts = {"h": T * s.width * e, "qkv": T * s.qkv_width * e, "lse": T * s.heads * FP32,
-             "o": T * (s.out_width + groups["out"].extra) * e, "h2": T * s.width * e, "gu": T * 2 * s.mlp_width * e,
+             "o": T * (s.out_width + groups["out"].extra) * e, "h2": T * s.width * e,
+             "gu": T * (2 * s.mlp_width + groups["gate_up"].extra) * e,
              "rstd": T * len(s.norms) * FP32}
     if s.qk_norm:  # the products' values stay beside the normed and turned ones
         turned = (s.heads + s.kv_heads) * s.head_width * e
         parts["q, k"] = T * (turned + (s.heads + s.kv_heads if s.qk_norm == "per_head" else 2) * FP32)
-    for name, group in (("xa1", "qkv"), ("xa2", "gate_up"), ("xa3", "down")):
+    if job.fp8:  # no columns behind rows; x A^T of `out` stands apart
+        parts |= {"o": T * s.out_width * e, "gu": T * 2 * s.mlp_width * e}
+    for name, group in (("xa1", "qkv"), *([("xa_o", "out")] if job.fp8 else []), ("xa2", "gate_up"), ("xa3", "down")):
         if groups[group].extra:
             parts[name] = T * groups[group].extra * e
     if s.norms_after:
@@ -247,46 +276,14 @@ def kept_bytes(job: Job, recompute: Recompute) -> int:
     return sum(parts.values()) - (parts["gu"] if recompute == "gate_up" else 0)
 
 
-# ---- what is worked with -----------------------------------------------------------------------------------------------------
-
-
-def working_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
-    """The most that a layer's backward holds beside what is kept; `pieces`: rows of the MLP are done in so many turns."""
-    s, T, e, g = job.shape, job.capacity, job.element, job.groups()
-    D, F, rows = s.width, s.mlp_width, -(-T // pieces)
-    again = kept_bytes(job, "nothing") - kept_parts(job)["gu"] - kept_bytes(job, "layer") if recompute == "layer" else 0
-    gate_up = 0 if recompute == "nothing" else rows * (2 * F + D + g["gate_up"].extra) * e
-    copies = 2 if "after_mlp" in s.norms else 1  # a norm's gradient needs rows of its own
-    mlp = T * (copies * D + g["down"].extra) * e + rows * (4 * F + g["gate_up"].extra) * e + gate_up
-    mlp += T * D * e if pieces > 1 else 0  # the gradient of the MLP's input, put together
-    heads = s.heads + 2 * s.kv_heads
-    # fp32 sums of dq, dk, dv, 128 rows more for each document
-    attention = T * (D + D + g["out"].extra + s.out_width + s.qkv_width + g["qkv"].extra) * e
-    attention += (T + 128 * job.entries) * heads * s.head_width * FP32
-    if recompute != "nothing" and pieces == 1:
-        attention += T * 2 * F * e  # gate and up, computed again, are held to the end as if they had been kept
-    trained = 0
-    if job.method == "full":
-        trained = max(group.weights for group in g.values()) * FP32
-    return again + max(mlp, attention) + unpacked_bytes(job) + trained
-
-
-def head_bytes(job: Job) -> int:
-    """The head: the residual stream, its norm and its gradient, and a chunk of logits."""
-    s, rows, e = job.shape, job.rows, job.element
-    dtype = torch.bfloat16 if e == 2 else torch.float32
-    chunk = chunk_rows(rows, s.vocabulary, dtype, torch.device("cuda"))
-    trained = s.vocabulary * s.width * (FP32 + (e if e < FP32 else 0)) if job.method == "full" else 0
-    return rows * 3 * s.width * e + chunk * -(-s.vocabulary // 64) * 64 * e + trained
-
-
-def evaluation_bytes(job: Job, tokens: int) -> int:
-    """The most that the loss of a pack of so many tokens takes without gradients, beside the weights."""
-    small = replace(job.with_capacity(tokens), loss_rows=0)
-    layer = kept_bytes(small, "nothing") + tokens * (small.shape.mlp_width + 3 * small.shape.width) * job.element
-    return max(layer + unpacked_bytes(job), head_bytes(small))
+# ---- what the device shows ---------------------------------------------------------------------------------------------------
 
 
 def device_bytes(peak: int) -> int:
     """What the device shows for an allocator's peak."""
     return int(peak * (1 + FRAGMENTS)) + CONTEXT_BYTES
+
+
+def peak_within(device: int) -> int:
+    """The allocator's peak that goes with so many bytes of the device."""
+    return max(0, int((device - CONTEXT_BYTES) / (1 + FRAGMENTS)))

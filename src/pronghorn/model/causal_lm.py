@@ -16,6 +16,7 @@ from torch import Tensor
 from pronghorn.errors import ModelError
 from pronghorn.kernels.attention_torch import spans
 from pronghorn.kernels.fp8_lora import SplitTable
+from pronghorn.kernels.host_embedding import host_embedding
 from pronghorn.kernels.linear_cross_entropy import linear_cross_entropy
 from pronghorn.kernels.lora_refresh import CopyTable
 from pronghorn.kernels.rms_norm import rms_norm
@@ -37,7 +38,8 @@ class Offload(Elsewhere, Protocol):
 
 class FastCausalLM:
     def __init__(self, model: Any, *, fp8: bool = False) -> None:
-        """`fp8`: layers stored in 4 bits multiply in FP8; those stored in FP8 do it anyway."""
+        """`fp8`: layers stored in 4 bits, and those that are trained themselves, multiply in FP8; those stored in FP8 do it
+        anyway."""
         config = model.config.get_text_config()
         family = FAMILIES[config.model_type]
         self.model, self.config, self.backbone = model, config, model.model
@@ -48,6 +50,7 @@ class FastCausalLM:
         self._adapters: CopyTable | None = None
         self._adapters_fp8 = SplitTable([])
         self.offload: Offload | None = None  # the place that some layers share
+        self.host_embeddings = False  # whether they wait in pinned memory (memory/host_embeddings.py)
         self.paused = False  # the model's own layers, for one call
         self.trained_with: tuple[Any, ...] | None = None  # adapters of the latest forward that recorded gradients
         self.head_terms: dict[str, Any] = {
@@ -66,14 +69,22 @@ class FastCausalLM:
             tables[kind] = (cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
         return tables
 
+    @property
+    def has_pieces(self) -> bool:
+        """Whether the layers can do their MLP in several turns (model/mlp_pieces.py); those in FP8 do it at once."""
+        return not any(isinstance(group, Fp8Projections) for layer in self.layers for group in layer.groups)
+
     def embed(self, ids_T: Tensor) -> Tensor:
+        if self.host_embeddings:
+            return self.scaled(host_embedding(self.backbone.embed_tokens.weight.detach(), ids_T))
         return self.scaled(self.backbone.embed_tokens(ids_T))
 
     def scaled(self, h_TD: Tensor) -> Tensor:
         """Embeddings as the first layer gets them."""
         if torch.is_autocast_enabled(h_TD.device.type):
             h_TD = h_TD.to(torch.get_autocast_dtype(h_TD.device.type))
-        return h_TD * getattr(self.config, "embedding_multiplier", 1.0)
+        multiplier = float(getattr(self.config, "embedding_multiplier", 1.0))
+        return h_TD if multiplier == 1.0 else h_TD * multiplier
 
     def hidden(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None) -> Tensor:
         """The residual stream after the last layer, before the final norm: of all tokens, or of `rows`."""

@@ -11,7 +11,7 @@ it, so names, hooks, checkpoints and generation stay the family's. Forward, with
    *q, k, v = rope(qk_norm(qkv))              in place where there is no qk-norm (else *qkv too)
    *o, lse = attention(q, k, v)
    *h2, x2 = h + o Wo, norm(h2)               one pass; x2 again only where weights are trained
-   *gu_T2F = x2 Wgu
+   *gu_T2F = x2 Wgu                           in rows with room behind them: its gradient takes its place
     a = act(gate) * up                        computed again, inside the kernel that needs its gradient
     h3 = h2 + a Wdown                         the product adds the residual itself
 
@@ -39,23 +39,9 @@ from pronghorn.kernels.lora_linear import NormOf, Part
 from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
 from pronghorn.kernels.rope import qk_rope_backward, qk_rope_forward
 from pronghorn.model.families import ACTIVATIONS, Family, activation_name, layer_type, window
-from pronghorn.model.kept import Elsewhere, Input, Kept, Left, Level, come_back, leave
+from pronghorn.model.kept import Attended, Elsewhere, GradientRoom, Input, Kept, Left, Level, come_back, leave
+from pronghorn.model.mlp_pieces import again_up_to_the_mlp, backward_in_pieces, forward_in_pieces
 from pronghorn.model.projections import Projections
-
-
-@dataclass
-class GradientRoom:
-    """The buffer of which the gradient that a layer handed down is a part: the layer below puts its extra columns behind it
-    instead of copying it to where there is room for them (64 copies of T x D, 4 ms of an 8B step)."""
-
-    buffer: Tensor | None = None
-
-    def behind(self, dh: Tensor, extra: int) -> Tensor | None:
-        """dh with `extra` columns more, if it is still where it was left and there are as many."""
-        room = self.buffer
-        if room is None or not extra or dh.data_ptr() != room.data_ptr() or dh.stride() != room.stride():
-            return None
-        return room if room.shape == (dh.shape[0], dh.shape[1] + extra) else None
 
 
 @dataclass(frozen=True)
@@ -117,6 +103,7 @@ class FastDecoderLayer:
         self.fused = False  # set by `prepare`
         self.level: Level = "nothing"  # what backward computes again (model/kept.py)
         self.recompute = False  # everything, whatever the level: as people ask for it who know gradient checkpointing
+        self.pieces = 1  # turns in which the MLP's rows are done where gate and up are not kept (model/mlp_pieces.py)
         self.offload: Elsewhere | None = None  # where what is kept waits for backward
 
     def prepare(self, dtype: torch.dtype) -> bool:
@@ -149,54 +136,88 @@ class FastDecoderLayer:
                 out = composed_layer(self, h_TD, documents)
             return out if rows is None else out.index_select(0, rows)
         if not torch.is_grad_enabled():
-            return self.forward(h_TD, documents, rows)[0]
+            return self.forward_at("layer", h_TD, documents, rows)[0]
         out = _Layer.apply(h_TD, self, documents, rows, *self.parameters())  # type: ignore[no-untyped-call]
         return out
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
+    @property
+    def effective_level(self) -> Level:
+        return "layer" if self.recomputes else self.level
+
+    def in_pieces(self, level: Level) -> bool:
+        return self.pieces > 1 and level != "nothing"
+
+    def forward_at(self, level: Level, h: Tensor, documents: Documents, rows: Tensor | None = None
+                   ) -> tuple[Tensor, Kept | Input]:
+        """The residual stream after the layer, and what a level holds on to, at least."""
+        if not self.in_pieces(level):
+            return self.forward(h, documents, rows)
+        return forward_in_pieces(self, level, h, documents, rows)
+
     def forward(self, h: Tensor, documents: Documents, rows: Tensor | None = None) -> tuple[Tensor, Kept]:
         kept = self._to_gate_up(h, documents, rows)
         assert kept.gu is not None
-        a_ext = self._activated(kept.gu)
-        h3, kept.y2 = self._branch(self.down, a_ext, kept.h2, self.after_mlp, kept.rstd, "after_mlp", extended=True)
-        kept.xa3 = a_ext[:, kept.gu.shape[1] // 2 :].clone() if self.down.extra else None
+        a_ext = self.activated(kept.gu)
+        h3, kept.y2 = self.branch(self.down, a_ext, kept.h2, self.after_mlp, kept.rstd, "after_mlp", extended=True)
+        kept.xa3 = self.behind_down(a_ext)
         return h3, kept
 
-    def _to_gate_up(self, h: Tensor, documents: Documents, rows: Tensor | None) -> Kept:
-        """Everything before the activation."""
+    def behind_down(self, a_ext: Tensor) -> Tensor | None:
+        """A copy of a A^T of down's adapter."""
+        return a_ext[:, a_ext.shape[1] - self.down.extra :].clone() if self.down.extra else None
+
+    def attended(self, h: Tensor, documents: Documents, rows: Tensor | None) -> Attended:
+        """Everything before the attention's output projection."""
         rstd: dict[str, Tensor] = {}
-        x = self._normed(self.before_attention, h, self.qkv.extra, rstd, "before_attention")
+        x = self.normed(self.before_attention, h, self.qkv.extra, rstd, "before_attention")
         qkv, xa1 = self.qkv.forward(x)
+        del x
         q, k, v, qk_rstd = self._rope(qkv, documents)
         o_ext = rows_like(h, self.heads * self.head_width + self.out.extra)
         o = o_ext[:, : self.heads * self.head_width].unflatten(1, (self.heads, self.head_width))
         _, lse = attention_forward(q, k, v, documents.cu_seqlens, documents.longest, out=o, spans_2T=documents.spans_2T,
                                    typical=documents.typical, **self.attention_options)
-        del x
+        h_rows = h
         if rows is not None:
-            o_ext = o_ext.index_select(0, rows)
-        h_rows = h if rows is None else h.index_select(0, rows)
-        x2, h2, y1 = self._to_mlp(o_ext, h_rows, rstd)
-        gu, xa2 = self.gate_up.forward(x2)
-        return Kept(h, q, k, v, lse, o, o_ext, h2, gu, qkv if self.q_norm else None, qk_rstd, xa1, xa2, y1=y1, rstd=rstd)
+            o_ext, h_rows = o_ext.index_select(0, rows), h.index_select(0, rows)
+        return Attended(q, k, v, lse, o, o_ext, h_rows, qkv if self.q_norm else None, qk_rstd, xa1, rstd)
+
+    def _to_gate_up(self, h: Tensor, documents: Documents, rows: Tensor | None) -> Kept:
+        """Everything before the activation."""
+        seen = self.attended(h, documents, rows)
+        x2, h2, y1 = self._to_mlp(seen.o_ext, seen.h_rows, seen.rstd)
+        gu, xa2 = self.gate_up_of(x2)
+        return seen.kept(h, h2, gu=gu, xa2=xa2, y1=y1)
+
+    def gate_up_of(self, x2_ext: Tensor) -> tuple[Tensor, Tensor | None]:
+        """gu, with room behind it for the columns that its gradient has there; and x A^T."""
+        if not self.gate_up.extra:
+            return self.gate_up.forward(x2_ext)
+        width = sum(self.gate_up.widths)
+        gu_ext = rows_like(x2_ext, width + self.gate_up.extra)
+        return gu_ext, self.gate_up.forward(x2_ext, out=gu_ext[:, :width])[1]
 
     def again(self, left: Left, documents: Documents, rows: Tensor | None) -> Kept:
-        """What forward had, out of what it left: brought back, and computed again where it was not kept."""
+        """What forward had, out of what it left: brought back, and computed again where it was not kept. Gate and up stay
+        away where they are computed piece by piece."""
         found = come_back(left, self.index, self.offload)
         if isinstance(found, Input):
+            if self.pieces > 1:
+                return again_up_to_the_mlp(self, found, documents, rows)
             kept = self._to_gate_up(found.h, documents, rows)
             kept.xa3 = found.xa3
             if self.after_mlp is not None and kept.gu is not None:
-                _, kept.y2 = self._branch(self.down, self._activated(kept.gu), kept.h2, self.after_mlp, kept.rstd, "after_mlp",
+                _, kept.y2 = self.branch(self.down, self.activated(kept.gu), kept.h2, self.after_mlp, kept.rstd, "after_mlp",
                                           extended=True)
             return kept
-        if found.gu is None:
-            x2 = self._normed(self.before_mlp, found.h2, self.gate_up.extra, found.rstd, "before_mlp")
-            found.gu = self.gate_up.forward(x2)[0]
+        if found.gu is None and self.pieces == 1:
+            x2 = self.normed(self.before_mlp, found.h2, self.gate_up.extra, found.rstd, "before_mlp")
+            found.gu = self.gate_up_of(x2)[0]
         return found
 
-    def _normed(self, norm: Norm | None, h: Tensor, extra: int, rstd: dict[str, Tensor], name: str) -> Tensor:
+    def normed(self, norm: Norm | None, h: Tensor, extra: int, rstd: dict[str, Tensor], name: str) -> Tensor:
         """norm(h) in rows with room for the group's extra columns; h itself where there is neither."""
         if norm is None and not extra:
             return h
@@ -223,7 +244,7 @@ class FastDecoderLayer:
         return {"q_norm_H": self.q_norm.weight, "k_norm_H": self.k_norm.weight, "one_plus": self.family.one_plus,
                 "norm_kind": self.family.qk_norm}
 
-    def _branch(self, group: Projections, x_ext: Tensor, h: Tensor, norm: Norm | None, rstd: dict[str, Tensor],
+    def branch(self, group: Projections, x_ext: Tensor, h: Tensor, norm: Norm | None, rstd: dict[str, Tensor],
                 name: str, *, extended: bool = False) -> tuple[Tensor, Tensor | None]:
         """h + group(x), or h + norm(group(x)) and the group's output."""
         if norm is None:
@@ -236,16 +257,26 @@ class FastDecoderLayer:
         """(the MLP's input in rows with room, h2, and the branch's output where a norm follows it). Residual and norm in one
         pass where they follow each other: a product that adds h has to copy it first."""
         norm = self.before_mlp
-        if norm is None or self.after_attention is not None or self.multiplier != 1.0:
-            h2, y1 = self._branch(self.out, o_ext, h, self.after_attention, rstd, "after_attention")
-            return self._normed(norm, h2, self.gate_up.extra, rstd, "before_mlp"), h2, y1
-        x2_ext = rows_like(h, h.shape[1] + self.gate_up.extra)
-        _, h2, rstd["before_mlp"] = rms_norm_forward(self.out.forward(o_ext)[0], norm.weight, norm.eps, one_plus=norm.one_plus,
-                                                     residual_TD=h, out=x2_ext[:, : h.shape[1]])
-        return x2_ext, h2, None
+        if norm is None or not self.adds_before_mlp:
+            h2, y1 = self.branch(self.out, o_ext, h, self.after_attention, rstd, "after_attention")
+            return self.normed(norm, h2, self.gate_up.extra, rstd, "before_mlp"), h2, y1
+        return *self.add_and_norm(norm, self.out.forward(o_ext)[0], h, rstd), None
 
-    def _activated(self, gu: Tensor) -> Tensor:
+    @property
+    def adds_before_mlp(self) -> bool:
+        """Whether the norm before the MLP adds the residual itself."""
+        return self.before_mlp is not None and self.after_attention is None and self.multiplier == 1.0
+
+    def add_and_norm(self, norm: Norm, y: Tensor, h: Tensor, rstd: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(norm(h + y) in rows with room for gate and up's columns, h + y, which takes y's place)"""
+        x2_ext = rows_like(h, h.shape[1] + self.gate_up.extra)
+        _, h2, rstd["before_mlp"] = rms_norm_forward(y, norm.weight, norm.eps, one_plus=norm.one_plus, residual_TD=h,
+                                                     out=x2_ext[:, : h.shape[1]], in_place=True)
+        return x2_ext, h2
+
+    def activated(self, gu_ext: Tensor) -> Tensor:
         """a, and behind it a A^T of down's adapter, in one pass where the rank allows."""
+        gu = gu_ext[:, : gu_ext.shape[1] - self.gate_up.extra]
         width = gu.shape[1] // 2
         a_ext = rows_like(gu, width + self.down.extra)
         if self.down.extra and not why_not(self.down.extra):
@@ -260,19 +291,12 @@ class FastDecoderLayer:
                  ) -> tuple[Tensor | None, list[Tensor | None]]:
         """The gradient of the layer's input (of all tokens, if it is needed), and of `parameters()` in their order."""
         norm_grads: dict[str, Tensor | None] = {}
-        dy, dh2 = self._into_branch(dh3, kept.y2, self.after_mlp, kept.rstd, "after_mlp", norm_grads, self.down, documents.room)
-        da = self.down.backward_input(dy)
-        fused = self._mlp_sums_are_fused()
-        dgu_ext, down_grads = self._through_activation(da, dy, kept, fused)
-        del da, dy
-        dx2 = self.gate_up.backward_input(dgu_ext)
-        dh2 = self._out_of_norm(self.before_mlp, dx2, kept.h2, dh2, kept.rstd, "before_mlp", norm_grads, self.out,
-                                documents.room)
-        gate_up_grads = self._parameters_behind_norm(self.gate_up, dgu_ext, kept.h2, kept.xa2, kept.rstd, "before_mlp",
-                                                     "dB" if fused else None)
-        del dgu_ext, dx2
-
-        dy, dh = self._into_branch(dh2, kept.y1, self.after_attention, kept.rstd, "after_attention", norm_grads, self.out,
+        if kept.gu is None:
+            dh2, mlp_grads = backward_in_pieces(self, dh3, kept, documents, norm_grads)
+        else:
+            dh2, mlp_grads = self._backward_mlp(dh3, kept, documents, norm_grads)
+        kept.release("h2", "gu", "xa2", "xa3", "y2")
+        dy, dh = self.into_branch(dh2, kept.y1, self.after_attention, kept.rstd, "after_attention", norm_grads, self.out,
                                    documents.room)
         do = self.out.backward_input(dy)
         width = do.shape[1]
@@ -289,18 +313,35 @@ class FastDecoderLayer:
             grads=None if backend == "flash2" else self._parts_of(dqkv_ext),
         )
         self._out_of_rope(dq, dk, dv, dqkv_ext, kept, documents, norm_grads)
-        del dq, dk, dv, do, dy
+        del dq, dk, dv, do, dy, dh2
+        kept.release("q", "k", "v", "o", "o_ext", "lse", "qkv", "y1")
         if need_dh or (self.before_attention and self.before_attention.trains()):
             dx = self.qkv.backward_input(dqkv_ext)
             dh = self._out_of_norm(self.before_attention, dx, kept.h, dh, kept.rstd, "before_attention", norm_grads, self.down,
                                    documents.room)  # `down` of the layer below has as many extra columns
         else:
             self.qkv.extend_grad(dqkv_ext)
-        qkv_grads = self._parameters_behind_norm(self.qkv, dqkv_ext, kept.h, kept.xa1, kept.rstd, "before_attention")
+        qkv_grads = self.parameters_behind_norm(self.qkv, dqkv_ext, kept.h, kept.xa1, kept.rstd, "before_attention")
         ordered = [norm_grads.get(name) for name in self.norms]
-        return dh, [*qkv_grads, *out_grads, *gate_up_grads, *down_grads, *ordered]
+        return dh, [*qkv_grads, *out_grads, *mlp_grads, *ordered]
 
-    def _mlp_sums_are_fused(self) -> bool:
+    def _backward_mlp(self, dh3: Tensor, kept: Kept, documents: Documents, norm_grads: dict[str, Tensor | None]
+                      ) -> tuple[Tensor, list[Tensor | None]]:
+        """(the gradient of h2, the gradients of the parameters of gate and up and of down)"""
+        dy, dh2 = self.into_branch(dh3, kept.y2, self.after_mlp, kept.rstd, "after_mlp", norm_grads, self.down, documents.room)
+        da = self.down.backward_input(dy)
+        fused = self.mlp_sums_are_fused()
+        assert kept.gu is not None
+        dgu_ext, down_grads = self.through_activation(da, dy, kept.gu, kept.xa2, kept.xa3, fused)
+        del da, dy
+        dx2 = self.gate_up.backward_input(dgu_ext)
+        dh2 = self._out_of_norm(self.before_mlp, dx2, kept.h2, dh2, kept.rstd, "before_mlp", norm_grads, self.out,
+                                documents.room)
+        gate_up_grads = self.parameters_behind_norm(self.gate_up, dgu_ext, kept.h2, kept.xa2, kept.rstd, "before_mlp",
+                                                    "dB" if fused else None)
+        return dh2, [*gate_up_grads, *down_grads]
+
+    def mlp_sums_are_fused(self) -> bool:
         """Whether the kernel of the activation's backward adds to the adapters' sums itself: dA of down, dB of gate and up."""
         groups = [group for group in (self.gate_up, self.down) if group.extra]
         if not groups or any(group.sums is None for group in groups):
@@ -315,29 +356,26 @@ class FastDecoderLayer:
     def _ranks(self) -> list[int]:
         return [columns.stop - columns.start for columns in self._gate_and_up() if columns]
 
-    def _through_activation(self, da: Tensor, dy_ext: Tensor, kept: Kept, fused: bool) -> tuple[Tensor, list[Tensor | None]]:
-        """dgu in rows with room for the extra columns; and the gradients of down's parameters."""
-        gu, kept.gu = kept.gu, None  # the largest of all: its memory is free as soon as this is done
-        assert gu is not None
-        width = da.shape[1]
-        dgu_ext = rows_like(da, 2 * width + self.gate_up.extra)
+    def through_activation(self, da: Tensor, dy_ext: Tensor, gu_ext: Tensor, xa2: Tensor | None, xa3: Tensor | None,
+                           fused: bool) -> tuple[Tensor, list[Tensor | None]]:
+        """dgu in gu's place; and the gradients of down's parameters. The activation, if they need it, takes da's place."""
+        gu = gu_ext[:, : 2 * da.shape[1]]
         if not fused:
-            a = rows_like(da, width)
-            gated_activation_backward(da, gu, self.activation, out=dgu_ext[:, : 2 * width],
-                                      need_activation=self.down.needs_input, activation_out=a)
-            return dgu_ext, self.down.backward_parameters(dy_ext, a, kept.xa3)
+            gated_activation_backward(da, gu, self.activation, out=gu, need_activation=self.down.needs_input, activation_out=da)
+            return gu_ext, self.down.backward_parameters(dy_ext, da, xa3)
         gate, up = self._gate_and_up()
         down_sums, gate_up_sums = self.down.sums, self.gate_up.sums
         outputs = dy_ext.shape[1] - self.down.extra
+        dyb = slice(outputs, outputs + (len(down_sums[0]) if down_sums else 0))
         gated_lora_backward(
-            da, gu, self.activation, dgu_out=dgu_ext, dyb_TR=dy_ext[:, outputs:] if self.down.extra else None,
-            xa_TR=kept.xa2, gate_columns=gate, up_columns=up,
+            da, gu, self.activation, dgu_out=gu_ext, dyb_TR=dy_ext[:, dyb] if self.down.extra else None,
+            xa_TR=xa2, gate_columns=gate, up_columns=up,
             sums_down_RF=down_sums[0] if down_sums and self.down.extra else None,
             sums_gate_up_RG=gate_up_sums[1] if gate_up_sums and self.gate_up.extra else None,
         )
-        return dgu_ext, self.down.backward_parameters(dy_ext, da, kept.xa3, without="dA")
+        return gu_ext, self.down.backward_parameters(dy_ext, da, xa3, without="dA")
 
-    def _into_branch(self, dh: Tensor, y: Tensor | None, norm: Norm | None, rstd: dict[str, Tensor], name: str,
+    def into_branch(self, dh: Tensor, y: Tensor | None, norm: Norm | None, rstd: dict[str, Tensor], name: str,
                      norm_grads: dict[str, Tensor | None], group: Projections, room: GradientRoom) -> tuple[Tensor, Tensor]:
         """The gradient of the branch's last product, in rows with the group's extra columns; and that of the residual."""
         if norm is None and self.multiplier == 1.0 and (dh_ext := room.behind(dh, group.extra)) is not None:
@@ -353,15 +391,18 @@ class FastDecoderLayer:
 
     def _out_of_norm(self, norm: Norm | None, dx: Tensor, h: Tensor, dh: Tensor, rstd: dict[str, Tensor], name: str,
                      norm_grads: dict[str, Tensor | None], below: Projections, room: GradientRoom) -> Tensor:
-        """dh + the norm's share of dx, in rows with room for the extra columns of the group that it goes to next."""
+        """dh + the norm's share of dx, in rows with room for the extra columns of the group that it goes to next: in dh's
+        place, if that has such."""
         if norm is None:
             return dh + dx
-        room.buffer = rows_like(h, h.shape[1] + below.extra)
+        if room.behind(dh, below.extra) is None:
+            room.buffer = rows_like(h, h.shape[1] + below.extra)
+        assert room.buffer is not None
         out, norm_grads[name] = rms_norm_backward(dx, h, norm.weight, rstd[name], one_plus=norm.one_plus, add_TD=dh,
                                                   need_weight_grad=norm.trains(), out=room.buffer[:, : h.shape[1]])
         return out
 
-    def _parameters_behind_norm(self, group: Projections, dy_ext: Tensor, h: Tensor, xa: Tensor | None,
+    def parameters_behind_norm(self, group: Projections, dy_ext: Tensor, h: Tensor, xa: Tensor | None,
                                 rstd: dict[str, Tensor], name: str, without: Part | None = None) -> list[Tensor | None]:
         """Adapters take their gradients from h; weights that are trained need x = norm(h), which is computed again."""
         norm = self.norms.get(name)
@@ -423,9 +464,10 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, layer: FastDecoderLayer, documents: Documents, rows: Tensor | None,
                 *parameters: Tensor) -> Tensor:
-        out, kept = layer.forward(h, documents, rows)
+        level = layer.effective_level
+        out, kept = layer.forward_at(level, h, documents, rows)
         ctx.layer, ctx.documents, ctx.rows = layer, documents, rows
-        ctx.left = leave(kept, "layer" if layer.recomputes else layer.level, layer.index, layer.offload)
+        ctx.left = leave(kept, level, layer.index, layer.offload)
         return out
 
     @staticmethod

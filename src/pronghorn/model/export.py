@@ -13,6 +13,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
 
 from pronghorn.errors import CommandError
+from pronghorn.model.fp8_linear import dequantize_fp8_
 from pronghorn.model.load import DTYPES, load_model, pick_device, resolve_precision, without_progress_bars
 from pronghorn.model.lora import load_adapter
 from pronghorn.model.quantized import dequantize_model_
@@ -97,29 +98,30 @@ def trained_model(checkpoint: Path, recipe: Recipe, dtype: torch.dtype, device: 
     """The model with what was trained, for evaluation and chat."""
     if recipe.method == "full":
         return load_model(str(checkpoint), dtype, device)
-    return load_adapter(load_model(recipe.model, dtype, device, four_bit=recipe.method == "qlora"), checkpoint)
+    base = load_model(recipe.model, dtype, device, four_bit=recipe.method == "qlora", fp8=recipe.method == "fp8")
+    return load_adapter(base, checkpoint)
 
 
 def merged_model(checkpoint: Path, recipe: Recipe) -> Any:
     """Base weights plus adapter, added in float32; rounded once where the recipe asks for bf16 or fp16."""
-    if recipe.method == "qlora":
-        return _merged_from_4_bits(checkpoint, recipe)
+    if recipe.method in ("qlora", "fp8"):
+        return _merged_from_few_bits(checkpoint, recipe)
     model = trained_model(checkpoint, recipe, torch.float32, torch.device("cpu"))
     assert isinstance(model, PeftModel)
     merged = model.merge_and_unload(safe_merge=True)
     return merged.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision, torch.float32))
 
 
-def _merged_from_4_bits(checkpoint: Path, recipe: Recipe) -> Any:
-    """The adapter is added to what it was trained on: the weights out of their 4 bits, in the precision of the run.
+def _merged_from_few_bits(checkpoint: Path, recipe: Recipe) -> Any:
+    """The adapter is added to what it was trained on: the weights out of their 4 or 8 bits, in the precision of the run.
 
     They are quantized where the run did it, on the GPU if there is one: its reciprocals differ in the last bit, which decides
-    some of the 4-bit numbers.
+    some of the quantized numbers.
     """
     device, host = pick_device(), torch.device("cpu")
     dtype = DTYPES[resolve_precision(recipe.precision, device)]
     model = trained_model(checkpoint, recipe, dtype, device)
-    dequantize_model_(model, dtype, host)
+    (dequantize_fp8_ if recipe.method == "fp8" else dequantize_model_)(model, dtype, host)
     return model.to(host).float().merge_and_unload(safe_merge=True).to(dtype)
 
 

@@ -29,11 +29,11 @@ from pronghorn.kernels.attention import attention_backward, attention_forward, p
 from pronghorn.kernels.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
 from pronghorn.kernels.fp8_norm import rms_norm_fp8_forward
 from pronghorn.kernels.lora_linear import NormOf
-from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_then_add_forward
+from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
 from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm, _spread, rows_like
 from pronghorn.model.families import Family
 from pronghorn.model.fp8_linear import Fp8Linear
-from pronghorn.model.fp8_projections import Fp8Projections, Fp8Workspace, Rows
+from pronghorn.model.fp8_projections import Fp8Projections, Fp8Workspace, Rows, trains_whole
 from pronghorn.model.kept import Input, Kept, Left, come_back
 from pronghorn.model.quantized import NF4Linear
 
@@ -214,14 +214,18 @@ class Fp8DecoderLayer(FastDecoderLayer):
 
     def _grads_behind_norm(self, group: Fp8Projections, dy: Tensor, dyb: Tensor | None, h: Tensor, xa: Tensor | None,
                            rstd: dict[str, Tensor], name: str) -> list[Tensor | None]:
-        """From the norm's input, which is there, instead of its output."""
+        """Adapters take their gradients from h, which is there; weights that are trained need norm(h), computed again."""
         norm = self.norms.get(name)
+        if norm and group.trains_weights:
+            x = rms_norm_forward(h, norm.weight, norm.eps, one_plus=norm.one_plus)[0]
+            return group.parameter_grads(dy, dyb, x, xa)
         return group.parameter_grads(dy, dyb, h, xa, NormOf(rstd[name], norm.weight, norm.one_plus) if norm else None)
 
 
 def fast_layer(layer: Any, family: Family, config: Any, index: int, workspace: Fp8Workspace, *, fp8: bool) -> FastDecoderLayer:
-    """The fast layer beside one of the model's: in FP8 where its linears are stored so or, with `fp8`, in 4 bits."""
+    """The fast layer beside one of the model's: in FP8 where its linears are stored so or, with `fp8`, are in 4 bits or
+    trained themselves."""
     stored = (Fp8Linear, NF4Linear) if fp8 else (Fp8Linear,)
-    if any(isinstance(module, stored) for module in layer.modules()):
+    if any(isinstance(module, stored) or (fp8 and trains_whole(module)) for module in layer.modules()):
         return Fp8DecoderLayer(layer, family, config, index, workspace)
     return FastDecoderLayer(layer, family, config, index)

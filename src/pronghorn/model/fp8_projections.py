@@ -5,7 +5,8 @@ carry those in the FP8 product (kernels/fp8.py).
 
 The frozen weights are stored in FP8 (model/fp8_linear.py; with adapters they move into one matrix for each group, and the
 modules' weights become views of it), or in 4 bits (model/quantized.py): then they are made FP8 for each use, in memory that
-all layers share.
+all layers share. Weights that are trained (method: full) are rounded to FP8 at the beginning of every forward, for it and for
+the gradient of its input; their own gradient is a product in 16 bits, of the 16-bit rows.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ from torch import Tensor, nn
 
 from pronghorn.errors import RecipeError
 from pronghorn.kernels.fp8 import Fp8Group
-from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows, fp8_transpose
+from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows, fp8_rows, fp8_transpose
 from pronghorn.kernels.fp8_lora import SplitJob
-from pronghorn.kernels.lora_linear import Adapter, NormOf
+from pronghorn.kernels.lora_linear import Adapter, NormOf, linear_backward_weight
 from pronghorn.kernels.nf4 import NF4Tensor
 from pronghorn.kernels.nf4_fp8 import nf4_fp8_scales, nf4_to_fp8
 from pronghorn.model.fp8_linear import Fp8Linear, fits, require_fp8
 from pronghorn.model.projections import Projections, joined_bias, why_only_peft
 from pronghorn.model.quantized import NF4Linear
+
+
+def trains_whole(module: nn.Module) -> bool:
+    """A plain linear whose weight is trained itself."""
+    return type(module) is nn.Linear and module.weight.requires_grad
 
 
 class Rows(NamedTuple):
@@ -108,14 +114,14 @@ class Fp8Projections(Projections):
         for module in self.modules():
             linear = module.get_base_layer() if isinstance(module, LoraLinear) else module
             kinds.add(type(linear))
-            if type(linear) not in (Fp8Linear, NF4Linear):
+            if type(linear) not in (Fp8Linear, NF4Linear) and not trains_whole(module):
                 return f"{type(linear).__name__} is not a linear stored in FP8 or 4 bits"
             if not fits(linear):
                 return f"FP8 products do not take a weight of {linear.out_features} x {linear.in_features}"
             if isinstance(module, LoraLinear) and (why := why_only_peft(module)):
                 return why
         self._look()
-        return "some of the linears that share an input are stored in FP8, others in 4 bits" if len(kinds) > 1 else ""
+        return "the linears that share an input are not all stored in the same form" if len(kinds) > 1 else ""
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -127,9 +133,14 @@ class Fp8Projections(Projections):
         if rebuilt:
             self._build(dtype)
             self._built_for = (*self._identity(), dtype)
-        if isinstance(self._group, NF4Fp8Group):
-            self.workspace.matrix(self.names).owner = None  # what was loaded before this forward is out of date
+        elif self.trains_weights:
+            self.group.requantize([linear.weight for linear in self.linears])
+        self.forget_weights()  # what was loaded before this forward is out of date
         return rebuilt
+
+    def forget_weights(self) -> None:
+        if isinstance(self._group, NF4Fp8Group):
+            self.workspace.matrix(self.names).owner = None
 
     def _build(self, dtype: torch.dtype) -> None:
         device = self.linears[0].weight.device
@@ -141,12 +152,14 @@ class Fp8Projections(Projections):
         if isinstance(self.linears[0], NF4Linear):
             weights = [linear.nf4 for linear in self.linears if isinstance(linear, NF4Linear)]
             self._group = NF4Fp8Group(weights, self.adapters, self.workspace.matrix(self.names), dtype)
+        elif self.trains_weights:
+            self._group = Fp8Group([fp8_cast_rows(linear.weight.detach()) for linear in self.linears], dtype=dtype)
         else:
             stored = [linear for linear in self.linears if isinstance(linear, Fp8Linear)]
             self._group = Fp8Group([(linear.q_OD, linear.scale_O) for linear in stored], self.adapters, dtype=dtype)
             for number, linear in enumerate(stored):
                 linear.weight.data = self._group.weight_view(number).view(torch.uint8)
-        self.workspace.turned.reserve(self._group.D * self._group.grad_width)
+        self.workspace.turned.reserve(self._group.turned_bytes)
 
     @property
     def group(self) -> Fp8Group:
@@ -167,7 +180,7 @@ class Fp8Projections(Projections):
 
     def room(self, like: Tensor) -> Tensor:
         """Of FP8 rows of inputs, E columns included."""
-        return torch.empty(len(like), self.group.input_width, dtype=E4M3, device=like.device)
+        return fp8_rows(len(like), self.group.input_width, like.device)
 
     def product(self, x: Tensor | Rows) -> tuple[Tensor, Tensor | None]:
         """(y_TO, x A^T or None), of rows that are in FP8 already, or are cast here."""
@@ -183,7 +196,7 @@ class Fp8Projections(Projections):
 
     def room_grad(self, like: Tensor) -> Tensor:
         """Of FP8 rows of gradients."""
-        return torch.empty(len(like), self.group.grad_width, dtype=E4M3, device=like.device)
+        return fp8_rows(len(like), self.group.grad_width, like.device)
 
     def product_back(self, dy: Tensor | Rows) -> tuple[Tensor, Tensor | None]:
         """(dx_TD, dy sB or None), of rows whose FP8 form has the weight's scales in it already, or are cast here."""
@@ -212,12 +225,17 @@ class Fp8Projections(Projections):
 
     def parameter_grads(self, dy_TO: Tensor, dyb_TR: Tensor | None, x_TD: Tensor, xa_TR: Tensor | None,
                         norm: NormOf | None = None) -> list[Tensor | None]:
-        """Gradients of `parameters`, None where frozen. With `norm`, x is that norm's input, and dyb is scaled in place."""
-        grads: list[Tensor | None] = [None] * len(self.linears)
+        """Gradients of `parameters`, None where frozen. With `norm`, x is that norm's input, and dyb is scaled in place: only
+        for adapters."""
+        parts = dy_TO.split(self.widths, dim=1)
+        grads: list[Tensor | None] = [
+            linear_backward_weight(part, x_TD, linear.weight.dtype) if linear.weight.requires_grad else None
+            for linear, part in zip(self.linears, parts, strict=True)
+        ]
         precise = torch.promote_types(dy_TO.dtype, torch.float32)
         grads += [
             part.sum(0, dtype=precise).to(linear.bias.dtype) if linear.bias.requires_grad else None
-            for linear, part in zip(self.linears, dy_TO.split(self.widths, dim=1), strict=True) if linear.bias is not None
+            for linear, part in zip(self.linears, parts, strict=True) if linear.bias is not None
         ]
         if dyb_TR is None or xa_TR is None:
             return grads

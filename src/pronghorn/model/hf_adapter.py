@@ -14,14 +14,15 @@ from torch import Tensor
 
 from pronghorn.errors import CommandError, ModelError
 from pronghorn.kernels.dispatch import say_once
-from pronghorn.kernels.nf4 import nf4_dequantize
 from pronghorn.model.causal_lm import base_of
+from pronghorn.model.fp8_linear import Fp8Linear
 from pronghorn.model.load import without_progress_bars
 from pronghorn.model.quantized import NF4Linear
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
          "up_proj": "gate_up_proj"}
 TRAINED_WHOLE = ("embed_tokens", "lm_head")
+QUANTIZED = (NF4Linear, Fp8Linear)
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -34,8 +35,9 @@ def with_adapter(model: Any, *, target_modules: Sequence[str] | str, modules_to_
         found = [module for path, module in model.named_modules() if path.split(".")[-1] == name]
         if not found:
             raise ModelError(what=f"modules_to_save: this model has no module `{name}`", why="it would train nothing")
-        if any(isinstance(inner, NF4Linear) for module in found for inner in module.modules()):
-            raise ModelError(what=f"modules_to_save: `{name}` is stored in 4 bits", why="they have no gradient",
+        if stored := next((inner for module in found for inner in module.modules() if isinstance(inner, QUANTIZED)), None):
+            bits = 4 if isinstance(stored, NF4Linear) else 8
+            raise ModelError(what=f"modules_to_save: `{name}` is stored in {bits} bits", why="they have no gradient",
                              fix="give it an adapter (target_modules), or load with load_in_16bit=True")
     targets = linears
     if linears == "all-linear" and layers is not None:
@@ -92,11 +94,11 @@ def save_merged(model: Any, folder: Path) -> None:
 
 
 def merged_weights(model: Any) -> dict[str, Tensor]:
-    """Names as the model was loaded with. Adapters are added in float32 and rounded once; to weights in 4 bits as they are
-    trained on, dequantized in the model's dtype."""
+    """Names as the model was loaded with. Adapters are added in float32 and rounded once; to weights in 4 or 8 bits as they
+    are trained on, dequantized in the model's dtype."""
     base = base_of(model)
     quantized = {".".join(part for part in path.split(".") if part != "base_layer"): module
-                 for path, module in base.named_modules() if isinstance(module, NF4Linear)}
+                 for path, module in base.named_modules() if isinstance(module, QUANTIZED)}
     half = _half(base.dtype)
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
     found: dict[str, Tensor] = {}
@@ -107,8 +109,8 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
             continue
         owner = name.removesuffix(".weight")
         if owner in quantized:
-            weight = nf4_dequantize(quantized[owner].nf4, dtype=base.dtype)
-        elif owner.rpartition(".weight.")[0] in quantized:
+            weight = quantized[owner].dequantize(base.dtype)
+        elif owner.rpartition(".weight.")[0] in quantized or name.removesuffix(".weight_scale") in quantized:
             continue  # scales
         else:
             weight = value.detach()

@@ -38,6 +38,49 @@ class Kept:
     y1: Tensor | None = None  # attention branch, where a norm follows it
     y2: Tensor | None = None  # MLP branch, where a norm follows it
     rstd: dict[str, Tensor] = field(default_factory=dict)
+    h_rows: Tensor | None = None  # what is still to be added to h2, by the norm before the MLP (model/mlp_pieces.py)
+
+    def release(self, *names: str) -> None:
+        """These are not looked at any more: their memory is free."""
+        for name in names:
+            setattr(self, name, None)
+
+
+@dataclass
+class Attended:
+    """The layer up to the attention's output, and the residual stream of the rows that go on."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lse: Tensor
+    o: Tensor
+    o_ext: Tensor
+    h_rows: Tensor
+    qkv: Tensor | None
+    qk_rstd: Tensor | None
+    xa1: Tensor | None
+    rstd: dict[str, Tensor]
+
+    def kept(self, h: Tensor, h2: Tensor, **more: Tensor | None) -> Kept:
+        own = {"gu": None} | more
+        return Kept(h, self.q, self.k, self.v, self.lse, self.o, self.o_ext, h2, qkv=self.qkv, qk_rstd=self.qk_rstd,
+                    xa1=self.xa1, rstd=self.rstd, **own)
+
+
+@dataclass
+class GradientRoom:
+    """The buffer of which the gradient that a layer handed down is a part: the layer below puts its extra columns behind it
+    instead of copying it to where there is room for them (64 copies of T x D, 4 ms of an 8B step)."""
+
+    buffer: Tensor | None = None
+
+    def behind(self, dh: Tensor, extra: int) -> Tensor | None:
+        """dh with `extra` columns more, if it is still where it was left and there are as many."""
+        room = self.buffer
+        if room is None or not extra or dh.data_ptr() != room.data_ptr() or dh.stride() != room.stride():
+            return None
+        return room if room.shape == (dh.shape[0], dh.shape[1] + extra) else None
 
 
 class Input(NamedTuple):
@@ -64,10 +107,10 @@ class Away:
 Left = Kept | Input | Away
 
 
-def leave(kept: Kept, level: Level, layer: int, elsewhere: Elsewhere | None) -> Left:
+def leave(kept: Kept | Input, level: Level, layer: int, elsewhere: Elsewhere | None) -> Left:
     """What forward holds on to until backward."""
     left: Kept | Input = Input(kept.h, kept.xa3) if level == "layer" else kept
-    if level == "gate_up":
+    if level == "gate_up" and isinstance(kept, Kept):
         kept.gu = None
     if elsewhere is None:
         return left

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from pronghorn.errors import ModelError, RecipeError
 from pronghorn.model.families import why_not_fast
+from pronghorn.model.fp8_linear import load_fp8, require_fp8
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.quantized import SKIP, load_nf4, refuse_other_quantization
 from pronghorn.recipe import Lora
@@ -31,7 +32,7 @@ class ModelFacts:
 
     model_type: str
     parameters: int
-    linear_parameters: int  # of these: weights that method: qlora stores in 4 bits
+    linear_parameters: int  # of these: weights that method: qlora stores in 4 bits, method: fp8 in 8
     adapter_parameters: int  # 0 when no adapter was asked for
     layers: int
     width: int
@@ -55,6 +56,14 @@ def resolve_precision(asked: Literal["auto"] | Precision, device: torch.device) 
         raise RecipeError(what=f"precision: bf16 is not there on {torch.cuda.get_device_name(device)}",
                           why="the chip has no bf16 arithmetic", fix="set precision: fp16 or fp32")
     return asked
+
+
+def require_fp8_precision(device: torch.device, precision: Precision) -> None:
+    """Before anything is loaded: whether linears can be multiplied in FP8 here. A CPU can, in float32 products: for tests."""
+    require_fp8(device)
+    if device.type == "cuda" and precision != "bf16":
+        raise RecipeError(what=f"FP8 layers cannot compute in {precision}", why="a GPU's FP8 products give bf16",
+                          fix="set precision: bf16 (in Python: dtype=torch.bfloat16)")
 
 
 def inspect_model(name: str, lora: Lora | None = None, *, four_bit: bool = False) -> ModelFacts:
@@ -91,18 +100,19 @@ def inspect_model(name: str, lora: Lora | None = None, *, four_bit: bool = False
     )
 
 
-def load_model(name: str, dtype: torch.dtype, device: torch.device, *, four_bit: bool = False,
+def load_model(name: str, dtype: torch.dtype, device: torch.device, *, four_bit: bool = False, fp8: bool = False,
                progress: Callable[[str, int, int], None] | None = None) -> PreTrainedModel:
     """The family's own layers, weights from safetensors only. No code from the model's folder is ever run.
 
-    `four_bit`: its linears are stored as NF4, or read from a checkpoint that is (model/quantized.py).
+    `four_bit`: its linears are stored as NF4, or read from a checkpoint that is (model/quantized.py). `fp8`: its linears are
+    stored in FP8 (model/fp8_linear.py).
     """
     _refuse_unreadable_folder(name)
     _config(name, four_bit)
-    if four_bit:
-        folder = local_folder(name)
+    if four_bit or fp8:
+        folder, load = local_folder(name), load_fp8 if fp8 else load_nf4
         _refuse_unreadable_folder(str(folder))
-        model = _guarded(name, lambda: load_nf4(folder, dtype, device, progress=progress))
+        model = _guarded(name, lambda: load(folder, dtype, device, progress=progress))
         model.config._name_or_path = model.name_or_path = _place(name)  # adapters name their base by it
         return model  # type: ignore[no-any-return]
     with without_progress_bars():

@@ -134,7 +134,7 @@ class Projections:
     @property
     def sum_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
         """Of dA and dB^T, where the adapters' gradients are to be added up."""
-        return ((self._group.R, self._group.D), (self._group.R, self._group.O)) if self._group and self.adapters else None
+        return self._group.sum_shapes if self._group and self.adapters else None
 
     def add_up_in(self, sums: tuple[Tensor, Tensor] | None) -> None:
         """The adapters' gradients are added to dA and dB^T instead of being handed to autograd."""
@@ -173,23 +173,24 @@ class Projections:
             self._group.load()
             self._group.extend(x_ext)
 
-    def forward(self, x_ext: Tensor, *, extended: bool = False) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x_ext: Tensor, *, extended: bool = False, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """(y_TO, x A^T or None). x_ext has `extra` columns behind x, which this fills, unless they are (`extended`)."""
         bias = self._bias
         if self._group:
             self._group.load()
             xa = x_ext[:, self._group.D :] if extended else self._group.extend(x_ext)
-            return self._group.forward(x_ext, bias_O=bias, extended=True), xa.clone() if self.extra else None
+            return self._group.forward(x_ext, bias_O=bias, out=out, extended=True), xa.clone() if self.extra else None
         weights = self._weights
-        if len(weights) == 1:
+        if len(weights) == 1 and out is None:
             return torch.nn.functional.linear(x_ext, weights[0], bias), None
-        y = x_ext.new_empty(x_ext.shape[0], sum(self.widths))
+        y = x_ext.new_empty(x_ext.shape[0], sum(self.widths)) if out is None else out
         for part, weight in zip(y.split(self.widths, dim=1), weights, strict=True):
             torch.mm(x_ext, weight.T, out=part)
         return y if bias is None else y.add_(bias), None
 
-    def forward_add(self, x_ext: Tensor, h: Tensor, multiplier: float, *, extended: bool = False) -> Tensor:
-        """h + multiplier * y in one product: the residual is added before the result is rounded."""
+    def forward_add(self, x_ext: Tensor, h: Tensor, multiplier: float, *, extended: bool = False, out: Tensor | None = None
+                    ) -> Tensor:
+        """h + multiplier * y in one product: the residual is added before the result is rounded. `out` may be h."""
         bias = self._bias
         if self._group:
             self._group.load()
@@ -198,7 +199,12 @@ class Projections:
             weight = self._group.M[: self._group.O]
         else:
             weight = self._weights[0]
-        out = torch.addmm(h, x_ext, weight.T, alpha=multiplier)
+        if out is None:
+            out = torch.addmm(h, x_ext, weight.T, alpha=multiplier)
+        elif out is h:
+            h.addmm_(x_ext, weight.T, alpha=multiplier)
+        else:
+            torch.addmm(h, x_ext, weight.T, alpha=multiplier, out=out)
         return out if bias is None else out.add_(bias, alpha=multiplier)
 
     # ---- backward ------------------------------------------------------------------------------------------------

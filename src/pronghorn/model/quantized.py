@@ -92,8 +92,8 @@ class NF4Linear(nn.Linear):
         """PEFT asks modules that have this name to `dequantize` themselves, where it needs the weight (DoRA's norms)."""
         return self.weight
 
-    def dequantize(self) -> Tensor:
-        return nf4_dequantize(self.nf4)
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        return nf4_dequantize(self.nf4, dtype=dtype)
 
     def to_linear(self, dtype: torch.dtype) -> nn.Linear:
         """The same linear in 16 or 32 bits."""

@@ -10,11 +10,20 @@ from rich.table import Table
 
 from pronghorn.data.batches import Shapes
 from pronghorn.data.tokens import load_tokenizer
+from pronghorn.memory.sizes import moment_bytes
 from pronghorn.model.config import read_config
-from pronghorn.model.load import ModelFacts, Precision, inspect_model, pick_device, require_tokenizer_fits, resolve_precision
+from pronghorn.model.load import (
+    ModelFacts,
+    Precision,
+    inspect_model,
+    pick_device,
+    require_fp8_precision,
+    require_tokenizer_fits,
+    resolve_precision,
+)
 from pronghorn.recipe import Recipe
 from pronghorn.train.memory import plan_memory
-from pronghorn.train.setup import notices, packs_per_step, prepare_data, refuse_what_is_not_built
+from pronghorn.train.setup import notices, packs_per_step, prepare_data
 
 LOGITS_CHUNK = 640_000_000  # the most that linear + cross-entropy holds at once (kernels/linear_cross_entropy.py)
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -74,9 +83,10 @@ def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Fac
     """Everything a run would check before its first step, except loading the weights."""
     from contextlib import nullcontext
 
-    refuse_what_is_not_built(recipe)
     device = pick_device()
     precision = resolve_precision(recipe.precision, device)
+    if recipe.fp8:
+        require_fp8_precision(device, precision)
     facts = inspect_model(recipe.model, None if recipe.method == "full" else recipe.lora, four_bit=recipe.method == "qlora")
     tokenizer = load_tokenizer(recipe.model, recipe.data.chat_template)
     require_tokenizer_fits(tokenizer, facts.vocabulary, recipe.model)
@@ -86,7 +96,8 @@ def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Fac
     shapes = Shapes.planned(data.train, data.first_epoch, recipe.train.capacity)
     planned = plan_memory(recipe, read_config(recipe.model), shapes, device, precision, evaluates=data.evaluation is not None)
     weights = _weights(recipe, facts, precision)
-    training = trainable * (4 * 3 + (0 if recipe.method == "full" else 4))
+    # gradients, for adapters their values, and moments
+    training = trainable * (4 if recipe.method == "full" else 8) + moment_bytes(recipe.train.optimizer, trainable)[0]
     return Facts(
         model=recipe.model, model_type=facts.model_type, parameters=facts.parameters, trainable=trainable, device=device.type,
         precision=precision, documents=summary["documents"], tokens=summary["tokens"], loss_tokens=summary["loss_tokens"],
@@ -105,6 +116,8 @@ def _weights(recipe: Recipe, facts: ModelFacts, precision: Precision) -> int:
         linears = facts.linear_parameters
         whole = facts.parameters - linears + linears // facts.layers
         return round(linears * NF4_BYTES) + whole * BYTES[precision]
+    if recipe.method == "fp8":
+        return facts.linear_parameters + (facts.parameters - facts.linear_parameters) * BYTES[precision]
     return facts.parameters * (4 if recipe.method == "full" else BYTES[precision])
 
 

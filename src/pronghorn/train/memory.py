@@ -21,13 +21,25 @@ from pronghorn.data.tokens import TokenizerFiles
 from pronghorn.errors import CommandError, EnvironmentFault, PronghornError, RecipeError
 from pronghorn.memory.calibrate import calibrate
 from pronghorn.memory.costs import predicted_costs
-from pronghorn.memory.forecast import Forecast, comparison, job_of, level_table, memory_lines, picture, plan_report
+from pronghorn.memory.forecast import (
+    Forecast,
+    comparison,
+    job_of,
+    level_table,
+    memory_lines,
+    picture,
+    plan_report,
+    problem_of,
+)
 from pronghorn.memory.gpus import GPUS, Gpu, find_gpu
+from pronghorn.memory.host_embeddings import move_embeddings, why_embeddings_stay
 from pronghorn.memory.offload import OffloadPool
-from pronghorn.memory.plan import KEEP, Plan, Problem, host_room, make_plan, parse_budget
-from pronghorn.memory.sizes import CONTEXT_BYTES, Job, evaluation_bytes
+from pronghorn.memory.plan import KEEP, Plan, host_room, make_plan, parse_budget
+from pronghorn.memory.sizes import CONTEXT_BYTES, Job, host_moments
+from pronghorn.memory.working import evaluation_bytes, head_share
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.config import read_config
+from pronghorn.model.decoder_layer import Documents
 from pronghorn.model.families import why_not_fast
 from pronghorn.model.load import DTYPES, Precision
 from pronghorn.recipe import Recipe
@@ -37,6 +49,7 @@ __all__ = ["RunMemory", "comparison", "evaluation_capacity", "forecast", "plan_m
 ANY_GPU = GPUS["h200"]  # stands in where the GPU is not known, until one is measured: sizes do not depend on it
 EVALUATION_TOKENS = 4096  # of a pack without gradients: enough to keep a GPU busy, and a quarter of a training pack's memory
 COMPARED_AFTER = 10  # steps: then the plan is held against what was measured
+HARD_LIMIT = 1.06  # of a budget that was asked for: fragments included, the allocator takes no more
 WARM_UP = 3  # of them, in which kernels are compiled and graphs captured
 
 
@@ -60,7 +73,11 @@ def plan_memory(recipe: Recipe, config: Any, shapes: Shapes, device: torch.devic
     aside = evaluation_bytes(job, evaluation_capacity(recipe)) if evaluates and job.graphed else 0
     gpu = local_gpu(device)
     budget, remark = budget_of(recipe.memory.budget, device)
-    problem = Problem(job, predicted_costs(job, _able(gpu, job)), budget, host_room(), aside=aside)
+    problem = problem_of(job, predicted_costs(job, _able(gpu, job)), budget, host_room(), aside)
+    if device.type == "cuda" and host_moments(job) > problem.host > 0:
+        raise RecipeError(what=f"train.optimizer: {job.optimizer} takes {host_moments(job) / 1e9:.1f} GB of host memory",
+                          why=f"{problem.host / 1e9:.1f} GB may be pinned of what is free",
+                          fix="set train.optimizer: paged_adamw_8bit or adamw_8bit, or free host memory")
     return RunMemory(make_plan(problem), device, gpu is not None, recipe.train.batch_tokens // recipe.train.capacity,
                      explicit=recipe.memory.budget != "auto", remark=remark)
 
@@ -92,9 +109,9 @@ def budget_of(text: str, device: torch.device) -> tuple[int, str]:
         return parse_budget(text, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), ""
     free, total = torch.cuda.mem_get_info(device)
     room = min(total, free + torch.cuda.memory_reserved(device) + CONTEXT_BYTES)  # ours already: the context, what is loaded
-    asked = parse_budget(text, total, room)
-    if asked > room:
-        return parse_budget("auto", total, room), f"memory.budget is {text}, but other processes leave {room / 1e9:.1f} GB"
+    asked, most = parse_budget(text, total, room), parse_budget("auto", total, room)
+    if asked > most:
+        return most, f"memory.budget is {text}, but there is room for {most / 1e9:.1f} GB of tensors"
     return asked, ""
 
 
@@ -110,8 +127,7 @@ def local_gpu(device: torch.device) -> Gpu | None:
 
 def _able(gpu: Gpu | None, job: Job) -> Gpu:
     """A GPU that can be reckoned with: what a chip without FP8 does in FP8 is refused elsewhere."""
-    needs_fp8 = job.method == "fp8" or job.compute == "fp8"
-    return ANY_GPU if gpu is None or (needs_fp8 and not gpu.fp8_tflops) else gpu
+    return ANY_GPU if gpu is None or (job.fp8 and not gpu.fp8_tflops) else gpu
 
 
 # ---- with the model ----------------------------------------------------------------------------------------------------------
@@ -147,6 +163,8 @@ class RunMemory:
             return False
         if self.remark:
             say(self.remark)
+        if self.plan.problem.job.host_embeddings and why_embeddings_stay(engine):
+            self.plan = make_plan(replace(self.plan.problem, embeddings=(False,)))
         self._limit()
         if not self.keeps_everything:
             self._choose(engine, batch(), dtype, say)
@@ -157,45 +175,66 @@ class RunMemory:
         """A budget that was asked for is kept by the allocator itself: it fails before it takes more."""
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
-            share = (self.plan.problem.budget - CONTEXT_BYTES) / total if self.explicit else 1.0
+            share = self.plan.problem.budget * HARD_LIMIT / total if self.explicit else 1.0
             torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
 
     def _choose(self, engine: Any, batch: PackedBatch, dtype: torch.dtype, say: Callable[[str], None]) -> None:
+        """The plan by times measured here: of all tokens of a micro-batch or, where memory is too short, of a part of them."""
         problem, here = self.plan.problem, batch.to(self.device)
-        try:
-            costs = calibrate(
-                engine, lambda: engine.documents(here.cu_seqlens, here.longest, here.positions_T, here.typical),
-                tokens=len(here.ids_T), rows=len(here.loss_rows), dtype=dtype, device=self.device,
-                optimizer=problem.costs.optimizer if self.timed else 0.0)
-        except torch.OutOfMemoryError:
+        if problem.job.host_embeddings:  # makes room for the layer that is timed
+            move_embeddings(engine)
+            problem = replace(problem, embeddings=(True,))
+
+        def documents(tokens: int) -> Documents:
+            found: Documents = engine.documents(here.cu_seqlens.clamp(max=tokens), min(here.longest, tokens),
+                                                here.positions_T[:tokens], here.typical)
+            return found
+
+        costs = None
+        for share in (1, 2, 4):
+            try:
+                costs = calibrate(engine, documents, tokens=len(here.ids_T) // share, rows=len(here.loss_rows) // share,
+                                  dtype=dtype, device=self.device, piece=problem.costs.piece / share).times(share)
+                break
+            except torch.OutOfMemoryError:
+                costs = None
+            finally:
+                self._empty_cache()
+        if costs is None:
             say("memory: too little to time a layer; the plan goes by the rates of the data sheet")
-        else:
-            self.plan, self.timed = make_plan(replace(problem, costs=costs)), True
+            return
+        optimizer = problem.costs.optimizer if self.timed else 0.0
+        self.plan, self.timed = make_plan(replace(problem, costs=replace(costs, optimizer=optimizer))), True
+
+    def _empty_cache(self) -> None:
+        gc.collect()
         if self.device.type == "cuda":
-            gc.collect()
+            torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def _install(self, engine: Any) -> None:
-        if self.plan.offloaded:
-            self.pool = OffloadPool(len(self.plan.offloaded), self.plan.slot_bytes, self.device)
+        plan = self.plan
+        if plan.problem.job.host_embeddings:
+            move_embeddings(engine)
+            self._empty_cache()
+        if plan.offloaded:
+            self.pool = OffloadPool(len(plan.offloaded), plan.slot_bytes, self.device)
         engine.offload = self.pool
-        for layer, level in zip(engine.layers, self.plan.levels, strict=True):
-            layer.level, layer.offload = level.recompute, self.pool if level.offload else None
+        engine.head_terms["chunk_share"] = head_share(plan.pieces)
+        for layer, level in zip(engine.layers, plan.levels, strict=True):
+            layer.level, layer.pieces, layer.offload = level.recompute, plan.pieces, self.pool if level.offload else None
 
     def lower(self, model: Any) -> None:
-        """After an allocation failed and its step was given up: a plan that takes less. Results stay the same, to the bit."""
+        """After an allocation failed and its step was given up: a plan that takes less. Results stay the same: to the bit, or,
+        where the MLP is done in more pieces, to the rounding of sums in another order."""
         engine = engine_of(model)
         assert engine is not None
         lower = self.plan.one_notch_lower()
         self.pool = engine.offload = None
         for layer in engine.layers:
             layer.offload = None
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
+        self._empty_cache()
         self.plan = lower
         self._install(engine)
 
@@ -217,7 +256,8 @@ class RunMemory:
         step = f"{seconds:.3f} s a step ({kind})" if seconds is not None else "step time not known before it is measured"
         if self.keeps_everything:
             return [f"memory: everything fits, nothing is computed twice; peak {plan.peak_bytes / 1e9:.2f} GB predicted, "
-                    f"{plan.device_bytes / 1e9:.2f} of {plan.problem.budget / 1e9:.2f} GB with driver and fragments; {step}"]
+                    f"{plan.needed_bytes / 1e9:.2f} of {plan.problem.budget / 1e9:.2f} GB, with driver and fragments about "
+                    f"{plan.device_bytes / 1e9:.2f}; {step}"]
         lines = ["memory:", *level_table(plan), *picture(plan.levels), *memory_lines(plan)]
         if self.pool is not None:
             lines.append(f"pool        {self.pool.host_bytes / 1e9:.2f} GB of host memory in {self.pool.slots - 1} slots")
@@ -233,8 +273,8 @@ class RunMemory:
             facts["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
             facts["device_bytes"] = torch.cuda.max_memory_reserved(self.device) + CONTEXT_BYTES
             told = [f"peak {facts['peak_bytes'] / 1e9:.2f} GB ({plan.peak_bytes / 1e9:.2f} planned)",
-                    f"with driver and fragments about {facts['device_bytes'] / 1e9:.2f} GB "
-                    f"({plan.device_bytes / 1e9:.2f} planned, budget {plan.problem.budget / 1e9:.2f})", *told]
+                    f"budget {plan.problem.budget / 1e9:.2f}", f"with driver and fragments about "
+                    f"{facts['device_bytes'] / 1e9:.2f} GB ({plan.device_bytes / 1e9:.2f} planned)", *told]
         return facts | {"text": [f"memory measured: {', '.join(told)}"]}
 
 

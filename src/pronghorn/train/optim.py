@@ -10,11 +10,10 @@ from pronghorn.errors import CheckpointError
 from pronghorn.recipe import Recipe, Train
 from pronghorn.train.fused_adamw import FusedAdamW
 
-STATE = ("exp_avg", "exp_avg_sq", "step")
-
 
 def make_optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """Ours on a GPU, torch's on a CPU: the same groups and the same state, so either goes on with the other's checkpoint.
+    Moments in 8 bits are ours everywhere; on a CPU all memory is the host's, and paged changes nothing.
 
     Groups: matrices decay, vectors (norms, biases, DoRA magnitudes) do not; LoRA's B may learn faster (LoRA+).
     """
@@ -28,8 +27,10 @@ def make_optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimi
         {"params": parameters, "weight_decay": decay, "lr": spec.lr * ratio, "base_lr": spec.lr * ratio}
         for (decay, ratio), parameters in groups.items()
     ]
-    if any(parameter.is_cuda for parameter in trainable(model).values()):
-        return FusedAdamW(settings, betas=spec.betas, eps=spec.eps)
+    eight_bit, paged = spec.optimizer.endswith("8bit"), spec.optimizer.startswith("paged")
+    on_gpu = any(parameter.is_cuda for parameter in trainable(model).values())
+    if on_gpu or eight_bit:
+        return FusedAdamW(settings, betas=spec.betas, eps=spec.eps, eight_bit=eight_bit, paged=paged and on_gpu)
     return torch.optim.AdamW(settings, betas=spec.betas, eps=spec.eps, fused=True)
 
 
@@ -57,23 +58,32 @@ def set_lr(optimizer: torch.optim.Optimizer, scale: float) -> float:
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """`optimizer/exp_avg/<parameter>` and so on: by name, so that it does not depend on the order of parameters."""
+    if isinstance(optimizer, FusedAdamW):
+        optimizer.wait_for_paged()
     return {
         f"optimizer/{key}/{name}": optimizer.state[parameter][key].detach()
         for name, parameter in trainable(model).items()
         if parameter in optimizer.state
-        for key in STATE
+        for key in optimizer.state[parameter]
     }
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     for name, parameter in trainable(model).items():
-        for key in STATE:
+        state = optimizer.fresh_state(parameter) if isinstance(optimizer, FusedAdamW) else _fresh_state(parameter)
+        for key, place in state.items():
             stored = tensors.get(f"optimizer/{key}/{name}")
-            if stored is None or (key != "step" and stored.shape != parameter.shape):
+            if stored is None or stored.shape != place.shape or stored.dtype != place.dtype:
                 raise CheckpointError(
                     what=f"the checkpoint's optimizer state does not fit parameter {name}",
                     why="it was written by a run with other adapters or another model",
                     fix="start over with --fresh (the old folder is kept aside)",
                 )
-            # fused AdamW keeps its step counter beside the parameter
-            optimizer.state[parameter][key] = stored.to(parameter.device, copy=True)
+            place.copy_(stored)
+        optimizer.state[parameter] = state
+
+
+def _fresh_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of torch's fused AdamW, which keeps its step counter beside the parameter."""
+    return {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter),
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device)}

@@ -17,8 +17,8 @@ from pronghorn.data.batches import BatchLoader, Cursor, Shapes, build_batch, ste
 from pronghorn.data.packing import Packs, pack
 from pronghorn.data.prepare import hold_out, prepare
 from pronghorn.data.tokens import TokenTable, load_tokenizer
-from pronghorn.errors import CheckpointError, DataError, RecipeError, raise_all
-from pronghorn.model.causal_lm import install, require_isolated_documents
+from pronghorn.errors import CheckpointError, DataError, RecipeError
+from pronghorn.model.causal_lm import engine_of, install, require_isolated_documents
 from pronghorn.model.config import read_config
 from pronghorn.model.load import (
     DTYPES,
@@ -27,6 +27,7 @@ from pronghorn.model.load import (
     inspect_model,
     load_model,
     pick_device,
+    require_fp8_precision,
     require_tokenizer_fits,
     resolve_precision,
 )
@@ -107,14 +108,6 @@ class Session:
             self.take_step.scaler.load_state_dict(scale)
 
 
-def refuse_what_is_not_built(recipe: Recipe) -> None:
-    """An option that would be ignored is an error, never silence."""
-    problems = []
-    if recipe.method == "fp8":
-        problems.append(RecipeError(what="method: fp8 is not in this version", fix="set method: lora, qlora or full"))
-    raise_all(problems)
-
-
 def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: StageTimer) -> RunData:
     spec = recipe.train
     prepared = prepare(recipe.data.train, recipe.data, tokenizer, progress=report, stage=stage)
@@ -164,12 +157,13 @@ def find_checkpoint(recipe: Recipe, run: Path) -> tuple[Path, TrainState] | None
 
 
 def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> Session:
-    refuse_what_is_not_built(recipe)
     with stage("checkpoint"):
         found = find_checkpoint(recipe, run)
     with stage("load"):
         device = pick_device()
         precision = resolve_precision(recipe.precision, device)
+        if recipe.fp8:
+            require_fp8_precision(device, precision)
         facts = inspect_model(recipe.model, None if recipe.method == "full" else recipe.lora, four_bit=recipe.method == "qlora")
         tokenizer = load_tokenizer(recipe.model, recipe.data.chat_template)
         require_tokenizer_fits(tokenizer, facts.vocabulary, recipe.model)
@@ -186,7 +180,9 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> S
         model = _build_model(recipe, precision, device, found[0] if found else None, report)
         require_trainable(model)
         require_isolated_documents(model, device, facts.vocabulary)
-        why_own_layers = "the recipe asks for them" if recipe.layers == "own" else install(model)
+        why_own_layers = "the recipe asks for them" if recipe.layers == "own" else install(model, fp8=recipe.fp8)
+        if recipe.compute == "fp8":
+            _require_fp8_layers(model, why_own_layers)
         torch.manual_seed(recipe.train.seed)
         optimizer = make_optimizer(model, recipe)
     said = notices(recipe, data, device, precision, facts)
@@ -221,11 +217,21 @@ def _build_model(recipe: Recipe, precision: Precision, device: torch.device, che
     if recipe.method == "full":
         # float32 master weights under autocast: an update of 1e-5 of a weight is lost in bf16's 8 bits.
         return load_model(str(checkpoint or recipe.model), torch.float32, device)
-    base = load_model(recipe.model, DTYPES[precision], device, four_bit=recipe.method == "qlora", progress=report)
+    base = load_model(recipe.model, DTYPES[precision], device, four_bit=recipe.method == "qlora", fp8=recipe.method == "fp8",
+                      progress=report)
     model = add_adapter(base, recipe.lora, recipe.train.seed)
     if checkpoint:
         restore_adapter(model, checkpoint)
     return model
+
+
+def _require_fp8_layers(model: Any, why_own_layers: str) -> None:
+    """Weights that are not stored in FP8 are multiplied so by our layers alone; elsewhere the recipe would be ignored."""
+    engine = engine_of(model)
+    layers = [] if engine is None else engine.layers
+    if why := why_own_layers or next((why for layer in layers if (why := layer.why_not_fused())), ""):
+        raise RecipeError(what="compute: fp8 is not possible for this model", why=why,
+                          fix="leave compute out; the products are in 16 bits then")
 
 
 def _restore(session: Session, state: TrainState) -> None:

@@ -11,6 +11,7 @@ import torch
 from pronghorn.data.prepare import prepare
 from pronghorn.data.tokens import load_tokenizer
 from pronghorn.errors import CommandError
+from pronghorn.model.causal_lm import install
 from pronghorn.model.export import export, trained_model
 from pronghorn.model.generate import generate_answers
 from pronghorn.model.load import DTYPES, pick_device, resolve_precision
@@ -71,6 +72,8 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Callable[[s
             raise CommandError(what="this run has no held-out data", where=str(run), fix="give some: --data FILE")
         table, pad_id = prepared.evaluation, prepared.pad_id
     model, _, device = trained.load()
+    if recipe.layers == "fast":
+        install(model, fp8=recipe.fp8)  # the run's own arithmetic, so its own figures
     result = evaluate(model, table, capacity=recipe.train.capacity, device=device, pad_id=pad_id, autocast=nullcontext,
                       progress=report)
     return {"checkpoint": str(trained.path), "loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens,

@@ -1,0 +1,151 @@
+"""Bytes that come and go within a step, beside what layers keep (sizes.py): of a layer's forward and backward, and of the head.
+
+Written down tensor by tensor as model/decoder_layer.py and model/mlp_pieces.py hold them; a test counts the bytes of layers of
+an 8B model's size (on torch's `meta` device) and compares. T = tokens of a micro-batch, D = model width, F = MLP width,
+`pieces` = turns in which the rows of an MLP are done where gate and up are computed again.
+
+Backward goes on in the memory of what it has used: the gradient of gate and up takes their place, the activation that of its
+gradient, and the gradient of the residual stream is one buffer all the way down. So a layer's backward holds most either in the
+MLP (the activation's gradient beside gate and up) or in attention (gradients of its output and of q, k, v).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from pronghorn.kernels.attention import SHORT
+from pronghorn.kernels.linear_cross_entropy import chunk_rows
+from pronghorn.memory import fp8_sizes
+from pronghorn.memory.sizes import FP32, Job, Recompute, kept_bytes, kept_parts, unpacked_bytes
+
+SMALLEST_PIECE = 2048  # rows: below, a product of the MLP does not fill the GPU any more
+MOST_PIECES = 32
+SUMS_PROGRAMS = 8  # partial sums of the adapters' gradients in the activation's backward (kernels/gated_lora.py), at most
+
+
+def pieces_worth_trying(job: Job) -> tuple[int, ...]:
+    """FP8 layers do their MLP at once."""
+    counts, pieces = [1], 2
+    while pieces <= MOST_PIECES and job.capacity // pieces >= SMALLEST_PIECE and not job.fp8:
+        counts.append(pieces)
+        pieces *= 2
+    return tuple(counts)
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """Of so many rows, in bytes. `_ext`: with the extra columns that carry adapters."""
+
+    d: int  # as wide as the model
+    x1_ext: int  # input of q, k, v
+    x2_ext: int  # input of gate and up
+    gu_ext: int
+    a_ext: int  # the activation
+    da: int
+    dh_ext: int  # gradient of the residual stream, as `down` reads it
+    do: int
+    dqkv_ext: int
+
+    @classmethod
+    def of(cls, job: Job, rows: int) -> _Tensors:
+        s, g, e = job.shape, job.groups(), job.element
+        D, F = s.width, s.mlp_width
+        widths = (D, D + g["qkv"].extra, D + g["gate_up"].extra, 2 * F + g["gate_up"].extra, F + g["down"].extra, F,
+                  D + g["down"].extra, s.out_width, s.qkv_width + g["qkv"].extra)
+        return cls(*(rows * width * e for width in widths))
+
+
+def _sizes(job: Job, pieces: int) -> tuple[dict[str, int], _Tensors, _Tensors]:
+    """(what is kept by name, tensors of all rows, of a piece)"""
+    return kept_parts(job), _Tensors.of(job, job.capacity), _Tensors.of(job, -(-job.capacity // pieces))
+
+
+def forward_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
+    """The most that a layer's forward holds beside what it will keep."""
+    parts, whole, piece = _sizes(job, pieces)
+    if recompute == "nothing" or pieces == 1:
+        later_dropped = sum(parts.values()) - kept_bytes(job, recompute)
+        in_fp8 = job.capacity * (job.shape.mlp_width + 3 * job.groups()["down"].extra) if job.fp8 else 0
+        return later_dropped + max(whole.x2_ext, whole.a_ext + whole.d + in_fp8) + unpacked_bytes(job)
+    mlp = whole.d + piece.gu_ext + max(piece.x2_ext, piece.a_ext + (piece.d if "after_mlp" in job.shape.norms else 0))
+    if recompute == "gate_up":
+        return mlp + unpacked_bytes(job)
+    heads = parts["qkv"] + parts.get("q, k", 0) + parts["lse"]
+    attention = heads + max(whole.x1_ext, parts["o"] + whole.d * (2 if "after_attention" in job.shape.norms else 1))
+    return max(attention, mlp) + unpacked_bytes(job)
+
+
+def working_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
+    """The most that a layer's backward holds beside what is kept."""
+    parts, whole, piece = _sizes(job, pieces)
+    g, s = job.groups(), job.shape
+    trained = max(group.weights for group in g.values()) * FP32 if job.method == "full" else 0
+    if job.fp8:
+        again = kept_bytes(job, "nothing") - parts["gu"] - kept_bytes(job, "layer") if recompute == "layer" else 0
+        return again + fp8_sizes.working(job, recompute, _sums_of_attention(job)) + unpacked_bytes(job) + trained
+    one_buffer = g["down"].extra and g["down"].extra == g["out"].extra
+    dh = whole.dh_ext if one_buffer else 3 * whole.d  # the gradient itself, and copies of it where it cannot be used in place
+    again = 0
+    if recompute == "layer":
+        again = sum(parts[name] for name in parts if name not in ("gu", "h", "xa3"))
+        again -= (parts.get("xa2", 0) + parts.get("y", 0)) if pieces > 1 else 0
+    if recompute == "nothing":
+        mlp = max(whole.da, whole.d)
+    else:
+        rows = piece if pieces > 1 else whole
+        mlp = rows.gu_ext + max(rows.x2_ext, rows.da, rows.d)
+    if "after_mlp" in s.norms:
+        mlp += (piece if pieces > 1 and recompute != "nothing" else whole).a_ext
+    if job.graphed and g["down"].extra:
+        mlp += SUMS_PROGRAMS * job.rank * sum(g[name].adapters for name in ("gate_up", "down")) * s.mlp_width * FP32
+    mlp_is_done = parts["h2"] + parts.get("xa2", 0) + parts.get("y", 0)
+    freed = {"layer": parts["h2"], "gate_up": mlp_is_done, "nothing": mlp_is_done + parts["gu"]}[recompute]
+    attention = whole.do + whole.dqkv_ext + _sums_of_attention(job) - freed
+    attention += whole.d if "after_attention" in s.norms else 0
+    return again + dh + max(mlp, attention) + unpacked_bytes(job) + trained
+
+
+def _sums_of_attention(job: Job) -> int:
+    """Our kernel for short documents keeps a number a row; the flash kernels add up dq, dk, dv in fp32, with 128 rows more for
+    each document."""
+    s, T = job.shape, job.capacity
+    if job.attended <= SHORT:
+        return T * s.heads * FP32
+    return (T + 128 * job.entries) * (s.heads + 2 * s.kv_heads) * s.head_width * FP32
+
+
+def top_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
+    """What the last layer's backward holds more than another's: the head hands down a gradient in rows without room behind
+    them; and where only some rows have a loss, copies of those."""
+    s, g, e = job.shape, job.groups(), job.element
+    if not g["down"].extra:
+        copies = 0  # where nothing can be used in place, every layer makes them
+    elif pieces > 1 and recompute != "nothing":
+        copies = job.rows * (s.width + g["out"].extra) + -(-job.rows // pieces) * (s.width + g["down"].extra)
+    else:
+        copies = job.rows * (s.width + g["down"].extra)
+    more = 0 if job.rows == job.capacity else job.rows * (s.out_width + g["out"].extra + s.width)
+    return (copies + more) * e
+
+
+def head_bytes(job: Job, pieces: int = 1) -> int:
+    """The head: the residual stream, its norm and its gradient, and a chunk of logits."""
+    s, rows, e = job.shape, job.rows, job.element
+    dtype = torch.bfloat16 if e == 2 else torch.float32
+    chunk = chunk_rows(rows, s.vocabulary, dtype, torch.device("cuda"), head_share(pieces))
+    trained = s.vocabulary * s.width * (FP32 + (e if e < FP32 else 0)) if job.method == "full" else 0
+    return rows * 3 * s.width * e + chunk * -(-s.vocabulary // 64) * 64 * e + trained
+
+
+def head_share(pieces: int) -> int:
+    """Into how many parts the logits' usual chunk is cut. It is no larger than a layer's work up to four pieces."""
+    return max(1, pieces // 4)
+
+
+def evaluation_bytes(job: Job, tokens: int) -> int:
+    """The most that the loss of a pack of so many tokens takes without gradients, beside the weights."""
+    small = replace(job.with_capacity(tokens), loss_rows=0)
+    layer = kept_bytes(small, "nothing") + tokens * (small.shape.mlp_width + 3 * small.shape.width) * job.element
+    return max(layer + unpacked_bytes(job), head_bytes(small))

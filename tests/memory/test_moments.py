@@ -1,0 +1,81 @@
+"""What the planner knows of optimizers: the bytes of their moments, here and on the host, and how long an update takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from pronghorn.errors import RecipeError
+from pronghorn.memory.costs import LINK, predicted_costs
+from pronghorn.memory.gpus import GPUS
+from pronghorn.memory.plan import Problem, make_plan
+from pronghorn.memory.sizes import Job, Optimizer, host_moments, moment_bytes, shape_of, static_parts
+from pronghorn.train.fused_adamw import FusedAdamW
+
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256}
+KINDS: list[Optimizer] = ["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
+
+
+def job_of(optimizer: Optimizer, **changes: Any) -> Job:
+    return replace(Job(shape_of(LLAMA_8B), 16384, method="full", optimizer=optimizer), **changes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_take_what_the_formula_says(kind: Optimizer) -> None:
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((96, 96), (256, 1024), (3, 2000))]
+    optimizer = FusedAdamW(params, eight_bit=kind.endswith("8bit"), paged=kind.startswith("paged"))
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    sizes = {"step": 0, "moments": 0, "absmax": 0}
+    for param in params:
+        for key, tensor in optimizer.state[param].items():
+            sizes["step" if key == "step" else "absmax" if "absmax" in key else "moments"] += tensor.nbytes
+    here, host = moment_bytes(kind, sum(param.numel() for param in params))
+    assert host == (sizes["moments"] if kind.startswith("paged") else 0)
+    assert here + host == pytest.approx(sizes["moments"] + sizes["absmax"], rel=1e-4)  # the last block of a tensor is partial
+
+
+def test_kinds_stand_in_their_order() -> None:
+    parts = {kind: static_parts(job_of(kind))["gradients and optimizer"] for kind in KINDS}
+    parameters = job_of("adamw").parameters()
+    assert parts["adamw"] == 12 * parameters
+    assert parts["adamw_8bit"] / parameters == pytest.approx(4 + 2 + 2 / 64, rel=1e-6)
+    assert parts["paged_adamw"] == 4 * parameters
+    assert parts["paged_adamw_8bit"] / parameters == pytest.approx(4 + 2 / 64, rel=1e-6)
+    assert [host_moments(job_of(kind)) // parameters for kind in KINDS] == [0, 0, 8, 2]
+    adapters = {kind: static_parts(job_of(kind, method="lora"))["adapters and optimizer"] for kind in KINDS}
+    assert adapters["adamw"] > adapters["adamw_8bit"] > adapters["paged_adamw_8bit"] > adapters["paged_adamw"]
+
+
+def test_an_update_takes_its_bytes_or_its_link() -> None:
+    times = {kind: predicted_costs(job_of(kind), GPUS["h200"]).optimizer for kind in KINDS}
+    assert times["adamw_8bit"] < times["adamw"] < times["paged_adamw_8bit"] < times["paged_adamw"]
+    link = GPUS["h200"].link_gbs * LINK * 1e6  # bytes a millisecond
+    assert times["paged_adamw"] == pytest.approx(8 * job_of("adamw").parameters() / link, rel=0.01)
+
+
+def test_host_memory_of_moments_is_not_given_away_twice() -> None:
+    """A run that would offload layers does so with what the moments leave."""
+    job = job_of("paged_adamw_8bit")
+    costs = replace(predicted_costs(job, GPUS["h200"]), to_host=1e9, from_host=1e9)  # so fast that offloading is free
+    budget = 110 * 10**9
+    moments = host_moments(job)
+    some = make_plan(Problem(job, costs, budget, 200 * 10**9))
+    assert some.host_bytes > 0
+    assert make_plan(Problem(job, costs, budget, moments + some.host_bytes)).host_bytes == some.host_bytes
+    assert make_plan(Problem(job, costs, budget, moments + some.host_bytes - 1)).host_bytes < some.host_bytes
+    assert make_plan(Problem(job, costs, budget, moments)).host_bytes == 0
+
+
+def test_too_small_a_budget_names_the_optimizers_that_need_less() -> None:
+    job = job_of("adamw")
+    with pytest.raises(RecipeError) as refused:
+        make_plan(Problem(job, predicted_costs(job, GPUS["h100"]), 80 * 10**9, 10**12))
+    assert "train.optimizer: adamw_8bit (" in refused.value.fix
+    assert "train.optimizer: paged_adamw_8bit (" in refused.value.fix

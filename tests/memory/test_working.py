@@ -1,0 +1,89 @@
+"""What a layer's forward and backward hold at most, against every allocation they make, at the size of Llama 3.1 8B."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from allocations import Allocations, stand_in_for_kernels
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from pronghorn.bench.workloads import MODELS
+from pronghorn.memory.sizes import Job, Recompute, kept_bytes, shape_of
+from pronghorn.memory.working import forward_bytes, pieces_worth_trying, top_bytes, working_bytes
+from pronghorn.model.adapter_sums import AdapterSums
+from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.decoder_layer import Documents, FastDecoderLayer
+from pronghorn.model.kept import leave
+from pronghorn.model.lora import add_adapter
+from pronghorn.recipe import Lora
+
+TOKENS = 16384
+SMALL_CHANGE = 30e6  # partial sums of the adapters' gradients, which the stand-ins do not make, and what is T x R
+CASES: list[tuple[Recompute, int]] = [("nothing", 1), ("gate_up", 1), ("gate_up", 2), ("gate_up", 4), ("layer", 1),
+                                      ("layer", 2), ("layer", 4), ("layer", 8)]
+
+
+def eight_b() -> Any:
+    """Two layers of it; fp32, because products of bf16 on other devices than a GPU make copies."""
+    settings = {key: value for key, value in MODELS["llama-8b"].items() if key != "model_type"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**(settings | {"num_hidden_layers": 2, "vocab_size": 512})))
+        model = add_adapter(model.float(), Lora(r=16), seed=0)
+    assert not install(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    return model
+
+
+@pytest.fixture
+def layer(monkeypatch: pytest.MonkeyPatch) -> FastDecoderLayer:
+    engine = engine_of(eight_b())
+    assert engine is not None
+    AdapterSums(engine, torch.float32)
+    stand_in_for_kernels(monkeypatch)
+    return engine.layers[0]
+
+
+def documents() -> Documents:
+    with torch.device("meta"):
+        tables = {"full_attention": (torch.empty(TOKENS, 64), torch.empty(TOKENS, 64))}
+        return Documents(torch.empty(80, dtype=torch.int32), 1408, tables, torch.empty(2, TOKENS, dtype=torch.int32), 324)
+
+
+@pytest.mark.parametrize("top", [False, True], ids=["", "top"])
+@pytest.mark.parametrize(("recompute", "pieces"), CASES, ids=[f"{what}-{pieces}" for what, pieces in CASES])
+def test_a_layer_holds_what_the_formulas_say(layer: FastDecoderLayer, recompute: Recompute, pieces: int, top: bool) -> None:
+    job = Job(shape_of(MODELS["llama-8b"]), TOKENS, element=4)
+    layer.level, layer.pieces = recompute, pieces
+    shared, h = documents(), torch.empty(TOKENS, 4096, device="meta")
+    with torch.no_grad(), Allocations() as counted:
+        counted.know(h, *layer.parameters())
+        out, kept = layer.forward_at(recompute, h, shared)
+        forward = counted.peak + h.nbytes
+        left = leave(kept, recompute, 0, None)
+        del kept, out
+        assert counted.alive + h.nbytes == kept_bytes(job, recompute)
+        assert forward == pytest.approx(kept_bytes(job, recompute) + forward_bytes(job, recompute, pieces), abs=SMALL_CHANGE)
+
+        if top:  # the head's gradient, which is in nobody's buffer
+            dh = torch.empty(TOKENS, 4096, device="meta")
+        else:
+            shared.room.buffer = torch.empty(TOKENS, 4096 + layer.down.extra, device="meta")
+            dh = shared.room.buffer[:, :4096]
+        counted.peak = counted.alive
+        found = layer.again(left, shared, None)
+        del left
+        layer.backward(dh, found, shared)
+    held = counted.peak + h.nbytes
+    expected = kept_bytes(job, recompute) + working_bytes(job, recompute, pieces) + top * top_bytes(job, recompute, pieces)
+    assert held == pytest.approx(expected, abs=SMALL_CHANGE)
+
+
+def test_pieces_are_not_too_small() -> None:
+    shape = shape_of(MODELS["llama-8b"])
+    assert pieces_worth_trying(Job(shape, 16384)) == (1, 2, 4, 8)
+    assert pieces_worth_trying(Job(shape, 3000)) == (1,)
+    assert pieces_worth_trying(Job(shape, 2**20)) == (1, 2, 4, 8, 16, 32)
+    assert pieces_worth_trying(Job(shape, 16384, method="fp8")) == (1,)

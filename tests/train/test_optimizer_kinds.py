@@ -1,0 +1,171 @@
+"""train.optimizer: which optimizer it makes, that its state comes back bit for bit, and that 8 bits learn as 32 do."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pronghorn.errors import CheckpointError, Interrupted
+from pronghorn.kernels.adamw8bit import SMALL, blocks_of
+from pronghorn.recipe import Recipe
+from pronghorn.train.fused_adamw import FusedAdamW
+from pronghorn.train.loop import train
+from pronghorn.train.optim import make_optimizer, optimizer_tensors, restore_optimizer, trainable
+from samples import make_model
+
+RecipeFor = Callable[..., Recipe]
+KINDS = ["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
+
+
+class Silent:
+    """Interrupts the run, as somebody might, after one of its steps."""
+
+    def __init__(self, stop_after: int = 0) -> None:
+        self.stop_after = stop_after
+
+    def handle(self, event: dict[str, Any]) -> None:
+        if event["event"] == "step" and event["step"] == self.stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def progress(self, label: str, done: int, total: int) -> None:
+        pass
+
+
+def random_grads(model: Any, step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in trainable(model).values():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def stepped(recipe: Recipe, steps: int = 3) -> tuple[Any, torch.optim.Optimizer]:
+    model = make_model()
+    optimizer = make_optimizer(model, recipe)
+    for step in range(steps):
+        random_grads(model, step)
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(("kind", "ours"), list(zip(KINDS, [False, True, False, True], strict=True)))
+def test_each_kind_makes_its_optimizer(recipe_for: RecipeFor, kind: str, ours: bool) -> None:
+    """On a CPU: what is paged lies in the same memory as everything else."""
+    model, optimizer = stepped(recipe_for(method="full", train={"optimizer": kind, "weight_decay": 0.1}))
+    assert isinstance(optimizer, FusedAdamW) == ours
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.1}
+    dtypes = {p.numel() >= SMALL: optimizer.state[p]["exp_avg"].dtype for p in trainable(model).values()}
+    assert dtypes == {True: torch.uint8 if ours else torch.float32, False: torch.float32}
+
+
+def test_the_state_of_8_bits_comes_back_to_the_bit(recipe_for: RecipeFor) -> None:
+    recipe = recipe_for(method="full", train={"optimizer": "adamw_8bit"})
+    model, optimizer = stepped(recipe)
+    stored = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizer, model).items()}
+    large = [name for name, p in trainable(model).items() if p.numel() >= SMALL]
+    assert large
+    for name in large:
+        parameter = trainable(model)[name]
+        assert stored[f"optimizer/exp_avg/{name}"].dtype == torch.uint8
+        assert stored[f"optimizer/exp_avg_sq_absmax/{name}"].shape == (blocks_of(parameter.numel()),)
+    assert len(stored) == 3 * len(trainable(model)) + 2 * len(large)
+    other = make_model()
+    other.load_state_dict(model.state_dict())
+    restored = make_optimizer(other, recipe)
+    restore_optimizer(restored, other, stored)
+    again = optimizer_tensors(restored, other)
+    assert again.keys() == stored.keys()
+    assert all(torch.equal(again[name], stored[name]) for name in stored)
+    for one, its_optimizer in ((model, optimizer), (other, restored)):
+        random_grads(one, 7)
+        its_optimizer.step()
+    assert all(torch.equal(p, trainable(other)[name]) for name, p in trainable(model).items())
+
+
+def test_paged_moments_are_stored_and_put_back(recipe_for: RecipeFor) -> None:
+    """With the optimizer itself, since a recipe pages nothing on a CPU."""
+    results = []
+    for paged in (False, True):
+        model = make_model()
+        optimizer = FusedAdamW(trainable(model).values(), eight_bit=True, paged=paged)
+        for step in range(3):
+            random_grads(model, step)
+            optimizer.step()
+        stored = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizer, model).items()}
+        fresh = FusedAdamW(trainable(model).values(), eight_bit=True, paged=not paged)  # each goes on with the other's
+        restore_optimizer(fresh, model, stored)
+        random_grads(model, 7)
+        fresh.step()
+        results.append([stored, optimizer_tensors(fresh, model), trainable(model)])
+    for first, second in zip(*results, strict=True):
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_states_of_other_kinds_are_refused(recipe_for: RecipeFor) -> None:
+    recipes = [recipe_for(method="full", train={"optimizer": kind}) for kind in ("adamw", "adamw_8bit")]
+    for mine, other in (recipes, recipes[::-1]):
+        model, optimizer = stepped(mine)
+        another = make_model()
+        with pytest.raises(CheckpointError, match="does not fit parameter"):
+            restore_optimizer(make_optimizer(another, other), another, optimizer_tensors(optimizer, model))
+
+
+def test_a_run_in_8_bits_resumes_bit_for_bit(recipe_for: RecipeFor, tmp_path: Path) -> None:
+    """Stopped twice, and once gone on with where moments are paged, which may change."""
+    changes: dict[str, Any] = {"method": "full", "checkpoint": {"every": 2, "keep": 2}}
+    kinds = ["adamw_8bit", "paged_adamw_8bit", "adamw_8bit"]
+    recipes = [recipe_for(**changes, train={"optimizer": kind}, output=str(tmp_path / "parts")) for kind in kinds]
+    whole = train(recipe_for(**changes, train={"optimizer": "adamw_8bit"}, output=str(tmp_path / "whole")), display=Silent())
+    for recipe, stop in zip(recipes, (2, 3), strict=False):
+        with pytest.raises(Interrupted):
+            train(recipe, display=Silent(stop))
+    parts = train(recipes[-1], display=Silent())
+    assert parts.step == whole.step > 3
+    assert whole.checkpoint is not None
+    assert parts.checkpoint is not None
+    names = sorted(file.name for file in whole.checkpoint.glob("*.safetensors"))
+    assert "training_state.safetensors" in names
+    assert len(names) == 2
+    for name in names:
+        first, second = load_file(whole.checkpoint / name), load_file(parts.checkpoint / name)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[key], second[key]) for key in first)
+    kinds_stored = {tensor.dtype for tensor in load_file(whole.checkpoint / "training_state.safetensors").values()}
+    assert torch.uint8 in kinds_stored
+
+
+def test_another_number_of_bits_is_another_run(recipe_for: RecipeFor) -> None:
+    recipes = {kind: recipe_for(train={"optimizer": kind}) for kind in KINDS}
+    assert recipes["adamw"].differences(recipes["paged_adamw"]) == []
+    assert recipes["paged_adamw_8bit"].differences(recipes["adamw_8bit"]) == []
+    assert recipes["adamw"].differences(recipes["paged_adamw_8bit"]) == ["train.optimizer: adamw -> adamw_8bit"]
+
+
+def test_8_bits_learn_as_32_do(recipe_for: RecipeFor) -> None:
+    """All of a small model on sequences with a rule, 60 steps: the loss falls to a small part, and ends within 1 %."""
+    ends = []
+    for kind in ("adamw", "adamw_8bit"):
+        model = make_model(hidden_size=96, intermediate_size=96, num_hidden_layers=1)
+        recipe = recipe_for(method="full", train={"optimizer": kind, "lr": 3e-3})
+        optimizer = make_optimizer(model, recipe)
+        large = sum(p.numel() for p in model.parameters() if p.numel() >= SMALL)
+        assert large > 0.9 * sum(p.numel() for p in model.parameters())
+        generator, losses = torch.Generator().manual_seed(0), []
+        for _ in range(60):
+            starts, strides = torch.randint(3, 200, (8, 1), generator=generator), torch.tensor([1, 2, 3, 5] * 2)[:, None]
+            ids = (starts + strides * torch.arange(24)) % 250
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        ends.append(sum(losses[-5:]) / 5)
+        assert ends[-1] < 0.6 * losses[0]
+    assert ends[1] == pytest.approx(ends[0], rel=0.01)
