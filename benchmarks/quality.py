@@ -1,6 +1,6 @@
 """Does the arithmetic cost quality? One model, the same batches in the same order, trained in several forms; held-out losses.
 
-    python -m benchmarks.quality --model FOLDER --data train.jsonl [--held-out eval.jsonl] [--steps 300] [--out FILE.json]
+    python -m benchmarks.quality --model FOLDER --data train.jsonl [--held-out eval.jsonl] [--out X.json] [--picture X.svg]
 
 Rows of the data are {"messages": [...]}, {"question", "answer"} or {"prompt", "completion"}; they go through the tokenizer's
 chat template, and the last answer is what is trained on. Every form starts from the same checkpoint and the same adapter, and
@@ -104,7 +104,7 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
 def tokenized(path: Path, tokenizer: Any, longest: int) -> Rows:
     """Rows that are longer than a batch are left out."""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").split("\n"):  # and at no other character that ends a line
         if not line.strip():
             continue
         messages = messages_of(json.loads(line))
@@ -213,7 +213,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=25, help="steps between two looks at the held-out rows")
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--out", type=Path, default=Path("quality.json"), help="the picture goes beside it, as .svg")
+    parser.add_argument("--out", type=Path, default=Path("quality.json"))
+    parser.add_argument("--picture", type=Path, help="an SVG; by default beside the JSON")
     return parser.parse_args(words)
 
 
@@ -250,7 +251,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
             torch.cuda.empty_cache()
         result["verdicts"] = verdicts(result["runs"])
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")  # a run cut off keeps what it has
-        options.out.with_suffix(".svg").write_text(draw(result), encoding="utf-8")
+        (options.picture or options.out.with_suffix(".svg")).write_text(draw(result), encoding="utf-8")
     for one in result["verdicts"]:
         print(f"{one['form']} against {one['against']}: {100 * one['difference']:+.3f} % "
               f"({'within' if one['holds'] else 'BEYOND'} {100 * one['allowed']:.1f} %)")

@@ -132,13 +132,13 @@ def use_ours(folder: str) -> None:
 
     from pronghorn import FastLanguageModel
 
-    for four_bit in (False, True):
-        model, tokenizer = FastLanguageModel.from_pretrained(folder, load_in_4bit=four_bit)
+    for stored in ("load_in_16bit", "load_in_4bit", "load_in_fp8"):
+        model, tokenizer = FastLanguageModel.from_pretrained(folder, **{stored: True})  # type: ignore[arg-type]
         model = FastLanguageModel.get_peft_model(model, r=4)
         train_a_step(model)
         FastLanguageModel.for_inference(model).generate(input_ids=torch.ones(1, 4, dtype=torch.int64), max_new_tokens=2)
-        model.save_pretrained(f"{folder}/adapter-{four_bit}")
-        model.save_pretrained_merged(f"{folder}/merged-{four_bit}", tokenizer)
+        model.save_pretrained(f"{folder}/adapter-{stored}")
+        model.save_pretrained_merged(f"{folder}/merged-{stored}", tokenizer)
 
 
 def compare_in_this_process(folder: str, sabotage: bool) -> list[str]:

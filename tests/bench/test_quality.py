@@ -75,8 +75,10 @@ def test_the_picture_has_a_line_for_each_run_in_both_panels(result: dict[str, An
 
 def test_the_answer_is_what_is_trained_on(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
-    rows = [{"question": "1 + 1?", "answer": "2"}, {"prompt": "x" * 300, "completion": "y"}]
-    table = tokenized(write_rows(tmp_path / "a.jsonl", rows), tokenizer, 64)
+    rows = [{"question": "1 + 1?", "answer": "2"}, {"prompt": "x" * 300, "completion": "y\u2028"}]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    table = tokenized(file, tokenizer, 64)
     assert len(table) == 1  # the other one is longer than a batch
     trained = tokenizer.decode(table.ids(0)[table.loss(0)])
     assert trained.startswith("2<|im_end|>")

@@ -285,6 +285,21 @@ def test_the_chunk_is_under_a_gigabyte(vocabulary: int, rows: int) -> None:
     assert chunk_rows(16_384, vocabulary, torch.bfloat16, torch.device("cuda")) == rows
     assert rows * vocabulary * 2 < 700e6
     assert chunk_rows(5, vocabulary, torch.bfloat16, torch.device("cuda")) == 5
+    assert chunk_rows(16_384, vocabulary, torch.bfloat16, torch.device("cuda"), 2) == rows // 2
+
+
+def test_smaller_chunks_give_the_same_loss_and_gradient() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(3000, 8, requires_grad=True), torch.randn(10_000, 8)
+    labels = torch.randint(10_000, (3000,))
+    assert chunk_rows(3000, 10_000, torch.float32, torch.device("cpu")) > chunk_rows(3000, 10_000, torch.float32,
+                                                                                      torch.device("cpu"), 4)
+    results = []
+    for share in (1, 4):
+        loss, rows = linear_cross_entropy(hidden, weight, labels, chunk_share=share)
+        (gradient,) = torch.autograd.grad(loss, hidden)
+        results.append((rows, gradient))
+    torch.testing.assert_close(results[1], results[0])
 
 
 @pytest.mark.gpu

@@ -122,6 +122,16 @@ def test_only_one_of_the_outputs_may_be_used(device: str) -> None:
     assert x.grad.abs().sum() > 0
 
 
+def test_the_sum_may_take_its_first_part_s_place(device: str) -> None:
+    torch.manual_seed(0)
+    x, residual, weight = torch.randn(37, 96, device=device), torch.randn(37, 96, device=device), torch.randn(96, device=device)
+    expected = rms_norm_forward(x, weight, 1e-5, residual_TD=residual)
+    y, h, rstd = rms_norm_forward(x, weight, 1e-5, residual_TD=residual, in_place=True)
+    assert h is x
+    for got, want in zip((y, x, rstd), expected, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_backward_may_write_over_its_input(device: str) -> None:
     dy, x, weight = torch.randn(9, 96, device=device), torch.randn(9, 96, device=device), torch.randn(96, device=device)
     _, h, rstd = rms_norm_forward(x, weight, EPS)

@@ -10,6 +10,7 @@ import pytest
 from pronghorn.bench.workloads import MODELS
 from pronghorn.errors import EnvironmentFault, RecipeError
 from pronghorn.memory.costs import LayerCosts, predicted_costs
+from pronghorn.memory.forecast import problem_of as problem_for
 from pronghorn.memory.gpus import GPUS
 from pronghorn.memory.plan import (
     KEEP,
@@ -122,6 +123,44 @@ def test_pieces_make_smaller_budgets_possible() -> None:
     assert smallest_budget(several) < smallest_budget(one) - GB
     assert make_plan(replace(several, budget=smallest_budget(several))).pieces > 1
     assert make_plan(several).pieces == 1  # with room, the MLP is done at once
+
+
+def test_embeddings_leave_only_where_memory_needs_it() -> None:
+    problem = replace(problem_of(8, pieces=(1, 4)), embeddings=(False, True))
+    stay = replace(problem, embeddings=(False,))
+    bytes_of_them = 128256 * 4096 * 2
+    least = smallest_budget(problem)
+    assert least == smallest_budget(stay) - bytes_of_them
+    tight = make_plan(replace(problem, budget=least))
+    assert tight.problem.job.host_embeddings
+    assert tight.as_dict()["host_embeddings"]
+    assert any("embeddings wait in 1.1 GB" in reason for reason in tight.reasons)
+    assert not make_plan(problem).problem.job.host_embeddings
+    a_little_short = make_plan(replace(problem, budget=make_plan(problem).needed_bytes - 1))
+    assert a_little_short.problem.job.host_embeddings  # 2.4 ms over the link, and every layer keeps everything
+    assert a_little_short.counts() == {KEEP: 8}
+    assert a_little_short.ms == pytest.approx(make_plan(problem).ms + 16384 * 4096 * 2 / problem.costs.from_host)
+    assert a_little_short.one_notch_lower().problem.job.host_embeddings  # what left does not come back
+    assert smallest_budget(replace(problem, host=10**9)) == smallest_budget(replace(stay, host=10**9))  # no room for them there
+
+
+def test_a_margin_is_left_for_what_nobody_foretold() -> None:
+    problem = replace(problem_of(8, pieces=(1, 4)), margin=0.02)
+    least = smallest_budget(problem)
+    assert least == pytest.approx(smallest_budget(replace(problem, margin=0.0)) / 0.98, abs=2)
+    assert make_plan(replace(problem, budget=least)).needed_bytes <= 0.98 * least
+    with pytest.raises(RecipeError):
+        make_plan(replace(problem, budget=least - 2))
+
+
+def test_an_8b_model_trains_within_18_gb_and_every_larger_budget_is_faster() -> None:
+    job = Job(shape_of(MODELS["llama-8b"]), 16384)
+    costs, budgets = predicted_costs(job, GPUS["h200"]), (18, 20, 24, 40, 80)
+    plans = [make_plan(problem_for(job, costs, budget * GB, HOST)) for budget in budgets]
+    times = [plan.ms for plan in plans]
+    assert times == sorted(set(times), reverse=True)
+    for plan, budget in zip(plans, budgets, strict=True):
+        assert plan.needed_bytes <= 0.99 * budget * GB
 
 
 def test_too_little_is_told_with_what_would_do() -> None:

@@ -11,13 +11,15 @@ import torch
 from pronghorn.bench.meter import Meter
 from pronghorn.bench.weights import model_folder
 from pronghorn.bench.workloads import CLIP, LEARNING_RATE, LORA_RANK, SEED, DocumentTable, Workload, documents
-from pronghorn.data.batches import BatchLoader, Shapes
+from pronghorn.data.batches import BatchLoader, PackedBatch, Shapes, build_batch
 from pronghorn.data.packing import pack
 from pronghorn.kernels.attention import pick_backend
 from pronghorn.model.causal_lm import install
+from pronghorn.model.config import read_config
 from pronghorn.model.load import DTYPES, Precision, load_model, pick_device, resolve_precision
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Recipe
+from pronghorn.train.memory import plan_memory, run_job
 from pronghorn.train.optim import make_optimizer, trainable
 from pronghorn.train.step import Step, StepResult, make_step
 
@@ -31,6 +33,7 @@ def bench_recipe(workload: Workload) -> Recipe:
         "data": {"train": ["the benchmark's documents"], "max_length": workload.row},
         "train": {"capacity": workload.tokens, "batch_tokens": workload.tokens, "lr": LEARNING_RATE, "clip": CLIP,
                   "seed": SEED},
+        **({"memory": {"budget": workload.budget}} if workload.budget else {}),
     })
 
 
@@ -41,11 +44,14 @@ def make_our_step(model: Any, recipe: Recipe, device: torch.device, precision: P
                      graph=graph, say=say)
 
 
-def make_loader(rows: list[Any], recipe: Recipe, *, pin: bool) -> tuple[BatchLoader, Shapes]:
+def make_loader(rows: list[Any], recipe: Recipe, *, pin: bool) -> tuple[BatchLoader, Shapes, PackedBatch]:
+    """The loader, the sizes of its batches, and one of them."""
     table, capacity = DocumentTable(rows), recipe.train.capacity
-    shapes = Shapes.planned(table, pack(table.lengths, capacity, seed=SEED, epoch=0), capacity)
-    return BatchLoader(table, capacity=capacity, packs_per_step=1, seed=SEED, workers=recipe.data.workers, pin=pin,
-                       shapes=shapes), shapes
+    packs = pack(table.lengths, capacity, seed=SEED, epoch=0)
+    shapes = Shapes.planned(table, packs, capacity)
+    loader = BatchLoader(table, capacity=capacity, packs_per_step=1, seed=SEED, workers=recipe.data.workers, pin=pin,
+                         shapes=shapes)
+    return loader, shapes, build_batch(table, packs[0], capacity, shapes=shapes)
 
 
 class Ours:
@@ -59,17 +65,23 @@ class Ours:
         precision = resolve_precision("auto", device)
         recipe = bench_recipe(workload)
         meter.mark("imports")
-        loader, shapes = make_loader(documents(workload, meter.total, lengths), recipe, pin=device.type == "cuda")
+        loader, shapes, one = make_loader(documents(workload, meter.total, lengths), recipe, pin=device.type == "cuda")
         self.batches = iter(loader)
+        self.memory = plan_memory(recipe, read_config(recipe.model), shapes, device, precision) if workload.budget else None
         base = load_model(recipe.model, DTYPES[precision], device, four_bit=recipe.method == "qlora",
                           fp8=recipe.method == "fp8")
         model = add_adapter(base, recipe.lora, seed=SEED)
         if layers == "fast" and (why := install(model, fp8=recipe.fp8)):
             raise RuntimeError(f"no fast layers: {why}")
         meter.mark("model")
+        if self.memory is not None:
+            self.memory.apply(model, lambda: one, DTYPES[precision], self._note)
+            print("\n".join(self.memory.text()), flush=True)
         self.step = make_our_step(model, recipe, device, precision, graph, self._note)
         config = model.get_base_model().config
         attention = pick_backend(device, DTYPES[precision], config.head_dim, typical=shapes.typical)
+        self.model, self.recipe, self.device, self.precision = model, recipe, device, precision
+        self.job = run_job(recipe, read_config(recipe.model), shapes, device, precision)
         self.facts = {"attention": attention, "precision": precision, "layers": layers, "step": type(self.step).__name__}
         meter.ready(trainable(model).values())
 
@@ -90,7 +102,15 @@ class Ours:
                 waiting -= 1
         results += [self.step.finish() for _ in range(waiting)]
         figures = self.meter.result([r.loss for r in results], [r.grad_norm for r in results])
-        return figures | self.facts | {"notices": self.notices}
+        return figures | self.facts | {"notices": self.notices} | self._plan_and_truth(figures["ms_per_step"] / 1000)
+
+    def _plan_and_truth(self, step_seconds: float) -> dict[str, Any]:
+        """The plan, and what became of it."""
+        if self.memory is None:
+            return {}
+        measured = self.memory.measured(step_seconds)
+        print("\n".join(measured.pop("text")), flush=True)
+        return {"budget": self.memory.plan.problem.budget, "plan": self.memory.event()["plan"], "memory": measured}
 
 
 def measure(workload: Workload, meter: Meter, lengths: Path | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,12 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lengths", type=Path, help="a JSON list of document lengths to draw from")
+    parser.add_argument("--budget", help="our side plans its memory for this, 20GB for one (default: the workload's)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    result = measure(SYSTEMS[options.system], WORKLOADS[options.workload], warmup=options.warmup, steps=options.steps,
-                     lengths=options.lengths)
+    workload = WORKLOADS[options.workload]
+    workload = replace(workload, budget=options.budget) if options.budget else workload
+    result = measure(SYSTEMS[options.system], workload, warmup=options.warmup, steps=options.steps, lengths=options.lengths)
     text = json.dumps(result)
     if options.out:
         options.out.write_text(text + "\n", encoding="utf-8")

@@ -78,6 +78,7 @@ class Workload:
     method: Literal["lora", "qlora"] = "lora"
     ours: Literal["", "fp8"] = ""  # our method, where it is not the peers'
     compute: Literal["auto", "fp8"] = "auto"  # our products
+    budget: str = ""  # our side plans its memory for this (recipe.Memory.budget); empty: it keeps everything
     waits_for: str = ""  # what we must build before our side can run
 
     @property
@@ -99,7 +100,8 @@ class Workload:
         method = "LoRA bf16" if self.method == "lora" else "QLoRA NF4"
         if self.fp8:
             method = f"{'LoRA FP8' if self.ours else 'QLoRA NF4 in FP8'} (peers: {method})"
-        return f"{self.model}, {method}, {documents}, {self.tokens:,} tokens a step"
+        ours = f", ours within {self.budget}" if self.budget else ""
+        return f"{self.model}, {method}, {documents}, {self.tokens:,} tokens a step{ours}"
 
 
 WORKLOADS = {workload.name: workload for workload in (
@@ -110,6 +112,9 @@ WORKLOADS = {workload.name: workload for workload in (
     Workload("llama-8b-8k", "llama-8b", 16384, document=8192, systems=_LARGE),
     Workload("llama-8b-32k", "llama-8b", 32768, document=32768, systems=_LARGE),
     Workload("qwen3-14b", "qwen3-14b", 8192, systems=("pronghorn", "unsloth-ckpt", "liger-ckpt"), method="qlora"),
+    Workload("llama-8b-20gb", "llama-8b", 16384, systems=("pronghorn", "unsloth-ckpt"), budget="20GB"),
+    # About as much as Unsloth takes with its own checkpointing.
+    Workload("qwen3-14b-12gib", "qwen3-14b", 8192, systems=("pronghorn", "unsloth-ckpt"), method="qlora", budget="12GiB"),
     # The peers' best on the same documents, beside our FP8.
     Workload("llama-1b-fp8", "llama-1b", 16384, systems=_UNSLOTH, ours="fp8"),
     Workload("llama-8b-fp8", "llama-8b", 16384, systems=_UNSLOTH, ours="fp8"),

@@ -86,22 +86,40 @@ def _rows(pointer, token, row_stride, head, column, inside, H: tl.constexpr):  #
 
 
 @jit
+def _exact_power(x):  # type: ignore[no-untyped-def]
+    """2^x to the last bit or so, for x <= 127: a GPU's own instruction is 2^-22 off, which fp32 shows. Taylor series around the
+    nearest whole number, up to the seventh power: 5e-9 off at most."""
+    near = tl.maximum(x, -126.0)
+    whole = tl.floor(near + 0.5)
+    part = near - whole
+    series = 1.525273380405984e-05
+    series = series * part + 0.00015403530393381608
+    series = series * part + 0.0013333558146428441
+    series = series * part + 0.009618129107628477
+    series = series * part + 0.05550410866482158
+    series = series * part + 0.2402265069591007
+    series = series * part + 0.6931471805599453
+    series = series * part + 1.0
+    return tl.where(x < -126.0, 0.0, series * ((whole.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True))
+
+
+@jit
 def _powers(scores, scale, anchor, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
     """exp(scale * scores - anchor). One multiply-add before the power of 2, or, for fp32, subtracted first: what is rounded
     then is the difference, not its terms."""
     if EXACT:
-        return tl.exp2((scores * scale - anchor) * _LOG2E)
+        return _exact_power((scores * scale - anchor) * _LOG2E)
     return tl.exp2(scores * (scale * _LOG2E) - anchor * _LOG2E)
 
 
 @jit
-def _capped(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _capped(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
     """(scores, what they are still to be multiplied by, the soft-cap's slope). tanh without cancellation near 0, as Triton's
     interpreter has none."""
     slope = 1.0
     if HAS_SOFTCAP:
         x = scores * scale / softcap
-        decay = tl.exp(-2.0 * tl.abs(x))
+        decay = _powers(tl.abs(x), -2.0, 0.0, EXACT)
         square = x * x
         near = x * (1.0 + square * (-0.33333333 + square * (0.13333333 - square * 0.05396825)))
         far = (1.0 - decay) / (1.0 + decay)
@@ -128,6 +146,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     HAS_SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
+    EXACT: tl.constexpr = PRECISION == "ieee"
     first = tl.program_id(1) * (BM // PACK)
     token = first + tl.arange(0, BM) // PACK
     head = tl.program_id(0) * PACK + tl.arange(0, BM) % PACK
@@ -149,11 +168,11 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         keys = _rows(k, key, k_row, kv_head, column, there, H)
         values = _rows(v, key, v_row, kv_head, column, there, H)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        scores, factor, _ = _capped(scores, scale, softcap, HAS_SOFTCAP)
+        scores, factor, _ = _capped(scores, scale, softcap, HAS_SOFTCAP, EXACT)
         scores = tl.where(_seen(token[:, None], key[None, :], start[:, None], WINDOW), scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1) * factor)
         anchor = tl.where(larger == float("-inf"), 0.0, larger)  # a row that has seen nothing yet
-        weights = _powers(scores, factor, anchor[:, None], PRECISION == "ieee")
+        weights = _powers(scores, factor, anchor[:, None], EXACT)
         shrink = tl.exp2((largest - anchor) * _LOG2E)
         total = total * shrink + tl.sum(weights, 1)
         result = tl.dot(weights.to(values.dtype), values, result * shrink[:, None], input_precision=PRECISION)
@@ -178,6 +197,7 @@ def _dq_kernel(  # type: ignore[no-untyped-def]
     H: tl.constexpr, HP: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    EXACT: tl.constexpr = PRECISION == "ieee"
     first = tl.program_id(1) * (BM // PACK)
     token = first + tl.arange(0, BM) // PACK
     head = tl.program_id(0) * PACK + tl.arange(0, BM) % PACK
@@ -203,9 +223,9 @@ def _dq_kernel(  # type: ignore[no-untyped-def]
         keys = _rows(k, key, k_row, kv_head, column, there, H)
         values = _rows(v, key, v_row, kv_head, column, there, H)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        scores, factor, slope = _capped(scores, scale, softcap, HAS_SOFTCAP)
+        scores, factor, slope = _capped(scores, scale, softcap, HAS_SOFTCAP, EXACT)
         seen = _seen(token[:, None], key[None, :], start[:, None], WINDOW)
-        weights = tl.where(seen, _powers(scores, factor, norm[:, None], PRECISION == "ieee"), 0.0)
+        weights = tl.where(seen, _powers(scores, factor, norm[:, None], EXACT), 0.0)
         dweights = tl.dot(douts, tl.trans(values), input_precision=PRECISION)
         dscores = weights * (dweights - deltas[:, None]) * slope
         result = tl.dot(dscores.to(keys.dtype), keys, result, input_precision=PRECISION)
@@ -231,6 +251,7 @@ def _dkdv_kernel(  # type: ignore[no-untyped-def]
     last = tl.load(ends + tl.minimum(first_key + BN, T) - 1)
     if WINDOW > 0:
         last = tl.minimum(last, first_key + BN - 1 + WINDOW)
+    EXACT: tl.constexpr = PRECISION == "ieee"
     key_sums = tl.zeros([BN, HP], tl.float32)
     value_sums = tl.zeros([BN, HP], tl.float32)
     begin = first_key // (BM // PACK) * (BM // PACK)
@@ -245,18 +266,23 @@ def _dkdv_kernel(  # type: ignore[no-untyped-def]
         norm = tl.load(lse + place, mask=inside, other=0.0)
         deltas = tl.load(delta + place, mask=inside, other=0.0)
         scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
-        scores, factor, slope = _capped(scores, scale, softcap, HAS_SOFTCAP)
+        scores, factor, slope = _capped(scores, scale, softcap, HAS_SOFTCAP, EXACT)
         seen = (key[:, None] <= token[None, :]) & (token[None, :] < end[:, None])
         if WINDOW > 0:
             seen &= token[None, :] - key[:, None] < WINDOW
-        weights = tl.where(seen, _powers(scores, factor, norm[None, :], PRECISION == "ieee"), 0.0)
+        weights = tl.where(seen, _powers(scores, factor, norm[None, :], EXACT), 0.0)
         value_sums = tl.dot(weights.to(douts.dtype), douts, value_sums, input_precision=PRECISION)
         dweights = tl.dot(values, tl.trans(douts), input_precision=PRECISION)
         dscores = weights * (dweights - deltas[None, :]) * slope
-        key_sums = tl.dot(dscores.to(queries.dtype), queries, key_sums, input_precision=PRECISION)
+        if EXACT:  # the sum of a block first: one long row of additions is three times as far off as plain torch
+            key_sums += tl.dot(dscores, queries, input_precision=PRECISION) * scale
+        else:
+            key_sums = tl.dot(dscores.to(queries.dtype), queries, key_sums, input_precision=PRECISION)
+    if not EXACT:
+        key_sums *= scale
     kept = there[:, None] & (column < H)[None, :]
     offset = key.to(tl.int64)[:, None]
-    tl.store(dk + offset * dk_row + kv_head * H + column[None, :], (key_sums * scale).to(dk.dtype.element_ty), mask=kept)
+    tl.store(dk + offset * dk_row + kv_head * H + column[None, :], key_sums.to(dk.dtype.element_ty), mask=kept)
     tl.store(dv + offset * dv_row + kv_head * H + column[None, :], value_sums.to(dv.dtype.element_ty), mask=kept)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.dispatch import jit, tl, triton, use_triton
+from pronghorn.kernels.host_memory import device_shift
 
 BLOCK = 4096  # columns a program: four loads of 16 bytes a thread at 4 warps, all under way before the first arrives
 WARPS = 4
@@ -62,5 +63,6 @@ class _Address:
 def seen_by_gpu(host: Tensor) -> Tensor:
     """A contiguous tensor in pinned memory, as one of the current GPU: the same bytes, which must outlive it."""
     assert host.is_contiguous()
-    flat = torch.as_tensor(_Address(host.data_ptr(), host.nbytes), device="cuda")
+    address = host.data_ptr() + device_shift(host, torch.device("cuda"))
+    flat = torch.as_tensor(_Address(address, host.nbytes), device="cuda")
     return flat.view(host.dtype).view(host.shape)

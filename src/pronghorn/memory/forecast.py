@@ -21,6 +21,7 @@ from pronghorn.recipe import Recipe
 BLOCKS = {"nothing": "█", "gate_up": "▓", "layer": "░"}
 LEAVES, STAYS = "↑", " "
 HOST_BYTES = 64 * 10**9  # pinned host memory that a plan for another machine counts on
+MARGIN = 0.01  # of a budget
 ROW = 64  # layers in a row of the picture
 ELEMENT = {"auto": 2, "bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -58,8 +59,9 @@ class Forecast:
 
     def as_dict(self) -> dict[str, Any]:
         job = self.plan.problem.job
-        return {"model": self.model, "gpu": self.gpu.name, "method": job.method, "capacity": job.capacity,
-                "plan": self.plan.as_dict(), "static_bytes": static_parts(job), "step_ms": round(self.step_ms, 3),
+        return {"model": self.model, "gpu": self.gpu.name, "method": job.method, "compute": job.compute,
+                "capacity": job.capacity, "plan": self.plan.as_dict(), "static_bytes": static_parts(job),
+                "step_ms": round(self.step_ms, 3),
                 "tokens_per_second": round(self.tokens_per_second, 1), "tokens": self.tokens, "hours": self.hours,
                 "price_per_hour": self.price, "cost": self.cost, "cost_per_billion_tokens": self.cost_of_a_billion,
                 "predicted": not self.plan.problem.costs.measured}
@@ -67,7 +69,8 @@ class Forecast:
     def text(self) -> str:
         plan, job = self.plan, self.plan.problem.job
         length = "tokens a step" if self.micro_batches == 1 else f"tokens a step, {self.micro_batches} micro-batches"
-        lines = [f"{self.model}, {job.method}, {self.step_tokens:,} {length}, on {self.gpu.title}", "",
+        method = job.method + (", products in FP8" if job.compute == "fp8" and job.method != "fp8" else "")
+        lines = [f"{self.model}, {method}, {self.step_tokens:,} {length}, on {self.gpu.title}", "",
                  *level_table(plan), "", *picture(plan.levels), "", *memory_lines(plan), ""]
         lines += [f"step        {self.step_ms:,.1f} ms, {self.tokens_per_second:,.0f} tokens/s ({self._kind()})"]
         if self.hours is not None:
@@ -109,7 +112,7 @@ def plan_report(recipe: Recipe, config: Any, *, gpu: str | Gpu = "h200", tokens:
 def problem_of(job: Job, costs: LayerCosts, budget: int, host: int, aside: int = 0) -> Problem:
     """With every choice that the layers of this job leave to a plan."""
     embeddings = (False, True) if job.may_keep_embeddings_on_host else (False,)
-    return Problem(job, costs, budget, host, pieces_worth_trying(job), embeddings, aside)
+    return Problem(job, costs, budget, host, pieces_worth_trying(job), embeddings, MARGIN, aside)
 
 
 def job_of(recipe: Recipe, config: Any, *, attended: int | None = None, loss_share: float = 1.0) -> Job:
@@ -157,7 +160,7 @@ def picture(levels: Sequence[Level]) -> list[str]:
 def memory_lines(plan: Plan) -> list[str]:
     """What the peak is made of, at its moment."""
     job, outcome = plan.problem.job, evaluate(plan.problem, plan.levels, plan.pieces)
-    parts = {**static_parts(job), "kept by the layers": outcome.kept, "work": outcome.work,
+    parts = {**static_parts(job), "kept by the layers": outcome.kept, f"{outcome.moment}": outcome.work,
              "offload buffers": POOL_SLOTS * plan.slot_bytes}
     told = ", ".join(f"{name} {amount / 1e9:.2f}" for name, amount in parts.items() if amount)
     lines = [f"memory      peak {plan.peak_bytes / 1e9:.1f} GB ({told})",

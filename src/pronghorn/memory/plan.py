@@ -43,7 +43,6 @@ from pronghorn.memory.working import forward_bytes, head_bytes, top_bytes, worki
 POOL_SLOTS = 3  # layers' worth of device memory that offloading takes: two buffers for the way back, one layer on its way out
 SLOT_PADDING = 16 * 256  # bytes: what aligning a layer's tensors costs at most
 EQUAL_MS = 1e-6  # steps that differ by less take the same time
-MARGIN = 0.01  # of a budget, for what a prediction does not know
 NOTCH = 0.94  # after an allocation failed, the next plan uses no more than this of what the failed one expected
 UNITS = {"GB": 10**9, "MB": 10**6, "GiB": 2**30, "MiB": 2**20}
 SHARE_OF_FREE = 0.97  # `auto`
@@ -78,7 +77,18 @@ class Problem:
     host: int = 0  # bytes of host memory that may be pinned; 0: nothing is offloaded. The optimizer's come first
     pieces: tuple[int, ...] = (1,)  # turns in which layers can do their MLP
     embeddings: tuple[bool, ...] = (False,)  # whether they may wait on the host, must not, or both: job.host_embeddings
+    margin: float = 0.0  # share of the budget for what a prediction does not know: what is measured stays under it
     aside: int = 0  # bytes of the budget that the step leaves free: what works between steps, beside a captured one's memory
+
+    @property
+    def usable(self) -> int:
+        """What a plan may foretell."""
+        return int(self.budget * (1 - self.margin))
+
+    def budget_for(self, needed: int) -> int:
+        """The least of which so much is usable."""
+        about = int(needed / (1 - self.margin))
+        return next(least for least in range(about - 2, about + 3) if replace(self, budget=least).usable >= needed)
 
     @property
     def host_left(self) -> int:
@@ -112,6 +122,7 @@ class Outcome:
     host: int
     kept: int  # by layers, at the moment of the peak
     work: int  # at that moment
+    moment: str
 
 
 @dataclass(frozen=True)
@@ -168,13 +179,13 @@ class Plan:
 
 def make_plan(problem: Problem) -> Plan:
     """The shortest step under the budget; an error with the smallest budget that works, if none does."""
-    everything = _with_levels(problem.cases()[0], (KEEP,) * problem.job.shape.layers, 1)
-    if everything.needed_bytes <= _usable(problem.budget):
+    everything = plan_of(problem.cases()[0], (KEEP,) * problem.job.shape.layers, 1)
+    if everything.needed_bytes <= problem.usable:
         return everything  # nothing can be faster
     best, smallest = _search(problem)
     if best is None:
-        needed = _budget_for(smallest.needed_bytes)
-        parts = ", ".join(f"{name} {_gb(amount)}" for name, amount in static_parts(problem.job).items())
+        needed = problem.budget_for(smallest.needed_bytes)
+        parts = ", ".join(f"{name} {_gb(amount)}" for name, amount in static_parts(smallest.problem.job).items())
         raise RecipeError(
             what=f"memory.budget: {_gb(problem.budget)} is too little; the smallest that works is {_gb_up(needed)}",
             why=f"at all times there are: {parts}; the rest is one layer's work on {problem.job.capacity:,} tokens",
@@ -182,19 +193,8 @@ def make_plan(problem: Problem) -> Plan:
     return best
 
 
-def _usable(budget: int) -> int:
-    """What a plan may foretell, so that what is measured stays under the budget."""
-    return int(budget * (1 - MARGIN))
-
-
-def _budget_for(needed: int) -> int:
-    """The least of which so much is usable."""
-    budget = int(needed / (1 - MARGIN))
-    return next(least for least in range(budget - 2, budget + 3) if _usable(least) >= needed)
-
-
 def smallest_budget(problem: Problem) -> int:
-    return _budget_for(_search(problem)[1].needed_bytes)
+    return problem.budget_for(_search(problem)[1].needed_bytes)
 
 
 def _ways_out(problem: Problem) -> str:
@@ -223,20 +223,22 @@ def evaluate(problem: Problem, levels: Sequence[Level], pieces: int = 1) -> Outc
     slots = [problem.slot(level.recompute) for level in levels if level.offload]
     fixed = sum(static_parts(job).values()) + POOL_SLOTS * max(slots, default=0)
     kept, moments = 0, []
-    for level in levels:
+    for number, level in enumerate(levels):
         kept += 0 if level.offload else kept_bytes(job, level.recompute)
-        moments.append((kept, working_bytes(job, level.recompute, pieces)))
-    moments.append((kept, moments[-1][1] + top_bytes(job, levels[-1].recompute, pieces)))
+        moments.append((kept, working_bytes(job, level.recompute, pieces), f"layer {number} backward"))
+    more = top_bytes(job, levels[-1].recompute, pieces)
+    moments.append((kept, moments[-1][1] + more, "the last layer backward"))
     top = [level for level in levels if level.recompute == _uppermost(levels)]
     own = problem.slot(top[0].recompute) if all(level.offload for level in top) else 0  # the last layer leaves, but not yet
-    moments.append((kept, own + max(forward_bytes(job, level.recompute, pieces) for level in set(levels))))
-    peak = max([*moments, (kept, head_bytes(job, pieces))], key=sum)
+    forward = max(forward_bytes(job, level.recompute, pieces) for level in set(levels))
+    moments += [(kept, own + forward, "a layer forward"), (kept, head_bytes(job, pieces), "the head")]
+    peak = max(moments, key=lambda moment: moment[0] + moment[1])
     again = sum(level.recompute != "nothing" for level in levels)
     ms = problem.rest_ms + again * (pieces - 1) * costs.piece
     for recompute in RECOMPUTES:
         alike = [level for level in levels if level.recompute == recompute]
         ms += float(_ms(problem, recompute, np.array(len(alike)), np.array(sum(level.offload for level in alike))))
-    return Outcome(fixed + sum(peak), ms, sum(slots), *peak)
+    return Outcome(fixed + peak[0] + peak[1], ms, sum(slots), *peak)
 
 
 def _uppermost(levels: Sequence[Level]) -> Recompute:
@@ -269,7 +271,7 @@ def _search(problem: Problem) -> tuple[Plan | None, Plan]:
     never takes more memory, so this finds the least that each split needs. Then the splits that can fit, fastest first, with
     every offloading worth trying, until no split that is left could be faster even if all its copies were free."""
     grids = [_Grid(case, pieces) for case in problem.cases() for pieces in problem.pieces]
-    limit = _usable(problem.budget) - problem.aside + 1  # peaks below
+    limit = problem.usable - problem.aside + 1  # peaks below
     smallest: tuple[tuple[float, ...], _Grid, Counts] | None = None
     open_splits: list[tuple[float, int, Split]] = []
     for number, grid in enumerate(grids):
@@ -390,10 +392,11 @@ def _plan(problem: Problem, counts: Counts, pieces: int) -> Plan:
         # evenly spread, the first of them first: the last layer, which backward needs at once, is the last to be chosen
         starts = {number * count // leaving for number in range(leaving)} if leaving else set()
         levels += [Level(recompute, number in starts) for number in range(count)]
-    return _with_levels(problem, levels, pieces)
+    return plan_of(problem, levels, pieces)
 
 
-def _with_levels(problem: Problem, levels: Sequence[Level], pieces: int) -> Plan:
+def plan_of(problem: Problem, levels: Sequence[Level], pieces: int) -> Plan:
+    """What these levels would take and cost, whether they fit or not."""
     outcome = evaluate(problem, levels, pieces)
     slot = max((problem.slot(level.recompute) for level in levels if level.offload), default=0)
     plan = Plan(tuple(levels), pieces, outcome.peak, outcome.ms, outcome.host, slot, (), problem)

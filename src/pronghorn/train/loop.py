@@ -198,7 +198,7 @@ class _Run:
                 session.lower_memory(session.memory)
         except EnvironmentFault as fault:
             raise EnvironmentFault(what=f"step {step}: {fault.what}", where=str(self.folder), why=why, fix=fault.fix) from None
-        amounts = [f"{plan.device_bytes / 1e9:.2f}" for plan in (before, session.memory.plan)]
+        amounts = [f"{plan.needed_bytes / 1e9:.2f}" for plan in (before, session.memory.plan)]
         self.log.write("notice", text=f"step {step}: out of memory ({why}); planned again, down from {amounts[0]} to "
                                       f"{amounts[1]} GB, and the step is repeated")
         self._log_plan()

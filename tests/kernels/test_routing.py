@@ -1,0 +1,116 @@
+"""Routing: transformers' orders and normalisations, gradients as good as plain torch's, a stable sort whatever the load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pronghorn.kernels.routing import (
+    route,
+    route_backward,
+    route_forward,
+    route_reference,
+    routing_forward,
+    sort_by_expert,
+    sort_by_expert_reference,
+)
+
+SHAPES = [(1, 4, 1), (37, 8, 2), (33, 32, 4), (19, 128, 8), (130, 60, 4), (50, 3, 3)]  # T, E, K
+
+
+def gpt_oss(logits: torch.Tensor, K: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The K largest first, then a softmax over them."""
+    values, ids = torch.topk(logits, K, dim=-1)
+    return torch.softmax(values, dim=1), ids
+
+
+def qwen(logits: torch.Tensor, K: int, divide: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A softmax over all first (Qwen2-MoE, Qwen3-MoE, Mixtral)."""
+    values, ids = torch.topk(torch.softmax(logits, dim=-1), K, dim=-1)
+    return values / values.sum(-1, keepdim=True) if divide else values, ids
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("normalise", [True, False])
+def test_weights_are_transformers_own(device: str, shape: tuple[int, int, int], normalise: bool) -> None:
+    T, E, K = shape
+    logits = 3 * torch.randn(T, E, device=device)
+    weights, ids = route_forward(logits, K, normalise=normalise)
+    theirs = [qwen(logits, K, normalise), *([gpt_oss(logits, K)] if normalise else [])]
+    for expected, their_ids in theirs:
+        assert torch.equal(ids.long(), their_ids)
+        torch.testing.assert_close(weights, expected, rtol=2e-6, atol=1e-7)
+    scaled, _ = route_forward(logits, K, normalise=normalise, scale=2.5)
+    torch.testing.assert_close(scaled, 2.5 * weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("normalise", "scale"), [(True, 1.0), (False, 1.0), (False, 1.7)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients_are_as_good_as_plain_torch(
+    device: str, judge: Callable[..., None], dtype: torch.dtype, normalise: bool, scale: float, shape: tuple[int, int, int]
+) -> None:
+    T, E, K = shape
+    buffer = torch.full((T, E + 3), float("nan"), dtype=dtype, device=device)
+    buffer[:, :E] = 2 * torch.randn(T, E, device=device)
+    logits, grad = buffer[:, :E], torch.randn(T, K, device=device)
+    results = []
+    for kind in (torch.float64, dtype):
+        leaf = logits.detach().to(kind).requires_grad_()
+        weights, _ = route_reference(leaf, K, normalise=normalise, scale=scale)
+        results.append([weights.detach(), *torch.autograd.grad(weights, leaf, grad.to(weights.dtype))])
+    weights, ids = route_forward(logits, K, normalise=normalise, scale=scale)
+    out = torch.full((T, E + 5), float("nan"), dtype=dtype, device=device)
+    dlogits = route_backward(grad, logits, weights, ids, normalise=normalise, scale=scale, out=out[:, :E])
+    for name, ours, true, theirs in zip(("weights", "dlogits"), (weights, dlogits), *results, strict=True):
+        judge(ours, theirs, true, name)
+    assert out[:, E:].isnan().all()
+
+
+def test_autograd_goes_through_the_weights(device: str) -> None:
+    logits = torch.randn(9, 6, device=device, requires_grad=True)
+    routing = route(logits, 2, normalise=False)
+    (ours,) = torch.autograd.grad(routing.weights_TK.square().sum(), logits)
+    weights, _ = route_reference(logits, 2, normalise=False)
+    (theirs,) = torch.autograd.grad(weights.square().sum(), logits)
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("T", "E", "K"), [(1, 1, 1), (50, 8, 2), (129, 3, 1), (300, 128, 8), (64, 60, 4)])
+@pytest.mark.parametrize("load", ["even", "skewed", "one"])
+def test_sort_is_stable_and_complete(device: str, T: int, E: int, K: int, load: str) -> None:
+    ids = torch.randint(0, E, (T, K), dtype=torch.int32, device=device)
+    if load == "skewed":  # most experts are empty, the first and the last among them
+        ids = ids.clamp(E // 3, max(E // 3, E // 2))
+    elif load == "one":
+        ids.fill_(E - 1)
+    order, inverse, offsets = sort_by_expert(ids, E)
+    expected = sort_by_expert_reference(ids, E)
+    for ours, theirs in zip((order, inverse, offsets), expected, strict=True):
+        assert ours.dtype == torch.int32
+        assert torch.equal(ours, theirs)
+    assert torch.equal(order[inverse.view(-1).long()].cpu(), torch.arange(T * K, dtype=torch.int32))
+    assert torch.equal(ids.view(-1)[order.long()].sort()[0], ids.view(-1)[order.long()])
+    assert int(offsets[0]) == 0
+    assert int(offsets[-1]) == T * K
+
+
+def test_equal_logits_choose_the_lower_expert(device: str) -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 1.0]], device=device)
+    assert route_forward(logits, 3, normalise=True)[1].tolist() == [[1, 2, 3]]
+    assert route_forward(torch.full((2, 5), -torch.inf, device=device), 2, normalise=True)[1].tolist() == [[0, 1], [0, 1]]
+
+
+def test_nan_is_passed_on_and_stays_within_bounds(device: str) -> None:
+    logits = torch.randn(4, 5, device=device)
+    logits[1] = float("nan")
+    logits[2, 3] = float("inf")
+    routing = routing_forward(logits, 2, normalise=True)
+    assert routing.weights_TK[1].isnan().all()
+    assert routing.weights_TK[2].isnan().any(), "inf - inf"
+    assert routing.weights_TK[[0, 3]].isfinite().all()
+    assert (routing.ids_TK >= 0).all()
+    assert (routing.ids_TK < 5).all()
+    assert int(routing.counts.sum()) == 8

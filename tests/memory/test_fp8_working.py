@@ -1,0 +1,110 @@
+"""What a layer in FP8 holds at most, against every allocation it makes, at the size of Llama 3.1 8B (as test_working.py)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from allocations import Allocations, stand_in_for_kernels
+from test_working import SMALL_CHANGE, TOKENS, documents
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from pronghorn.bench.workloads import MODELS
+from pronghorn.kernels import fp8
+from pronghorn.memory.sizes import Job, Recompute, kept_bytes, shape_of, unpacked_bytes
+from pronghorn.memory.working import working_bytes
+from pronghorn.model import decoder_layer, fp8_layer, fp8_projections
+from pronghorn.model.adapter_sums import AdapterSums
+from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.decoder_layer import FastDecoderLayer
+from pronghorn.model.fp8_layer import Fp8DecoderLayer
+from pronghorn.model.fp8_linear import quantize_linears_fp8_
+from pronghorn.model.fp8_projections import Fp8Projections
+from pronghorn.model.kept import leave
+from pronghorn.model.lora import add_adapter
+from pronghorn.recipe import Lora
+
+
+def stand_in_for_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each allocates on a GPU, beside what it is given to write to."""
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty(len(x), dtype=torch.float32)
+
+    def product(a: Any, scale: Any, b: Any, scale_O: Any, *, dtype: torch.dtype, out: Any = None, **_: Any) -> Any:
+        return a.new_empty(len(a), len(b), dtype=dtype) if out is None else out
+
+    def norm_forward(x: Any, weight: Any, eps: float, *, out8: Any, h_out: Any = None, **_: Any) -> Any:
+        return SimpleNamespace(y_TD=x.new_empty(x.shape), h_TD=x if h_out is None else h_out, rstd_T=rows(x), scale_T=rows(x))
+
+    def activation_forward(gu: Any, kind: Any, *, out8: Any, **_: Any) -> Any:
+        return gu.new_empty(len(gu), gu.shape[1] // 2), out8, rows(gu)
+
+    def activation_backward(da: Any, gu: Any, kind: Any, scale: Any, *, out: Any, out8: Any, activation_out: Any, **_: Any
+                            ) -> Any:
+        return out, out8, rows(gu), activation_out
+
+    for module, names in {
+        fp8: {"fp8_product": product, "fp8_extend": lambda *_: None, "fp8_transpose": lambda q, out=None: out},
+        fp8_projections: {"fp8_cast_rows": lambda x, *_, out, **__: (out, rows(x))},
+        fp8_layer: {"rms_norm_fp8_forward": norm_forward, "gated_activation_fp8_forward": activation_forward,
+                    "gated_activation_fp8_backward": activation_backward},
+    }.items():
+        for name, stand_in in names.items():
+            monkeypatch.setattr(module, name, stand_in)
+
+
+@pytest.fixture
+def layer(monkeypatch: pytest.MonkeyPatch) -> FastDecoderLayer:
+    monkeypatch.setattr(fp8_projections, "require_fp8", lambda device: None)
+    settings = {key: value for key, value in MODELS["llama-8b"].items() if key != "model_type"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**(settings | {"num_hidden_layers": 2, "vocab_size": 512})))
+        quantize_linears_fp8_(model.float())
+        model = add_adapter(model, Lora(r=16), seed=0)
+    assert not install(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    engine = engine_of(model)
+    assert engine is not None
+    AdapterSums(engine, torch.float32)
+    stand_in_for_kernels(monkeypatch)
+    stand_in_for_fp8(monkeypatch)
+    assert isinstance(engine.layers[0], Fp8DecoderLayer)
+    for name in ("attention_forward", "attention_backward", "rms_norm_backward", "pick_backend"):
+        monkeypatch.setattr(fp8_layer, name, getattr(decoder_layer, name))
+    return engine.layers[0]
+
+
+def weights_of(layer: FastDecoderLayer) -> list[torch.Tensor]:
+    """What is there all the time."""
+    found: list[Any] = []
+    for projections in layer.groups:
+        assert isinstance(projections, Fp8Projections)
+        group = projections.group
+        found += [group.M, group.A_RD, group.sB_OR, group.scale_O, group.factors_2R, group.bounds_2, *(group.sums or ())]
+    return [*found, layer.groups[0].workspace.turned.take(torch.device("meta"))]
+
+
+@pytest.mark.parametrize("recompute", ["nothing", "gate_up", "layer"])
+def test_a_layer_holds_what_the_formulas_say(layer: FastDecoderLayer, recompute: Recompute) -> None:
+    job = Job(shape_of(MODELS["llama-8b"]), TOKENS, element=4, method="fp8")
+    layer.level, there = recompute, weights_of(layer)
+    shared, h = documents(), torch.empty(TOKENS, 4096, device="meta")
+    with torch.no_grad(), Allocations() as counted:
+        counted.know(h, *layer.parameters(), *there)
+        out, kept = layer.forward_at(recompute, h, shared)
+        left = leave(kept, recompute, 0, None)
+        del kept, out
+        assert counted.alive + h.nbytes == kept_bytes(job, recompute)
+        dh = torch.empty(TOKENS, 4096, device="meta")
+        counted.peak = counted.alive
+        found = layer.again(left, shared, None)
+        del left
+        layer.backward(dh, found, shared)
+    held = counted.peak + h.nbytes
+    expected = kept_bytes(job, recompute) + working_bytes(job, recompute) - unpacked_bytes(job)
+    assert held <= expected
+    assert held == pytest.approx(expected, abs=0.02 * expected + SMALL_CHANGE)
