@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from launches import BF16, FP32, leaf_of, near, rows_of, space_of, untouched
 
+from pronghorn.kernels.fp8_cast import fp8_cast_rows_reference
 from pronghorn.kernels.grouped_gemm import (
     grouped_linear_backward_bias,
     grouped_linear_backward_input,
@@ -12,6 +13,7 @@ from pronghorn.kernels.grouped_gemm import (
     grouped_linear_forward,
     grouped_linear_reference,
 )
+from pronghorn.kernels.grouped_quantized import QuantizedStack, grouped_quantized_backward, grouped_quantized_forward
 from pronghorn.kernels.load_balance import add_load_balancing_grad, add_router_statistics, load_balancing_loss_reference
 from pronghorn.kernels.moe_combine import combine, combine_reference
 from pronghorn.kernels.moe_gated import (
@@ -22,6 +24,7 @@ from pronghorn.kernels.moe_gated import (
 )
 from pronghorn.kernels.moe_gather import gather_rows, gather_rows_reference
 from pronghorn.kernels.mxfp4 import mxfp4_dequantize, mxfp4_dequantize_reference, mxfp4_quantize
+from pronghorn.kernels.nf4 import nf4_quantize
 from pronghorn.kernels.routing import (
     route_backward,
     route_forward,
@@ -137,3 +140,31 @@ def check_mxfp4(device: str) -> None:
     out = space_of(7, 96 * 32, 8, BF16, device)
     near("mxfp4", mxfp4_dequantize(q.to(device), out[:, : 96 * 32]), mxfp4_dequantize_reference(q))
     untouched("mxfp4", out, 96 * 32)
+
+
+def check_grouped_quantized(device: str) -> None:
+    """All formats, with an adapter; the last tiles of outputs and of columns are partial."""
+    dtype = BF16 if device == "cuda" else FP32
+    (E, outputs, width), rank, offsets = (3, 72, 192), 16, torch.tensor([0, 0, 35, 101], dtype=torch.int32)
+    weight = torch.randn(E, outputs, width) / 8
+    q, scale = fp8_cast_rows_reference(weight.flatten(0, 1))
+    mx = mxfp4_quantize(weight)
+    stacks = [
+        QuantizedStack.from_nf4(nf4_quantize(weight.flatten(0, 1).to(device)), E),
+        QuantizedStack.from_mxfp4(mx.to(device)),
+        QuantizedStack.from_fp8(q.view(weight.shape).to(device), scale.view(E, outputs).to(device)),
+    ]
+    x, dy = rows_of(101, width + rank, 8, dtype, device), rows_of(101, outputs + rank, 8, dtype, device)
+    A, sB = torch.randn(E, rank, width).to(dtype), torch.randn(E, outputs, rank).to(dtype)
+    for stack in stacks:
+        whole = stack.dequantized_reference(FP32).cpu()
+        wide_x, wide_dy = x.cpu().float(), dy.cpu().float()
+        expected = grouped_linear_reference(wide_x, torch.cat([whole, sB.float()], dim=2), offsets)
+        out, space = space_of(101, outputs, 3, dtype, device), space_of(101, width, 3, dtype, device)
+        grouped_quantized_forward(x, stack, offsets.to(device), sB.to(device), out=out[:, :outputs])
+        near(f"{stack.format} experts", out[:, :outputs], expected)
+        untouched(f"{stack.format} experts", out, outputs)
+        turned = torch.cat([whole, A.float()], dim=1).transpose(1, 2)
+        grouped_quantized_backward(dy, stack, offsets.to(device), A.to(device), out=space[:, :width])
+        near(f"{stack.format} experts' gradient", space[:, :width], grouped_linear_reference(wide_dy, turned, offsets))
+        untouched(f"{stack.format} experts' gradient", space, width)

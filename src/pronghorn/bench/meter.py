@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from pronghorn.bench.power import PowerWatch, summary
+
 GIB = 2**30
 PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "unsloth", "liger_kernel", "flash_attn", "flash_attn_4",
             "bitsandbytes")
@@ -43,6 +45,7 @@ class Meter:
         self._times: dict[int, float] = {}
         self._before: torch.Tensor | None = None
         self._parameters: list[torch.nn.Parameter] = []
+        self._power: PowerWatch | None = None
 
     @property
     def total(self) -> int:
@@ -60,6 +63,7 @@ class Meter:
         if self._cuda and self._peak_from_first_step:
             torch.cuda.reset_peak_memory_stats()
         self.mark("ready")
+        self._power = PowerWatch(f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}" if self._cuda else None)
 
     def step_ended(self, tokens: Any) -> None:
         """Call after each optimizer step was handed to the device."""
@@ -77,6 +81,8 @@ class Meter:
         """`norms`: of the gradient before clipping, of every step or only of the last."""
         seconds = self._times[self.total] - self._times[self.warmup]
         tokens = sum(int(n) for n in self._tokens[self.warmup :])
+        assert self._power is not None
+        self._power.stop()
         changed = self._judge(losses, norms)
         return {
             "tokens_per_second": round(tokens / seconds, 1), "ms_per_step": round(1000 * seconds / self.steps, 2),
@@ -86,6 +92,7 @@ class Meter:
             "reserved_gib": self._gib(torch.cuda.max_memory_reserved) if self._cuda else None,
             "seconds_to_first_step": self.marks["first_step"], "marks": self.marks,
             "loss_first": losses[0], "loss_last": losses[-1], "grad_norm": norms[-1], "changed_share": changed,
+            **summary(self._power.samples, self._times[self.warmup], self._times[self.total]),
         }
 
     def _judge(self, losses: Sequence[float], norms: Sequence[float]) -> float:

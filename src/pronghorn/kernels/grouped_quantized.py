@@ -273,7 +273,9 @@ def grouped_quantized_backward(
 class QuantizedExpertGroup:
     """`grouped_lora.ExpertGroup` with frozen experts in 4 or 8 bits: the same calls."""
 
-    def __init__(self, stack: QuantizedStack, adapter: ExpertAdapter | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, stack: QuantizedStack, adapter: ExpertAdapter | None = None, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         self.stack = stack
         self.E, self.outputs, self.D = stack.shape
         self.R = 0 if adapter is None else triton_rank(adapter.rank)

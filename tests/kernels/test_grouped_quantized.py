@@ -1,0 +1,101 @@
+"""Experts in 4 and 8 bits: products as good as with the whole stack dequantized, whatever the experts' load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pronghorn.kernels.dispatch import use_triton
+from pronghorn.kernels.fp8_cast import fp8_cast_rows
+from pronghorn.kernels.grouped_gemm import grouped_linear_reference
+from pronghorn.kernels.grouped_lora import ExpertAdapter, grouped_lora_reference
+from pronghorn.kernels.grouped_quantized import (
+    Format,
+    QuantizedExpertGroup,
+    QuantizedStack,
+    grouped_quantized_backward,
+    grouped_quantized_forward,
+)
+from pronghorn.kernels.mxfp4 import mxfp4_quantize
+from pronghorn.kernels.nf4 import nf4_quantize
+
+FORMATS: list[Format] = ["nf4", "mxfp4", "fp8"]
+LOADS = {"odd": [0, 1, 70, 83], "empty": [0, 0, 0, 37, 37], "one": [0, 0, 131]}
+
+
+def stack_of(weight: torch.Tensor, form: Format, *, nested: bool = True) -> QuantizedStack:
+    E, outputs, _ = weight.shape
+    if form == "nf4":
+        return QuantizedStack.from_nf4(nf4_quantize(weight.flatten(0, 1), nested=nested), E)
+    if form == "mxfp4":
+        return QuantizedStack.from_mxfp4(mxfp4_quantize(weight))
+    q, scale = fp8_cast_rows(weight.flatten(0, 1))
+    return QuantizedStack.from_fp8(q.view(weight.shape), scale.view(E, outputs))
+
+
+def skip_bf16(device: str, dtype: torch.dtype) -> None:
+    if device == "cpu" and use_triton(torch.empty(1)) and dtype == torch.bfloat16:
+        pytest.skip("the interpreter cannot multiply bf16")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("load", LOADS)
+def test_products_are_as_good_as_with_the_dequantized_stack(
+    device: str, judge: Callable[..., None], dtype: torch.dtype, form: Format, load: str
+) -> None:
+    skip_bf16(device, dtype)
+    bounds, (D, outputs) = LOADS[load], (192, 70)
+    S, E = bounds[-1], len(bounds) - 1
+    offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
+    stack = stack_of(torch.randn(E, outputs, D, device=device).to(dtype) / 16, form, nested=load != "odd")
+    weight = stack.dequantized_reference(dtype)
+    x, dy = torch.randn(S, D, device=device).to(dtype), torch.randn(S, outputs, device=device).to(dtype)
+    results = []
+    for kind in (torch.float64, dtype):
+        leaf = x.to(kind, copy=True).requires_grad_()
+        y = grouped_linear_reference(leaf, weight.to(kind), offsets)
+        results.append([y.detach(), *torch.autograd.grad(y, leaf, dy.to(kind))])
+    space = [torch.full((S, width + 3), float("nan"), dtype=dtype, device=device) for width in (outputs, D)]
+    found = [grouped_quantized_forward(x, stack, offsets, out=space[0][:, :outputs]),
+             grouped_quantized_backward(dy, stack, offsets, out=space[1][:, :D])]  # fmt: skip
+    for name, ours, true, theirs in zip(("y", "dx"), found, *results, strict=True):
+        judge(ours, theirs, true, name)
+    assert space[0][:, outputs:].isnan().all()
+    assert space[1][:, D:].isnan().all()
+    assert torch.equal(grouped_quantized_forward(x, stack, offsets), found[0])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("rank", [16, 20])
+def test_adapters_are_in_the_same_sum(device: str, judge: Callable[..., None], form: Format, rank: int) -> None:
+    dtype = torch.float16
+    offsets, (E, outputs, D), S = torch.tensor([0, 9, 9, 50], dtype=torch.int32, device=device), (3, 80, 128), 50
+    A, B = torch.randn(E * rank, D, device=device) / D**0.5, torch.randn(outputs, rank * E, device=device) / rank**0.5
+    stack = stack_of(torch.randn(E, outputs, D, device=device).to(dtype) / D**0.5, form)
+    group = QuantizedExpertGroup(stack, ExpertAdapter(A, B, E, 0.5), dtype)
+    x, dy = torch.randn(S, D, device=device).to(dtype), torch.randn(S, outputs, device=device).to(dtype)
+    results = []
+    for kind in (torch.float64, dtype):
+        leaves = [part.to(kind, copy=True).requires_grad_() for part in (x, A, B)]
+        adapter = ExpertAdapter(leaves[1], leaves[2], E, 0.5)
+        y = grouped_lora_reference(leaves[0], stack.dequantized_reference(dtype).to(kind), adapter, offsets)
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, dy.to(kind))])
+    x_ext = torch.empty(S, group.input_width, dtype=dtype, device=device)
+    dy_ext = torch.empty(S, group.grad_width, dtype=dtype, device=device)
+    x_ext[:, :D], dy_ext[:, :outputs] = x, dy
+    xa, dyb = group.extend(x_ext, offsets), group.extend_grad(dy_ext, offsets)
+    assert group.adapters is not None
+    group.adapters.add_grads(dy, dyb, x, xa, offsets)
+    dA, dB = group.adapters.grads()
+    found = (group.forward(x_ext, offsets), group.backward_input(dy_ext, offsets), dA, dB)
+    for name, ours, true, theirs in zip(("y", "dx", "dA", "dB"), found, *results, strict=True):
+        judge(ours.to(dtype), theirs, true, name)
+
+
+def test_bytes_of_a_stack() -> None:
+    weight = torch.randn(4, 64, 128)
+    for form, most in (("nf4", 0.53), ("mxfp4", 0.54), ("fp8", 1.04)):
+        assert stack_of(weight, form).nbytes <= most * weight.numel()  # type: ignore[arg-type]
