@@ -80,6 +80,14 @@ def test_rows_are_gathered_inside(device: str) -> None:
     torch.testing.assert_close(grouped_linear_forward(x, weight, offsets, order_S=order, K=K), expected)
 
 
+def test_a_product_can_be_added(device: str) -> None:
+    """The adapters' second product, onto one that torch made in FP8."""
+    offsets = torch.tensor([0, 9, 9, 30], dtype=torch.int32, device=device)
+    x, weight, y = (torch.randn(size, device=device) for size in ((30, 16), (3, 70, 16), (30, 70)))
+    expected = y + grouped_linear_reference(x, weight, offsets)
+    torch.testing.assert_close(grouped_linear_forward(x, weight, offsets, out=y, add=True), expected)
+
+
 def test_weight_gradients_add_up_in_any_layout(device: str) -> None:
     """dA [E, R, D] of an adapter, as the transpose of what the product makes, on top of what is there; summed in fp32."""
     offsets = torch.tensor([0, 9, 9, 30], dtype=torch.int32, device=device)

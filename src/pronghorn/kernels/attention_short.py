@@ -86,6 +86,22 @@ def _rows(pointer, token, row_stride, head, column, inside, H: tl.constexpr):  #
 
 
 @jit
+def _query_rows(block, first_head, BM: tl.constexpr, PACK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(the block's first token, the token and the head of each row)"""
+    first = block * (BM // PACK)
+    return first, first + tl.arange(0, BM) // PACK, first_head + tl.arange(0, BM) % PACK
+
+
+@jit
+def _first_key(starts, first, WINDOW: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the key blocks begin that the token and those after it look at."""
+    begin = tl.load(starts + first)
+    if WINDOW > 0:
+        begin = tl.maximum(begin, first - WINDOW + 1)
+    return begin // BN * BN
+
+
+@jit
 def _exact_power(x):  # type: ignore[no-untyped-def]
     """2^x to the last bit or so, for x <= 127: a GPU's own instruction is 2^-22 off, which fp32 shows. Taylor series around the
     nearest whole number, up to the seventh power: 5e-9 off at most."""
@@ -147,18 +163,13 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = PRECISION == "ieee"
-    first = tl.program_id(1) * (BM // PACK)
-    token = first + tl.arange(0, BM) // PACK
-    head = tl.program_id(0) * PACK + tl.arange(0, BM) % PACK
+    first, token, head = _query_rows(tl.program_id(1), tl.program_id(0) * PACK, BM, PACK)
     kv_head = tl.program_id(0) * PACK // GROUP
     inside = token < T
     column = tl.arange(0, HP)
     queries = _rows(q, token, q_row, head, column, inside, H)
     start = tl.load(starts + token, mask=inside, other=0)
-    begin = tl.load(starts + first)
-    if WINDOW > 0:
-        begin = tl.maximum(begin, first - WINDOW + 1)
-    begin = begin // BN * BN
+    begin = _first_key(starts, first, WINDOW, BN)
     largest = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     result = tl.zeros([BM, HP], tl.float32)
@@ -198,9 +209,7 @@ def _dq_kernel(  # type: ignore[no-untyped-def]
     BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = PRECISION == "ieee"
-    first = tl.program_id(1) * (BM // PACK)
-    token = first + tl.arange(0, BM) // PACK
-    head = tl.program_id(0) * PACK + tl.arange(0, BM) % PACK
+    first, token, head = _query_rows(tl.program_id(1), tl.program_id(0) * PACK, BM, PACK)
     kv_head = tl.program_id(0) * PACK // GROUP
     inside = token < T
     column = tl.arange(0, HP)
@@ -212,10 +221,7 @@ def _dq_kernel(  # type: ignore[no-untyped-def]
     tl.store(delta + place, deltas, mask=inside)
     norm = tl.load(lse + place, mask=inside, other=0.0)
     start = tl.load(starts + token, mask=inside, other=0)
-    begin = tl.load(starts + first)
-    if WINDOW > 0:
-        begin = tl.maximum(begin, first - WINDOW + 1)
-    begin = begin // BN * BN
+    begin = _first_key(starts, first, WINDOW, BN)
     result = tl.zeros([BM, HP], tl.float32)
     for first_key in tl.range(begin, tl.minimum(first + BM // PACK, T), BN, num_stages=STAGES):
         key = first_key + tl.arange(0, BN)
@@ -254,11 +260,10 @@ def _dkdv_kernel(  # type: ignore[no-untyped-def]
     EXACT: tl.constexpr = PRECISION == "ieee"
     key_sums = tl.zeros([BN, HP], tl.float32)
     value_sums = tl.zeros([BN, HP], tl.float32)
-    begin = first_key // (BM // PACK) * (BM // PACK)
-    blocks = tl.cdiv(last - begin, BM // PACK)
+    begin = first_key // (BM // PACK)
+    blocks = tl.cdiv(last, BM // PACK) - begin
     for step in tl.range(0, GROUP // PACK * blocks, num_stages=STAGES):  # heads of the group, and query blocks: one loop
-        head = kv_head * GROUP + step // blocks * PACK + tl.arange(0, BM) % PACK
-        token = begin + step % blocks * (BM // PACK) + tl.arange(0, BM) // PACK
+        _, token, head = _query_rows(begin + step % blocks, kv_head * GROUP + step // blocks * PACK, BM, PACK)
         inside = token < T
         queries = _rows(q, token, q_row, head, column, inside, H)
         douts = _rows(dout, token, dout_row, head, column, inside, H)

@@ -101,7 +101,7 @@ def _product_kernel(
     x: tl.tensor, x_row: tl.tensor, order: tl.tensor, weight: tl.tensor, weight_e: tl.tensor, weight_o: tl.tensor,
     weight_d: tl.tensor, bias: tl.tensor, y: tl.tensor, y_row: tl.tensor, offsets: tl.tensor, D: tl.tensor, OUTPUTS: tl.tensor,
     K: tl.tensor, E: tl.constexpr, E_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    GATHER: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    GATHER: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     expert, first, end, column_tile = expert_tile(offsets, tl.program_id(0), tl.cdiv(OUTPUTS, COLUMNS), E, E_BLOCK, ROWS)
     if first >= end:
@@ -130,7 +130,10 @@ def _product_kernel(
     if BIAS:
         sums += tl.load(bias + expert.to(tl.int64) * OUTPUTS + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     target = y + row.to(tl.int64)[:, None] * y_row + column[None, :]
-    tl.store(target, sums.to(y.dtype.element_ty), mask=(row < end)[:, None] & inside[None, :])
+    written = (row < end)[:, None] & inside[None, :]
+    if ADD:
+        sums += tl.load(target, mask=written, other=0.0).to(tl.float32)
+    tl.store(target, sums.to(y.dtype.element_ty), mask=written)
 
 
 @jit
@@ -190,10 +193,12 @@ def precision_of(dtype: torch.dtype) -> str | None:
 
 
 def _aligned(matrix: Tensor) -> bool:
-    """As torch._grouped_mm wants it: 16 bytes at the start, and from row to row; one of the last two strides is 1."""
-    inner, outer = sorted(matrix.stride()[-2:])
-    in_bytes = outer * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
-    return inner == 1 and in_bytes and outer >= min(matrix.shape[-2:])
+    """As torch._grouped_mm wants it: rows or columns contiguous and apart, 16 bytes at the start and from one to the next."""
+    (rows, columns), (row, column) = matrix.shape[-2:], matrix.stride()[-2:]
+    apart = row if column == 1 and row >= columns else column if row == 1 and column >= rows else 0
+    steps = (apart, *matrix.stride()[:-2])
+    in_bytes = matrix.data_ptr() % 16 == 0 and all(step * matrix.element_size() % 16 == 0 for step in steps)
+    return apart > 0 and in_bytes
 
 
 def _torch_can(a: Tensor, b: Tensor, chips: tuple[int, ...]) -> bool:
@@ -214,9 +219,9 @@ def sorted_rows(x_TD: Tensor, order_S: Tensor | None, K: int) -> Tensor:
 
 def grouped_linear_forward(
     x_SD: Tensor, weight_EOD: Tensor, offsets_E1: Tensor, bias_EO: Tensor | None = None, *, order_S: Tensor | None = None,
-    K: int = 1, out: Tensor | None = None,
+    K: int = 1, out: Tensor | None = None, add: bool = False,
 ) -> Tensor:  # fmt: skip
-    """y_SO. With `order_S`, x is [T, D] unsorted, and its rows are gathered inside."""
+    """y_SO. With `order_S`, x is [T, D] unsorted, and its rows are gathered inside. `add`: to what `out` holds."""
     S, (E, outputs, D) = x_SD.shape[0] if order_S is None else len(order_S), weight_EOD.shape
     plain = bias_EO is None and order_S is None and out is None and outputs > THIN
     if plain and _torch_can(x_SD, weight_EOD, (9, 10)):
@@ -227,15 +232,16 @@ def grouped_linear_forward(
         rows_SD = sorted_rows(x_SD, order_S, K)
         for expert, start, stop in _bounds(offsets_E1):
             y = rows_SD[start:stop].contiguous() @ weight_EOD[expert].T
-            y_SO[start:stop] = y if bias_EO is None else y + bias_EO[expert]
+            y = y if bias_EO is None else y + bias_EO[expert]
+            y_SO[start:stop] = y_SO[start:stop] + y if add else y
         return y_SO
     tile = _tile(S, E, outputs, x_SD.dtype, cuda_capability(x_SD.device))
     _product_kernel[((triton.cdiv(S, tile.rows) + E) * triton.cdiv(outputs, tile.columns),)](
         x_SD, x_SD.stride(0), offsets_E1 if order_S is None else order_S, weight_EOD, *weight_EOD.stride(),
         weight_EOD if bias_EO is None else bias_EO, y_SO, y_SO.stride(0), offsets_E1, D, outputs, K, E=E,
         E_BLOCK=triton.next_power_of_2(E), ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner,
-        GATHER=order_S is not None, BIAS=bias_EO is not None, EVEN=D % tile.inner == 0, PRECISION=precision_of(x_SD.dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
+        GATHER=order_S is not None, BIAS=bias_EO is not None, ADD=add, EVEN=D % tile.inner == 0,
+        PRECISION=precision_of(x_SD.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y_SO
 

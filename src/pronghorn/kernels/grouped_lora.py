@@ -76,6 +76,7 @@ class ExpertAdapterSums:
         torch.mul(B_EOr, self.adapter.scale, out=self.sB_EOR[..., : self.adapter.rank])
 
     def make_sums(self) -> tuple[Tensor, Tensor]:
+        """Before a CUDA graph is captured: they must not be in its memory. The caller zeroes them after each step."""
         if self.sums is None:
             E, outputs, _ = self.sB_EOR.shape
             widths, wide = (self.A_ERD.shape[2], outputs), torch.promote_types(self.A_ERD.dtype, torch.float32)

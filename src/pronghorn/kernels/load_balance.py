@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pronghorn.kernels.dispatch import jit, tl, triton, use_triton
 
-ROWS = 32  # of a program
+ROWS = 16  # of a program
 
 
 def load_balancing_loss_reference(layers: list[tuple[Tensor, Tensor]], real_T: Tensor | None = None) -> Tensor:
@@ -110,7 +110,8 @@ def add_load_balancing_grad(
 ) -> Tensor:  # fmt: skip
     """dlogits += coefficient * the loss's gradient, of one layer."""
     T, E = logits_TE.shape
-    factor = torch.as_tensor(rows, dtype=totals_2E.dtype, device=totals_2E.device).pow(-2) * (E * coefficient)
+    many = rows if isinstance(rows, Tensor) else torch.full((), rows, dtype=totals_2E.dtype, device=totals_2E.device)
+    factor = many.to(totals_2E.dtype).pow(-2) * (E * coefficient)  # no copy from the host: a graph can capture it
     if not use_triton(logits_TE):
         wide = torch.promote_types(logits_TE.dtype, torch.float32)
         share_TE = torch.softmax(logits_TE.to(wide), dim=-1)

@@ -190,8 +190,8 @@ def expert_gated_forward(
     block = _block(F)
     _forward_kernel[(S * triton.cdiv(F, block),)](
         gu_SG, gu_SG.stride(0), gu_SG if bias_EG is None else bias_EG, gu_SG if ids_TK is None else ids_TK,
-        gu_SG if order_S is None else order_S, a_SF, a_SF.stride(0), activation.limit, activation.alpha, F=F, BLOCK=block,
-        CLAMPED=activation.kind == "clamped", BIAS=bias_EG is not None, num_warps=4,
+        gu_SG if order_S is None else order_S, a_SF, a_SF.stride(0), float(activation.limit), float(activation.alpha), F=F,
+        BLOCK=block, CLAMPED=activation.kind == "clamped", BIAS=bias_EG is not None, num_warps=4,
     )  # fmt: skip
     return a_SF
 
@@ -214,7 +214,7 @@ def expert_gated_backward(
     _backward_kernel[(S,)](
         da_SF, da_SF.stride(0), gu_SG, gu_SG.stride(0), gu_SG if bias_EG is None else bias_EG,
         order_S if ids_TK is None else ids_TK, order_S, gu_SG if weights_TK is None else weights_TK, dgu_SG, dgu_SG.stride(0),
-        gu_SG if dweights_TK is None else dweights_TK, a, a.stride(0), activation.limit, activation.alpha, F=F,
+        gu_SG if dweights_TK is None else dweights_TK, a, a.stride(0), float(activation.limit), float(activation.alpha), F=F,
         BLOCK=_block(F), CLAMPED=activation.kind == "clamped", BIAS=bias_EG is not None, WEIGHTED=weights_TK is not None,
         NEED_A=need_activation, num_warps=4,
     )  # fmt: skip

@@ -2,27 +2,31 @@
 
 A matrix product takes its floating-point operations at the rate below plus its bytes at the device's bandwidth; everything else
 takes its bytes. The efficiencies are what one H200 made of its data sheet (2026-11: 772 TFLOP/s of bf16 products, 645 to 752 at
-layer shapes, 4.26 TB/s of copies, pinned host copies at 55 GB/s, flash-attn-4 at 626 / 541 TFLOP/s forward / backward). With
-them the step of 16,384 tokens is foretold as 166 ms for Llama 1B, 121 for Qwen3 0.6B and 854 for Llama 8B, where 165, 112 and
-883 were measured. For other GPUs nobody has checked the prediction; measure.py makes the same figures on the machine itself.
+layer shapes, 4.26 TB/s of copies, pinned host copies at 55 GB/s, flash-attn-4 at 626 / 541 TFLOP/s forward / backward).
+`tests/memory/test_costs.py` compares the predictions with the steps in benchmarks/results. For other GPUs nobody has checked
+them; measure.py makes the same figures on the machine itself.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pronghorn.kernels.attention import SHORT
 from pronghorn.memory.gpus import Gpu
 from pronghorn.memory.sizes import FP32, Job, Recompute, moment_bytes
 
-PRODUCTS = 0.76  # of the bf16 rate: 752 of 989
+PRODUCTS = 0.73  # of the bf16 rate, bytes aside: what is left of 752 TFLOP/s of 989 in a step, at the power limit
 FP8_PRODUCTS = 0.65  # 1,160 to 1,380 of 1,979 at layer shapes
 BANDWIDTH = 0.8875  # 4.26 of 4.8
+ELEMENTWISE = 0.86  # of that: norms, RoPE, the activation with the adapters' sums in it
 THIN = 0.85  # of that: products with 16 or 64 columns
 LINK = 0.87  # 55 of 63
 ATTENTION = {True: (0.63, 0.55), False: (0.36, 0.31)}  # of the bf16 rate, forward and backward: flash-attn-4, FlashAttention-2
-ATTENTION_TILE = 512  # tokens by which short documents are longer for attention, whose tiles are 128 x 128 and half empty
+# Tokens by which documents are longer for attention: tiles that are half empty, masks, exponentials. Short documents in our own
+# kernel: 0.278 and 0.886 ms for 8B, 0.188 and 0.497 for 1B, whose heads of 64 cost as much as ones of 128 beside the products.
+ATTENTION_TILE, SHORT_TILE = 512, 700
 LAUNCH_MS = 0.002  # between two kernels of a graph
-KERNELS = (45, 95)  # of a layer, forward and backward
+KERNELS = (20, 40)  # of a layer, forward and backward
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class Model:
         self.plain_rate = gpu.bf16_tflops * PRODUCTS * 1e9 / (16 if job.element == FP32 else 1)  # fp32: no tensor cores
         self.rate = gpu.fp8_tflops * FP8_PRODUCTS * 1e9 if job.fp8 else self.plain_rate  # operations a ms
         self.bytes = gpu.bandwidth_gbs * BANDWIDTH * 1e6  # bytes a ms
+        mlp = [name for name in ("gate_up", "down") if job.groups()[name].adapters]
+        self.fused = [] if job.fp8 or not job.graphed else mlp  # adapters' sums made by the activation's kernels
 
     def product(self, rows: int, inner: int, outputs: int, *, plain: bool = False) -> float:
         """`plain`: in 16 or 32 bits, whatever the layers' linears are in."""
@@ -100,11 +106,12 @@ class Model:
         share = ATTENTION[self.gpu.flash4]
         seen = [min(self.job.attended, 2 * window) for window in s.windows]
         seen += [self.job.attended] * (s.layers - len(seen))
-        length = sum(seen) / len(seen) + ATTENTION_TILE
+        short = self.job.attended <= SHORT
+        length = sum(seen) / len(seen) + (SHORT_TILE if short else ATTENTION_TILE)
         operations = 2.0 * T * length * s.out_width
         rate = self.gpu.bf16_tflops * 1e9
         width = s.out_width + s.kv_heads * s.head_width
-        sums = (T + 128 * self.job.entries) * s.qkv_width * FP32
+        sums = T * s.heads * FP32 if short else (T + 128 * self.job.entries) * s.qkv_width * FP32
         forward = operations / (share[0] * rate) + self.move(2 * width)
         backward = 2.5 * operations / (share[1] * rate) + self.move(3 * width + s.out_width) + 2 * sums / self.bytes
         return forward, backward
@@ -112,19 +119,23 @@ class Model:
     def forward(self) -> Parts:
         s, groups = self.job.shape, self.job.groups()
         turned = (s.heads + s.kv_heads) * s.head_width
-        elementwise = self.move(2 * s.width * len(s.norms) + 2 * turned + 3 * s.mlp_width) + self.casts(turned=False)
-        thin = sum(self.move(g.inputs) for g in groups.values() if g.adapters) / THIN
+        elementwise = self.move((2 * len(s.norms) + 2) * s.width + 2 * turned + 3 * s.mlp_width) / ELEMENTWISE
+        elementwise += self.casts(turned=False)
+        thin = sum(self.move(g.inputs) for name, g in groups.items() if g.adapters and not (self.fused and name == "down"))
+        thin /= THIN
         return Parts(self.products(), elementwise, self.attention()[0], thin, KERNELS[0] * LAUNCH_MS, self.unpack())
 
     def backward(self) -> Parts:
         s, groups = self.job.shape, self.job.groups()
         turned = (s.heads + s.kv_heads) * s.head_width * (2 if s.qk_norm else 1)
-        elementwise = self.move((4 + 2) * s.width * len(s.norms) + 4 * s.width + 2 * turned + 6 * s.mlp_width)
+        elementwise = self.move(4 * s.width * len(s.norms) + 2 * turned + (5 if self.fused else 6) * s.mlp_width) / ELEMENTWISE
         elementwise += self.casts(turned=True)
         if self.job.method == "full":
             products = self.products(turned=True) + self.products(plain=True)  # the weights' gradients: as many again
             return Parts(products, elementwise, self.attention()[1], 0.0, KERNELS[1] * LAUNCH_MS, self.unpack(turned=True))
         thin = sum(self.move(2 * sum(g.outputs) + g.inputs) for g in groups.values() if g.adapters) / THIN
+        if self.fused:  # dB of gate and up, dA of down
+            thin -= sum(self.move(s.mlp_width * (2 if name == "gate_up" else 1)) for name in self.fused) / THIN
         return Parts(self.products(turned=True), elementwise, self.attention()[1], thin, KERNELS[1] * LAUNCH_MS,
                      self.unpack(turned=True))
 

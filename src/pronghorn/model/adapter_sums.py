@@ -12,6 +12,7 @@ import torch
 
 from pronghorn.kernels.lora_collect import CollectTable
 from pronghorn.model.causal_lm import FastCausalLM
+from pronghorn.model.projections import Group
 
 ALIGNMENT = 64  # elements: each sum begins at a multiple of 256 bytes
 
@@ -28,7 +29,7 @@ class AdapterSums:
         self.buffer = torch.zeros(sum(places), dtype=like.dtype, device=like.device)
         parts = iter(part[: rows * columns].view(rows, columns)
                      for part, (rows, columns) in zip(self.buffer.split(places), shapes, strict=True))
-        self._groups = [group for group, pair in groups if pair is not None]
+        self._groups: list[Group] = [group for group, pair in groups if pair is not None]
         for group in self._groups:
             group.add_up_in((next(parts), next(parts)))
         self._table = CollectTable([job for layer in engine.layers for job in layer.collect_jobs()])

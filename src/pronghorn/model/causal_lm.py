@@ -7,6 +7,7 @@ everything else (generation, output of attentions, unusual masks) runs the famil
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -20,12 +21,15 @@ from pronghorn.kernels.host_embedding import host_embedding
 from pronghorn.kernels.linear_cross_entropy import linear_cross_entropy
 from pronghorn.kernels.lora_refresh import CopyTable
 from pronghorn.kernels.rms_norm import rms_norm
-from pronghorn.model.decoder_layer import Documents, Norm
-from pronghorn.model.families import FAMILIES, layer_type, why_not_fast
+from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm
+from pronghorn.model.expert_load import ExpertCounts, ExpertLoad, padding_mask
+from pronghorn.model.families import FAMILIES, layer_type, num_experts, why_not_fast
 from pronghorn.model.fp8_layer import fast_layer
 from pronghorn.model.fp8_projections import Fp8Projections, Fp8Workspace
 from pronghorn.model.kept import Elsewhere
+from pronghorn.model.moe_layer import MoeDecoderLayer
 
+IGNORED = -100  # the label of what is not trained on
 ENGINE = "_pronghorn_engine"  # attribute of the model instance
 
 
@@ -44,7 +48,17 @@ class FastCausalLM:
         family = FAMILIES[config.model_type]
         self.model, self.config, self.backbone = model, config, model.model
         shared = Fp8Workspace()
-        self.layers = [fast_layer(layer, family, config, i, shared, fp8=fp8) for i, layer in enumerate(self.backbone.layers)]
+        self.layers: list[FastDecoderLayer] = []
+        self.expert_layers: list[int] = []  # numbers of those whose MLP is a mixture of experts
+        for i, layer in enumerate(self.backbone.layers):
+            if family.experts and hasattr(layer.mlp, "experts"):
+                self.layers.append(MoeDecoderLayer(layer, family, config, i, len(self.expert_layers)))
+                self.expert_layers.append(i)
+            else:
+                self.layers.append(fast_layer(layer, family, config, i, shared, fp8=fp8))
+        self.expert_counts: ExpertCounts | None = None  # made by the first step
+        asked = self.expert_layers and getattr(config, "output_router_logits", False)
+        self.balance = float(config.router_aux_loss_coef) if asked else 0.0  # weight of the routers' auxiliary loss
         self.norm = Norm(self.backbone.norm, family.one_plus)
         self.kinds = sorted({layer_type(config, i) for i in range(len(self.layers))})
         self._adapters: CopyTable | None = None
@@ -65,14 +79,15 @@ class FastCausalLM:
         for kind in self.kinds:
             by_kind = hasattr(module, f"{kind}_inv_freq")
             cos, sin = module(like, positions_T[None], kind) if by_kind else module(like, positions_T[None])
-            half = cos.shape[-1] // 2  # both halves are the same
+            half = getattr(module, f"{kind}_inv_freq" if by_kind else "inv_freq").shape[0]  # in most, both halves are the same
             tables[kind] = (cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
         return tables
 
     @property
     def has_pieces(self) -> bool:
         """Whether the layers can do their MLP in several turns (model/mlp_pieces.py); those in FP8 do it at once."""
-        return not any(isinstance(group, Fp8Projections) for layer in self.layers for group in layer.groups)
+        in_fp8 = any(isinstance(group, Fp8Projections) for layer in self.layers for group in layer.groups)
+        return not in_fp8 and not self.expert_layers
 
     def embed(self, ids_T: Tensor) -> Tensor:
         if self.host_embeddings:
@@ -89,13 +104,37 @@ class FastCausalLM:
     def hidden(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None) -> Tensor:
         """The residual stream after the last layer, before the final norm: of all tokens, or of `rows`."""
         self.prepare(h_TD.dtype)
+        load = documents.load
+        late = rows is not None and load is not None and load.coefficient != 0.0  # the balance is of all tokens
         with torch.autocast(h_TD.device.type, enabled=False):  # the layers choose their precision themselves
             for layer in self.layers[:-1]:
                 h_TD = layer(h_TD, documents)
-            h_TD = self.layers[-1](h_TD, documents, rows)
+            h_TD = self.layers[-1](h_TD, documents, None if late else rows)
+            if load is not None:
+                h_TD = self._counted(load, h_TD)
+            if late and rows is not None:
+                h_TD = h_TD.index_select(0, rows)
         if self.offload is not None and torch.is_grad_enabled():
             self.offload.turn()  # the way back begins under the head
         return h_TD
+
+    def _counted(self, load: ExpertLoad, h_TD: Tensor) -> Tensor:
+        if self.expert_counts is None:
+            self.expert_counts = ExpertCounts(self.expert_layers, load.stats_L2E.shape[2], h_TD.device)
+        self.expert_counts.add(load)
+        return load.balanced(h_TD)
+
+    def load_of(self, labels_T: Tensor | None = None, spans_2T: Tensor | None = None, rows: Tensor | None = None
+                ) -> ExpertLoad | None:
+        """What a forward that trains counts. `labels_T`, `spans_2T`: of a pack with padding at its end."""
+        if not self.expert_layers or not torch.is_grad_enabled():
+            return None
+        real_T = real_rows = None
+        if labels_T is not None and spans_2T is not None:
+            real_T = padding_mask(labels_T, spans_2T, IGNORED)
+            real_rows = None if rows is None else (labels_T.index_select(0, rows) != IGNORED).float()
+        return ExpertLoad(len(self.expert_layers), num_experts(self.config), self.backbone.embed_tokens.weight.device,
+                          coefficient=self.balance, real_T=real_T, real_rows=real_rows)
 
     def prepare(self, dtype: torch.dtype) -> None:
         """Weights and adapters as the layers read them. On every forward: nothing tells reliably that an optimizer stepped."""
@@ -131,8 +170,12 @@ class FastCausalLM:
                     loss_rows: Tensor | None = None, typical: int | None = None) -> tuple[Tensor, Tensor]:
         """What training calls: one packed batch, metadata built by the loader. `loss_rows`: only these have labels."""
         documents = self.documents(cu_seqlens, longest, positions_T, typical)
-        h_ND = self.hidden(self.embed(ids_T), documents, loss_rows)
-        return self.loss(h_ND, labels_T if loss_rows is None else labels_T.index_select(0, loss_rows))
+        load = self.load_of(labels_T, documents.spans_2T, loss_rows)
+        h_ND = self.hidden(self.embed(ids_T), replace(documents, load=load), loss_rows)
+        total, each = self.loss(h_ND, labels_T if loss_rows is None else labels_T.index_select(0, loss_rows))
+        if load is not None and load.loss is not None:  # transformers adds it to the mean over the labels
+            total = total + self.balance * load.loss * (labels_T != IGNORED).sum()
+        return total, each
 
 
 def install(model: Any, *, fp8: bool = False) -> str:

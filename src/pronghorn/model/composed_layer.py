@@ -26,9 +26,12 @@ def composed_layer(layer: FastDecoderLayer, h_TD: Tensor, documents: Documents) 
     o = attention(q, k, v, documents.cu_seqlens, documents.longest, spans_2T=documents.spans_2T, typical=documents.typical,
                   **layer.attention_options)
     h_TD = h_TD + layer.multiplier * _normed(layer.after_attention, _project(layer.out, o.flatten(1)))
-    gu = _project(layer.gate_up, _normed(layer.before_mlp, h_TD))
-    y = _project(layer.down, gated_activation(gu, layer.activation))
+    y = layer.composed_mlp(_normed(layer.before_mlp, h_TD), documents)
     return h_TD + layer.multiplier * _normed(layer.after_mlp, y)
+
+
+def composed_mlp(layer: FastDecoderLayer, x_TD: Tensor) -> Tensor:
+    return _project(layer.down, gated_activation(_project(layer.gate_up, x_TD), layer.activation))
 
 
 def _normed(norm: Norm | None, x: Tensor) -> Tensor:

@@ -38,10 +38,11 @@ from pronghorn.kernels.lora_collect import CollectJob
 from pronghorn.kernels.lora_linear import NormOf, Part
 from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
 from pronghorn.kernels.rope import qk_rope_backward, qk_rope_forward
+from pronghorn.model.expert_load import ExpertLoad
 from pronghorn.model.families import ACTIVATIONS, Family, activation_name, layer_type, window
 from pronghorn.model.kept import Attended, Elsewhere, GradientRoom, Input, Kept, Left, Level, come_back, leave
 from pronghorn.model.mlp_pieces import again_up_to_the_mlp, backward_in_pieces, forward_in_pieces
-from pronghorn.model.projections import Projections
+from pronghorn.model.projections import Group, Projections
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Documents:
     rotary: dict[str, tuple[Tensor, Tensor]]  # layer type -> cos, sin, float32, [T, P / 2]
     spans_2T: Tensor  # where each token's document begins and ends
     typical: int  # mean length of the documents, each token counted: what is fast depends on it, the results do not
+    load: ExpertLoad | None = None  # what the experts of this step are given
     room: GradientRoom = field(default_factory=GradientRoom)
 
 
@@ -79,15 +81,14 @@ class FastDecoderLayer:
         self.activation = ACTIVATIONS[activation_name(config)]
         self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
         self.head_width = int(attention.head_dim)
-        self.attention_options: dict[str, Any] = {
+        self._attention_options: dict[str, Any] = {
             "scale": float(attention.scaling), "window": window(config, index),
             "softcap": getattr(config, "attn_logit_softcapping", None),
         }
         self.multiplier = float(getattr(config, "residual_multiplier", 1.0))
         self.qkv = Projections(attention, family.qkv)
         self.out = Projections(attention, ("o_proj",))
-        self.gate_up = Projections(layer.mlp, family.gate_up)
-        self.down = Projections(layer.mlp, ("down_proj",))
+        self.gate_up, self.down = self._mlp_projections(layer.mlp)
 
         def norm(name: str | None) -> Norm | None:
             return Norm(getattr(layer, name), family.one_plus) if name else None
@@ -96,7 +97,7 @@ class FastDecoderLayer:
         self.before_mlp, self.after_mlp = norm(norms.before_mlp), norm(norms.after_mlp)
         self.q_norm = Norm(attention.q_norm, family.one_plus) if family.qk_norm else None
         self.k_norm = Norm(attention.k_norm, family.one_plus) if family.qk_norm else None
-        self.groups = (self.qkv, self.out, self.gate_up, self.down)
+        self.groups: tuple[Group, ...] = (self.qkv, self.out, self.gate_up, self.down)
         named = {"before_attention": self.before_attention, "after_attention": self.after_attention,
                  "before_mlp": self.before_mlp, "after_mlp": self.after_mlp, "q_norm": self.q_norm, "k_norm": self.k_norm}
         self.norms = {name: norm for name, norm in named.items() if norm is not None}
@@ -105,6 +106,18 @@ class FastDecoderLayer:
         self.recompute = False  # everything, whatever the level: as people ask for it who know gradient checkpointing
         self.pieces = 1  # turns in which the MLP's rows are done where gate and up are not kept (model/mlp_pieces.py)
         self.offload: Elsewhere | None = None  # where what is kept waits for backward
+
+    def _mlp_projections(self, mlp: Any) -> tuple[Projections, Projections]:
+        return Projections(mlp, self.family.gate_up), Projections(mlp, ("down_proj",))
+
+    @property
+    def attention_options(self) -> dict[str, Any]:
+        return self._attention_options | {"sinks_N": self.sinks}
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """One logit a head that attends to nothing (gpt-oss)."""
+        return getattr(self.layer.self_attn, "sinks", None)
 
     def prepare(self, dtype: torch.dtype) -> bool:
         """Before every forward: finds out what the modules are now. Returns whether adapters moved."""
@@ -123,7 +136,8 @@ class FastDecoderLayer:
 
     def parameters(self) -> list[Tensor]:
         """Everything the node may return a gradient for, in the order in which backward returns them."""
-        return [p for group in self.groups for p in group.parameters] + [norm.weight for norm in self.norms.values()]
+        own = [p for group in self.groups for p in group.parameters] + [norm.weight for norm in self.norms.values()]
+        return own if self.sinks is None else [*own, self.sinks]
 
     def __call__(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None) -> Tensor:
         """The residual stream after the layer: of all tokens, or of `rows`, which hold no token twice but the last one."""
@@ -139,6 +153,12 @@ class FastDecoderLayer:
             return self.forward_at("layer", h_TD, documents, rows)[0]
         out = _Layer.apply(h_TD, self, documents, rows, *self.parameters())  # type: ignore[no-untyped-call]
         return out
+
+    def composed_mlp(self, x_TD: Tensor, documents: Documents) -> Tensor:
+        """The MLP as separate differentiable ops."""
+        from pronghorn.model.composed_layer import composed_mlp
+
+        return composed_mlp(self, x_TD)
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
@@ -304,11 +324,14 @@ class FastDecoderLayer:
         if rows is not None:
             do, dh = _spread(do, rows, len(kept.h)), _spread(dh, rows, len(kept.h))
         dqkv_ext = self._room_for_dqkv(do)
-        backend = pick_backend(do.device, do.dtype, self.head_width, softcap=self.attention_options["softcap"] is not None,
-                               typical=documents.typical)
-        dq, dk, dv, _ = attention_backward(
+        options, sinks = self.attention_options, self.sinks
+        backend = pick_backend(do.device, do.dtype, self.head_width, softcap=options["softcap"] is not None,
+                               sinks=sinks is not None, typical=documents.typical)
+        if sinks is not None and not sinks.requires_grad and backend in ("short", "flash2"):
+            options["sinks_N"] = None  # there, only their own gradient needs them once more: lse has them in it
+        dq, dk, dv, dsinks = attention_backward(
             do.unflatten(1, (self.heads, self.head_width)), kept.q, kept.k, kept.v, kept.o, kept.lse, documents.cu_seqlens,
-            documents.longest, spans_2T=documents.spans_2T, typical=documents.typical, **self.attention_options,
+            documents.longest, spans_2T=documents.spans_2T, typical=documents.typical, **options, backend=backend,
             # FlashAttention-2 could only copy into them; RoPE's backward then reads its tensors where they are.
             grads=None if backend == "flash2" else self._parts_of(dqkv_ext),
         )
@@ -322,7 +345,7 @@ class FastDecoderLayer:
         else:
             self.qkv.extend_grad(dqkv_ext)
         qkv_grads = self.parameters_behind_norm(self.qkv, dqkv_ext, kept.h, kept.xa1, kept.rstd, "before_attention")
-        ordered = [norm_grads.get(name) for name in self.norms]
+        ordered = [norm_grads.get(name) for name in self.norms] + ([] if sinks is None else [dsinks])
         return dh, [*qkv_grads, *out_grads, *mlp_grads, *ordered]
 
     def _backward_mlp(self, dh3: Tensor, kept: Kept, documents: Documents, norm_grads: dict[str, Tensor | None]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pronghorn.kernels.gated_mlp import Kind
+from pronghorn.kernels.moe_gated import ExpertKind
 
 ACTIVATIONS: dict[str, Kind] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -31,6 +32,16 @@ AFTER_ONLY = Norms(before_attention=None, after_attention="post_attention_layern
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Layers whose MLP is a router and a stack of experts (model/moe_layer.py). How many, and how their weights are
+    normalised, the config says; whether there is a shared expert, the module."""
+
+    router: str = "gate"
+    transposed: bool = False  # weights are stored [E, inputs, outputs]
+    activation: ExpertKind = "silu"
+
+
+@dataclass(frozen=True)
 class Family:
     norms: Norms = Norms()
     one_plus: bool = False  # norms multiply by 1 + weight
@@ -38,6 +49,7 @@ class Family:
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     qk_norm: Literal["per_head", "full"] | None = None
     neighbours: bool = False  # RoPE pairs neighbours instead of halves
+    experts: Experts | None = None
 
 
 FAMILIES = {
@@ -50,6 +62,10 @@ FAMILIES = {
     "gemma3_text": Family(norms=SANDWICH, one_plus=True, qk_norm="per_head"),
     "granite": Family(),
     "olmo2": Family(norms=AFTER_ONLY, qk_norm="full"),
+    "mixtral": Family(experts=Experts()),
+    "qwen2_moe": Family(experts=Experts()),
+    "qwen3_moe": Family(qk_norm="per_head", experts=Experts()),
+    "gpt_oss": Family(experts=Experts(router="router", transposed=True, activation="clamped")),
 }
 
 
@@ -59,7 +75,9 @@ def why_not_fast(config: Any) -> str:
         return f"model type {config.model_type} has no row in the table of families"
     if activation_name(config) not in ACTIVATIONS:
         return f"activation {activation_name(config)} has no kernel"
-    for name in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
+    if FAMILIES[config.model_type].experts and ACTIVATIONS[activation_name(config)] != "silu":
+        return f"activation {activation_name(config)} has no kernel for experts"
+    for name in ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise"):
         if getattr(config, name, 0.0):
             return f"{name} is not zero"
     if getattr(config, "use_bidirectional_attention", False):
@@ -69,6 +87,10 @@ def why_not_fast(config: Any) -> str:
 
 def activation_name(config: Any) -> str:
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)
+
+
+def num_experts(config: Any) -> int:
+    return int(getattr(config, "num_local_experts", None) or config.num_experts)
 
 
 def layer_type(config: Any, index: int) -> str:

@@ -14,19 +14,19 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from pronghorn.kernels.dispatch import say_once
 from pronghorn.kernels.rms_norm import rms_norm
-from pronghorn.model.causal_lm import ENGINE, FastCausalLM, head_of
+from pronghorn.model.causal_lm import ENGINE, IGNORED, FastCausalLM, head_of
+from pronghorn.model.expert_load import ExpertLoad
 
-IGNORED = -100
 LOSS = "ForCausalLM"  # transformers' name for the shifted cross-entropy
 # What the fast path reads, and what changes nothing for it; any other argument with a value belongs to the own forward.
 READ = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch",
@@ -68,20 +68,16 @@ def _separate_weights(model: Any, prefix: str, keep_vars: bool) -> None:
     engine._adapters = None  # holds the buffers, too
     for layer in engine.layers:
         for group in layer.groups:
-            group._group = None
-            for module in group.modules():
-                linear = module.get_base_layer() if isinstance(module, LoraLinear) else module
-                if type(linear) is torch.nn.Linear and not linear.weight.is_contiguous():
-                    linear.weight.data = linear.weight.data.contiguous()
+            group.separate()
 
 
 # ---- the two forwards: None means "run your own" ---------------------------------------------------------------------
 
 
 def _backbone_forward(backbone: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> Any:
-    pack = _pack(engine, inputs) if _covered(engine, inputs) else None
+    pack = _pack(engine, inputs) if _covered(engine, inputs) and not engine.balance else None
     if pack is None:
-        return None
+        return None  # among them: who balances the experts wants the routers' logits
     normed = _normed(engine, _run(engine, inputs, pack))
     return BaseModelOutputWithPast(last_hidden_state=pack.unpacked(normed))
 
@@ -104,12 +100,17 @@ def _model_forward(model: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> 
             with _paused(engine):
                 return type(model).forward(model, **inputs)
         targets = targets[pack.real]
-    h = _run(engine, inputs, pack)
+    load = engine.load_of()
+    h = _run(engine, inputs, pack, load)
     rows = (targets != IGNORED).nonzero().flatten()
     loss_sum, _ = engine.loss(h.index_select(0, rows), targets[rows])
     count = inputs.get("num_items_in_batch")
     count = len(rows) if count is None else count.to(loss_sum.device) if isinstance(count, Tensor) else count
-    return Output(loss=loss_sum / count, logits=LateLogits(engine, h, pack))
+    output = Output(loss=loss_sum / count, logits=LateLogits(engine, h, pack))
+    if load is not None and load.loss is not None:
+        output.loss = output.loss + engine.balance * load.loss
+        output.aux_loss = load.loss
+    return output
 
 
 def _shifted(labels: Tensor) -> Tensor:
@@ -140,7 +141,7 @@ def _look_at_norms(engine: FastCausalLM) -> None:
                 fast.layer, getattr(fast.family.norms, slot))
 
 
-def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack) -> Tensor:
+def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack, load: ExpertLoad | None = None) -> Tensor:
     _look_at_norms(engine)
     if inputs.get("inputs_embeds") is None:
         ids = inputs["input_ids"].reshape(-1)
@@ -148,7 +149,7 @@ def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack) -> Tensor:
     else:
         h = inputs["inputs_embeds"].flatten(0, 1)
         h = engine.scaled(h if pack.real is None else h[pack.real])
-    return engine.hidden(h, engine.documents(pack.cu_seqlens, pack.longest, pack.positions))
+    return engine.hidden(h, replace(engine.documents(pack.cu_seqlens, pack.longest, pack.positions), load=load))
 
 
 def _normed(engine: FastCausalLM, h: Tensor) -> Tensor:
@@ -171,7 +172,7 @@ def _covered(engine: FastCausalLM, inputs: dict[str, Any]) -> bool:
     if ("input_ids" in given) == ("inputs_embeds" in given):
         return False  # the own forward says what is wrong with that
     mask = inputs.get("attention_mask")
-    if engine.paused or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
+    if engine.paused or (engine.balance and not torch.is_grad_enabled()) or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         return False
     as_tuple = inputs.get("return_dict") is False or not getattr(config, "return_dict", True)
     if as_tuple or getattr(config, "output_attentions", False) or getattr(config, "output_hidden_states", False):
@@ -215,7 +216,7 @@ def _adapters_in_use(engine: FastCausalLM) -> tuple[Any, ...]:
     for layer in engine.layers:
         for group in layer.groups:
             for module in group.modules():
-                if isinstance(module, LoraLinear):
+                if isinstance(module, LoraLayer):
                     return bool(module.disable_adapters), tuple(module.active_adapters)
     return ()
 

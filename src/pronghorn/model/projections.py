@@ -9,7 +9,8 @@ Weights in 4 bits stay where they are; `load_weights` dequantizes them into memo
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
@@ -22,6 +23,24 @@ from pronghorn.kernels.nf4_lora import NF4LoraGroup
 from pronghorn.model.quantized import NF4Linear
 
 PLAIN = (nn.Linear, NF4Linear)  # exactly these: a subclass may compute something else
+
+
+class Group(Protocol):
+    """Parameters of a layer that are read together, as the model looks at any of them."""
+
+    parameters: list[Tensor]
+    adapters: list[Adapter]
+
+    def modules(self) -> list[Any]: ...
+    def why_not_fused(self) -> str: ...
+    def prepare(self, dtype: torch.dtype) -> bool: ...
+    @property
+    def copy_jobs(self) -> Sequence[CopyJob]: ...
+    @property
+    def sum_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None: ...
+    def add_up_in(self, sums: tuple[Tensor, Tensor] | None) -> None: ...
+    def forget_weights(self) -> None: ...
+    def separate(self) -> None: ...
 
 
 class Projections:
@@ -120,6 +139,14 @@ class Projections:
         """The next use dequantizes again, as in a model of many layers; for who times one layer alone."""
         if isinstance(self._group, NF4LoraGroup):
             self._group.scratch.forget()
+
+    def separate(self) -> None:
+        """Each weight in memory of its own, instead of views of one buffer, until the next `prepare`."""
+        self._group = None
+        for module in self.modules():
+            linear = module.get_base_layer() if isinstance(module, LoraLinear) else module
+            if type(linear) is nn.Linear and not linear.weight.is_contiguous():
+                linear.weight.data = linear.weight.data.contiguous()
 
     def _identity(self) -> tuple[Any, ...]:
         """Changes when an adapter is added, replaced or scaled, or a weight moves to another place or device."""

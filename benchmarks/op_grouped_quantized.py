@@ -1,0 +1,97 @@
+"""Grouped products with experts in 4 and 8 bits: dequantized inside, in four parts, and, for comparison, the whole stack first
+(which takes the memory that 4 bits save)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.moe_sizes import layer_of, moe_cases
+from benchmarks.ops import Line, compare, replaced
+from pronghorn.kernels import grouped_quantized as op
+from pronghorn.kernels.fp8_cast import fp8_cast_rows
+from pronghorn.kernels.grouped_gemm import grouped_linear_backward_input, grouped_linear_forward
+from pronghorn.kernels.grouped_parts import (
+    backward_parts,
+    forward_parts,
+    grouped_parts_backward,
+    grouped_parts_forward,
+    scratch_values,
+)
+from pronghorn.kernels.mxfp4 import MXFP4Tensor, mxfp4_dequantize, mxfp4_quantize
+from pronghorn.kernels.nf4 import nf4_dequantize, nf4_quantize
+
+
+def cases() -> list[dict[str, Any]]:
+    more = [("gpt-oss-20b", "mxfp4"), ("gpt-oss-20b", "nf4"), ("qwen3-30b-a3b", "nf4"), ("qwen3-30b-a3b", "fp8")]
+    every = moe_cases(format=["mxfp4", "nf4", "fp8"], product=["gate_up", "down"], **{"pass": ["forward", "input"]})
+    return [case for case in every if (case["model"], case["format"]) in more]
+
+
+class _Data:
+    def __init__(self, case: dict[str, Any]) -> None:
+        layer = layer_of(case)
+        width, outputs = (layer.D, 2 * layer.F) if case["product"] == "gate_up" else (layer.F, layer.D)
+        weight = layer.random(layer.E, outputs, width, scale=width**-0.5)
+        self.stack = self._stack(weight, case["format"])
+        self.group = op.QuantizedExpertGroup(self.stack)
+        self.scratch = torch.empty(scratch_values(self.group, 4), device=weight.device, dtype=torch.bfloat16)
+        self.offsets = layer.routing.offsets_E1
+        self.forward: bool = case["pass"] == "forward"
+        self.rows = layer.random(layer.rows, width if self.forward else outputs)
+        self.name = f"{layer.name} {case['format']} {case['product']} {case['pass']}"
+        self.flops = 2 * layer.rows * width * outputs
+
+    @staticmethod
+    def _stack(weight: torch.Tensor, form: str) -> op.QuantizedStack:
+        if form == "nf4":
+            return op.QuantizedStack.from_nf4(nf4_quantize(weight.flatten(0, 1)), len(weight))
+        if form == "mxfp4":
+            return op.QuantizedStack.from_mxfp4(mxfp4_quantize(weight))
+        q, scale = fp8_cast_rows(weight.flatten(0, 1))
+        return op.QuantizedStack.from_fp8(q.view(weight.shape), scale.view(weight.shape[:2]))
+
+    def ours(self) -> torch.Tensor:
+        call = op.grouped_quantized_forward if self.forward else op.grouped_quantized_backward
+        return call(self.rows, self.stack, self.offsets)
+
+    def _dense(self) -> torch.Tensor:
+        if self.stack.nf4 is not None:
+            return nf4_dequantize(self.stack.nf4, dtype=torch.bfloat16).view(self.stack.shape)
+        if self.stack.format == "mxfp4":
+            return mxfp4_dequantize(MXFP4Tensor(self.stack.values, self.stack.scales))
+        return self.stack.dequantized_reference(torch.bfloat16)
+
+    def joined(self) -> torch.Tensor:
+        call = grouped_parts_forward if self.forward else grouped_parts_backward
+        return call(self.group, self.rows, self.offsets, self.scratch)
+
+    def parts(self) -> list[torch.Tensor]:
+        call = forward_parts if self.forward else backward_parts
+        return [part for _, part in call(self.group, self.rows, self.offsets, self.scratch)]
+
+    def whole(self) -> torch.Tensor:
+        call = grouped_linear_forward if self.forward else grouped_linear_backward_input
+        return call(self.rows, self._dense(), self.offsets)
+
+
+def run(case: dict[str, Any]) -> list[Line]:
+    data = _Data(case)
+    truth = data.whole()
+    calls: dict[str, Any] = {"ours": data.ours, "parts, joined": data.joined, "whole stack first": data.whole}
+    lines = compare("grouped_quantized", data.name, calls, lambda: truth, flops=data.flops)
+    cut = [truth[:, place] for place, _ in (forward_parts if data.forward else backward_parts)(
+        data.group, data.rows, data.offsets, data.scratch)]  # fmt: skip
+    calls = {"parts": data.parts}
+    return lines + compare("grouped_quantized", data.name, calls, lambda: cut, flops=data.flops)
+
+
+def sweep(case: dict[str, Any]) -> list[Line]:
+    data = _Data(case)
+    truth, lines = data.whole(), []
+    for tile in op.CONFIGS:
+        with replaced(op, "_tile", lambda *_, tile=tile: tile):
+            calls: dict[str, Any] = {"x".join(map(str, tile)): data.ours}
+            lines += compare("grouped_quantized", data.name, calls, lambda: truth, flops=data.flops)
+    return lines

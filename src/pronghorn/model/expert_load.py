@@ -1,0 +1,115 @@
+"""How much the experts are given: counted on the device in every forward that trains, and balanced where the config asks.
+
+T = packed tokens, E = experts, K = experts a token, L = layers with experts.
+
+Each of these layers adds how often its experts were chosen, and their probabilities, to its rows of one buffer [L, 2, E];
+padding does not count. The sums over all steps wait on the device until somebody reads them (`ExpertCounts`). The auxiliary
+loss (kernels/load_balance.py) needs all layers' counts before any layer's gradient, so it is a node of its own behind the last
+layer: forward makes the loss, backward notes what its gradient is to be multiplied by, and the layers add their share to
+the gradient of their logits.
+
+In the last layer only rows with a loss go on behind attention, so only they are counted, unless there is an auxiliary loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.load_balance import add_load_balancing_grad, add_router_statistics, load_balancing_loss
+
+
+class ExpertLoad:
+    """Of one forward."""
+
+    def __init__(self, layers: int, experts: int, device: torch.device, *, coefficient: float, real_T: Tensor | None = None,
+                 real_rows: Tensor | None = None) -> None:
+        """`real_T`: which tokens are not padding (None: all); `real_rows`: the same of the rows of the last layer."""
+        self.stats_L2E = torch.zeros(layers, 2, experts, device=device)
+        self.coefficient, self.real_T, self.real_rows = coefficient, real_T, real_rows
+        self.totals_2E: Tensor | None = None
+        self.tokens: int | Tensor = 0
+        self.factor: Tensor | None = None  # of the auxiliary loss, in what is differentiated
+        self.loss: Tensor | None = None
+
+    def add(self, slot: int, logits_TE: Tensor, ids_TK: Tensor, few: bool) -> None:
+        """`few`: these are the rows of the last layer."""
+        real = self.real_rows if few else self.real_T
+        if logits_TE.dtype == torch.float64:
+            self.stats_L2E = self.stats_L2E.double()
+        add_router_statistics(self.stats_L2E[slot], logits_TE, ids_TK, real)
+        self.tokens = len(logits_TE) if real is None else real.sum()
+
+    def balanced(self, h_TD: Tensor) -> Tensor:
+        """Behind the last layer: h again, and the auxiliary loss in `loss`, where there is to be one."""
+        if not self.coefficient:
+            return h_TD
+        h_TD, self.loss = _Balance.apply(h_TD, self)  # type: ignore[no-untyped-call]
+        return h_TD
+
+    def add_grad(self, dlogits_TE: Tensor, logits_TE: Tensor) -> Tensor:
+        """dlogits, with the share of the auxiliary loss added to it."""
+        if self.totals_2E is None or self.factor is None:
+            return dlogits_TE
+        factor: Any = self.factor  # a number on the device
+        return add_load_balancing_grad(dlogits_TE, logits_TE, self.totals_2E, self.rows, factor, self.real_T)
+
+    @property
+    def rows(self) -> int | Tensor:
+        return len(self.stats_L2E) * self.tokens
+
+
+class _Balance(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h_TD: Tensor, load: ExpertLoad) -> tuple[Tensor, Tensor]:
+        load.totals_2E = load.stats_L2E.sum(0)
+        ctx.load = load
+        return h_TD.view_as(h_TD), load_balancing_loss(load.totals_2E, load.rows)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None]:
+        ctx.load.factor = incoming[1]
+        return incoming[0], None
+
+
+class BalancedLogits(torch.autograd.Function):
+    """Around an MLP that the model computes itself: its output again, and the auxiliary loss' share to the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, y_TD: Tensor, logits_TE: Tensor, load: ExpertLoad) -> Tensor:
+        ctx.save_for_backward(logits_TE)
+        ctx.load = load
+        return y_TD.view_as(y_TD)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, Tensor, None]:
+        (logits_TE,) = ctx.saved_tensors
+        return incoming[0], ctx.load.add_grad(torch.zeros_like(logits_TE), logits_TE), None
+
+
+class ExpertCounts:
+    """Of all the steps so far: how often each expert was chosen, [L, E], on the device. A CUDA graph adds to it as well."""
+
+    def __init__(self, layers: list[int], experts: int, device: torch.device) -> None:
+        """`layers`: their numbers in the model."""
+        self.layers = layers
+        self.counts_LE = torch.zeros(len(layers), experts, dtype=torch.float64, device=device)
+
+    def add(self, load: ExpertLoad) -> None:
+        self.counts_LE += load.stats_L2E[:, 0]
+
+    def read(self) -> dict[int, list[int]]:
+        """Waits for the device: not for use within a step. The counts begin again at zero."""
+        counts: list[list[float]] = self.counts_LE.tolist()
+        self.counts_LE.zero_()
+        return {layer: [round(count) for count in row] for layer, row in zip(self.layers, counts, strict=True)}
+
+
+def padding_mask(labels_T: Tensor, spans_2T: Tensor, ignored: int) -> Tensor:
+    """1 for tokens up to the end of the last document that has a label, 0 for those after it: a pack is filled up at its end,
+    with documents without labels. Nothing asks the host."""
+    place = torch.arange(len(labels_T), device=labels_T.device)
+    last = torch.where(labels_T != ignored, place, 0).amax()
+    return (place < spans_2T[1][last]).float()

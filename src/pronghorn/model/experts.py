@@ -1,0 +1,302 @@
+"""A layer's router and its two stacks of experts, frozen, adapted or trained, as the layer uses them: projections.py's
+counterpart for mixtures of experts.
+
+T = packed tokens, E = experts, K = experts a token, S = T * K rows sorted by expert, D = input width, O = output width of a
+stack, R = extra columns that carry its adapter, r = the adapter's rank.
+
+The modules stay the model's own; PEFT wraps them around the parameters it adapts (`target_parameters`), one wrapper around
+another. With an adapter the stack moves into one buffer with it (kernels/grouped_lora.py), and the model's parameter becomes a
+view of that, so it is stored once and keeps its name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora import ParamWrapper
+from torch import Tensor, nn
+
+from pronghorn.kernels.grouped_gemm import grouped_linear_backward_bias, grouped_linear_backward_weight
+from pronghorn.kernels.grouped_lora import ExpertAdapter, ExpertGroup
+from pronghorn.kernels.grouped_quantized import QuantizedExpertGroup, QuantizedStack
+from pronghorn.kernels.lora_collect import CollectJob
+from pronghorn.kernels.lora_linear import Adapter
+from pronghorn.kernels.lora_refresh import CopyJob
+from pronghorn.kernels.routing import Routing
+
+
+class Adapted:
+    """A module whose parameters PEFT may have wrapped, and what the model asks of any group of parameters of a layer."""
+
+    def __init__(self, parent: nn.Module, name: str) -> None:
+        self.parent, self.name = parent, name
+        self.parameters: list[Tensor] = []  # gradients come in this order
+        self.adapters: list[Adapter] = []
+
+    def modules(self) -> list[Any]:
+        return [getattr(self.parent, self.name)]
+
+    def module(self) -> Any:
+        """The model's own."""
+        found = getattr(self.parent, self.name)
+        while isinstance(found, ParamWrapper):
+            found = found.base_layer
+        return found
+
+    def wrapper(self, parameter: str) -> ParamWrapper | None:
+        """Around this parameter, if its adapter is in use."""
+        found = getattr(self.parent, self.name)
+        while isinstance(found, ParamWrapper):
+            if found.parameter_name == parameter:
+                return found if found.active_adapters and not found.disable_adapters else None
+            found = found.base_layer
+        return None
+
+    def adapter(self, parameter: str) -> Adapter | None:
+        wrapper = self.wrapper(parameter)
+        if wrapper is None:
+            return None
+        name = wrapper.active_adapters[0]
+        return Adapter(0, wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.scaling[name])
+
+    def why_not_adapted(self, parameter: str) -> str:
+        """What of the wrapper only PEFT's own forward computes; empty if ours does."""
+        wrapper = self.wrapper(parameter)
+        if wrapper is None:
+            return ""
+        if wrapper.merged:
+            return "an adapter is merged"
+        if len(wrapper.active_adapters) > 1:
+            return "several adapters are active"
+        if wrapper.active_adapters[0] not in wrapper.lora_A:
+            return "the active adapter is not on every layer it was asked for"
+        if getattr(self.module(), parameter).requires_grad:
+            return "a weight is trained beside its adapter"
+        return ""
+
+    copy_jobs: tuple[CopyJob, ...] = ()  # adapters are read by `prepare`
+
+    @property
+    def sum_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
+        """Of dA and dB^T, where the adapters' gradients are to be added up; None: autograd adds them up."""
+        return None
+
+    def add_up_in(self, sums: tuple[Tensor, Tensor] | None) -> None:
+        assert sums is None
+
+    def collect_jobs(self) -> list[CollectJob]:
+        return []
+
+    def forget_weights(self) -> None:
+        """Nothing is dequantized ahead of its use."""
+
+    def separate(self) -> None:
+        """The parameters in memory of their own."""
+
+
+class Router(Adapted):
+    """logits_TE = x W^T + bias, frozen or trained, with or without an adapter on W."""
+
+    def why_not_fused(self) -> str:
+        module = self.module()
+        if not isinstance(getattr(module, "weight", None), nn.Parameter) or type(module).__module__.startswith("peft."):
+            return f"{type(module).__name__} is not a router we know"
+        if why := self.why_not_adapted("weight"):
+            return why
+        self._look()
+        return ""
+
+    def _look(self) -> None:
+        module, adapter = self.module(), self.adapter("weight")
+        self.adapters = [] if adapter is None else [adapter]
+        self._bias: Tensor | None = getattr(module, "bias", None)
+        biases = [] if self._bias is None else [self._bias]
+        self.parameters = [module.weight, *biases, *(p for a in self.adapters for p in (a.A_RD, a.B_OR))]
+
+    @property
+    def needs_input(self) -> bool:
+        return bool(self.adapters) or bool(self.parameters[0].requires_grad)
+
+    def prepare(self, dtype: torch.dtype) -> bool:
+        self.weight_ED = self.parameters[0].detach().to(dtype)
+        for adapter in self.adapters:  # E x D: small enough to be added up
+            delta_ED = (adapter.B_OR.detach() @ adapter.A_RD.detach()) * adapter.scale
+            self.weight_ED = (self.weight_ED.to(delta_ED.dtype) + delta_ED).to(dtype)
+        self._bias_E = None if self._bias is None else self._bias.detach().to(dtype)
+        return False
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x_TD, self.weight_ED, self._bias_E)
+
+    def backward_input(self, dlogits_TE: Tensor) -> Tensor:
+        return torch.mm(dlogits_TE, self.weight_ED)
+
+    def backward_parameters(self, dlogits_TE: Tensor, x_TD: Tensor | None) -> list[Tensor | None]:
+        weight, wide = self.parameters[0], torch.promote_types(dlogits_TE.dtype, torch.float32)
+        dW_ED = dlogits_TE.to(wide).T @ x_TD.to(wide) if x_TD is not None else None
+        grads: list[Tensor | None] = [dW_ED.to(weight.dtype) if dW_ED is not None and weight.requires_grad else None]
+        if self._bias is not None:
+            grads.append(dlogits_TE.sum(0, dtype=wide).to(self._bias.dtype) if self._bias.requires_grad else None)
+        for adapter in self.adapters:
+            assert dW_ED is not None
+            scaled = dW_ED.to(adapter.A_RD.dtype) * adapter.scale
+            grads += [adapter.B_OR.detach().T @ scaled, scaled @ adapter.A_RD.detach().T]
+        return grads
+
+
+class ExpertStack(Adapted):
+    """All experts' gate and up, or all experts' down: one grouped product, its bias left to the kernels around it."""
+
+    def __init__(self, parent: nn.Module, parameter: str, *, transposed: bool) -> None:
+        """`transposed`: the model keeps [E, D, O] instead of [E, O, D]."""
+        super().__init__(parent, "experts")
+        self.parameter, self.transposed = parameter, transposed
+        self.bias_EO: Tensor | None = None
+        self.group: ExpertGroup | QuantizedExpertGroup
+        self._built_for: tuple[Any, ...] = ()
+        self._sums: tuple[Tensor, Tensor] | None = None
+
+    # ---- what is covered -----------------------------------------------------------------------------------------
+
+    def why_not_fused(self) -> str:
+        module = self.module()
+        if self.stored() is None and not isinstance(getattr(module, self.parameter, None), nn.Parameter):
+            return f"{type(module).__name__} has no {self.parameter} we know"
+        if why := self.why_not_adapted(self.parameter):
+            return why
+        wrapper = self.wrapper(self.parameter)
+        if wrapper is not None and wrapper._did_swap_in_out_features == self.transposed:
+            return "PEFT takes the experts' inputs for their outputs"
+        self._look()
+        return ""
+
+    def stored(self) -> QuantizedStack | None:
+        """The stack in few bits, if it is kept so."""
+        found: QuantizedStack | None = getattr(self.module(), "stacks", {}).get(self.parameter)
+        return found
+
+    def _look(self) -> None:
+        module, adapter = self.module(), self.adapter(self.parameter)
+        self.adapters = [] if adapter is None else [adapter]
+        self._weight: Tensor | None = None if self.stored() is not None else getattr(module, self.parameter)
+        self._bias: Tensor | None = getattr(module, f"{self.parameter}_bias", None)
+        own = [p for p in (self._weight, self._bias) if p is not None]
+        self.parameters = [*own, *(p for a in self.adapters for p in (a.A_RD, a.B_OR))]
+
+    @property
+    def trains_weights(self) -> bool:
+        return self._weight is not None and self._weight.requires_grad
+
+    @property
+    def needs_input(self) -> bool:
+        return bool(self.adapters) or self.trains_weights
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, dtype: torch.dtype) -> bool:
+        """Returns whether the buffer of weights and adapter was built anew."""
+        self.bias_EO = None if self._bias is None else self._bias.detach().to(dtype)
+        if not self.adapters and self._weight is not None:
+            self.group, self._built_for = ExpertGroup(self._usual(self._weight.detach()).to(dtype)), ()
+            return False
+        identity = self._identity(dtype)
+        if self._built_for == identity:
+            self.group.refresh()
+            return False
+        (adapter,) = self.adapters or [None]
+        stack, its = self.stored(), None
+        if adapter is not None:
+            its = ExpertAdapter(adapter.A_RD, adapter.B_OR, self.experts, adapter.scale)
+        if stack is not None:
+            self.group = QuantizedExpertGroup(stack, its, dtype)
+        else:
+            assert self._weight is not None
+            self.group = ExpertGroup(self._usual(self._weight.detach()), its)
+            self._weight.data = self._usual(self.group.weight_view())
+        self._built_for = self._identity(dtype)
+        self.add_up_in(self._sums)
+        return True
+
+    @property
+    def experts(self) -> int:
+        stack = self.stored()
+        if stack is not None:
+            return stack.shape[0]
+        assert self._weight is not None
+        return self._weight.shape[0]
+
+    def _usual(self, weight: Tensor) -> Tensor:
+        """From the model's layout to [E, O, D], and back."""
+        return weight.transpose(1, 2) if self.transposed else weight
+
+    def _identity(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        adapters = tuple((id(adapter.A_RD), id(adapter.B_OR), adapter.scale) for adapter in self.adapters)
+        return adapters, None if self._weight is None else self._weight.data_ptr(), id(self.stored()), dtype
+
+    def separate(self) -> None:
+        self._built_for = ()
+        weight = getattr(self.module(), self.parameter, None)
+        if isinstance(weight, nn.Parameter) and not weight.is_contiguous():
+            del self.group
+            weight.data = weight.data.contiguous()
+
+    # ---- the adapter's gradients over a whole step (model/adapter_sums.py) ------------------------------------------
+
+    @property
+    def sum_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
+        """Of dA [E r, D] and of dB^T [r E, O], in the order in which PEFT keeps the columns of B."""
+        if not self.adapters:
+            return None
+        adapter = self.adapters[0]
+        return (len(adapter.A_RD), adapter.A_RD.shape[1]), (adapter.B_OR.shape[1], len(adapter.B_OR))
+
+    def add_up_in(self, sums: tuple[Tensor, Tensor] | None) -> None:
+        self._sums = sums
+        if self.group.adapters is not None:
+            self.group.adapters.sums = None
+            if sums is not None:
+                by_expert = sums[0].unflatten(0, (self.experts, -1)), sums[1].unflatten(0, (-1, self.experts)).transpose(0, 1)
+                self.group.adapters.sums = by_expert
+
+    def collect_jobs(self) -> list[CollectJob]:
+        if self._sums is None or not self.adapters:
+            return []
+        adapter = self.adapters[0]
+        assert adapter.A_RD.grad is not None
+        assert adapter.B_OR.grad is not None
+        return [CollectJob(self._sums[0], adapter.A_RD.grad),
+                CollectJob(self._sums[1], adapter.B_OR.grad, scale=adapter.scale, transposed=True)]
+
+    # ---- backward ------------------------------------------------------------------------------------------------
+
+    def backward_parameters(self, dy_ext: Tensor, x_ext: Tensor | None, routing: Routing, *, weighted: bool
+                            ) -> list[Tensor | None]:
+        """Gradients of `parameters`, None where frozen. x_ext: [x | x A^T]; dy_ext: [dy | dy sB]. `weighted`: dy lacks the
+        routing weights, and x_ext has them."""
+        offsets, O = routing.offsets_E1, self.group.outputs
+        grads: list[Tensor | None] = []
+        if self._weight is not None:
+            grads.append(self._weight_grad(dy_ext[:, :O], x_ext, offsets) if self._weight.requires_grad else None)
+        if self._bias is not None:
+            weights = {"weights_TK": routing.weights_TK, "order_S": routing.order_S} if weighted else {}
+            grads.append(grouped_linear_backward_bias(dy_ext[:, :O], offsets, dtype=self._bias.dtype, **weights)
+                         if self._bias.requires_grad else None)
+        if not self.adapters:
+            return grads
+        adapters, D = self.group.adapters, self.group.D
+        assert adapters is not None
+        assert x_ext is not None
+        adapters.add_grads(dy_ext[:, :O], dy_ext[:, O:], x_ext[:, :D], x_ext[:, D:], offsets)
+        if self._sums is not None:
+            return [*grads, None, None]
+        found = adapters.grads()
+        adapters.sums = None  # the next backward begins from zero
+        return [*grads, *found]
+
+    def _weight_grad(self, dy_SO: Tensor, x_SD: Tensor | None, offsets_E1: Tensor) -> Tensor:
+        """In the model's own layout."""
+        assert x_SD is not None
+        assert self._weight is not None
+        one, other = (x_SD, dy_SO) if self.transposed else (dy_SO, x_SD)
+        return grouped_linear_backward_weight(one, other, offsets_E1, dtype=self._weight.dtype)
