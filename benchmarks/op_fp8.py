@@ -274,7 +274,7 @@ def sweep(case: dict[str, Any]) -> list[Line]:
     module, function, configs = tables[kind]
     lines = []
     for config in configs:
-        if kind == "cast" and not config.columns and case["D"] > 4096 * config.warps:
+        if kind == "cast" and not config.columns and config.rows * case["D"] > 4096 * config.warps:
             continue  # too many values a thread
         calls, moved = _memory_calls(case)
         with replaced(module, function, lambda *_, config=config: config):

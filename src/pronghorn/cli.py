@@ -130,6 +130,7 @@ def _plan_options(one: argparse.ArgumentParser) -> None:
     from pronghorn.memory.gpus import GPUS
 
     one.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)} (default: this machine's, or all of them)")
+    one.add_argument("--longest", action="store_true", help="the longest document that fits, alone in its step, instead")
     one.add_argument("--price", type=float, metavar="USD", help="of one GPU for an hour (default: a list price)")
     one.add_argument("--tokens", type=int, metavar="N", help="of the whole run (default: counted, if the data was read before)")
 
@@ -188,7 +189,12 @@ def plan(arguments: argparse.Namespace) -> None:
     recipe = _recipe(arguments)
     from pronghorn.train.memory import comparison, forecast
 
-    found = forecast(recipe, gpu=arguments.gpu, price=arguments.price, tokens=arguments.tokens)
+    found = forecast(recipe, gpu=arguments.gpu, price=arguments.price, tokens=arguments.tokens, longest=arguments.longest)
+    if arguments.longest:
+        tokens = found[0].step_tokens
+        _say(arguments, found[0].as_dict(), f"{found[0].text()}\nlongest     one document of {tokens:,} tokens; to train it: "
+                                            f"data.max_length={tokens} train.capacity={tokens} train.batch_tokens={tokens}")
+        return
     unknown = "" if found[0].tokens is not None else (
         "\ntokens unknown: the data was not read yet; give --tokens, or run `pronghorn check` first")
     text = (found[0].text() if len(found) == 1 else comparison(found)) + unknown

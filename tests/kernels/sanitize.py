@@ -22,6 +22,7 @@ from fp8_interpreter import interpreter_casts_as_a_gpu
 from launches import BF16, EPS, FP16, FP32, leaf_of, near, noting_launches, rows_of, space_of, untouched
 from sanitize_adamw import check_adamw, check_adamw8bit
 from sanitize_moe import (
+    check_grouped_fp8,
     check_grouped_gemm,
     check_grouped_quantized,
     check_load_balance,
@@ -272,7 +273,7 @@ OPS: dict[str, Callable[[str], None]] = {
     "nf4_fp8": check_nf4_fp8, "nvfp4": check_nvfp4, "host_embedding": check_host_embedding,
     "routing": check_routing, "load_balance": check_load_balance, "grouped_gemm": check_grouped_gemm,
     "moe_rows": check_moe_rows, "moe_gated": check_moe_gated, "mxfp4": check_mxfp4,
-    "grouped_quantized": check_grouped_quantized,
+    "grouped_quantized": check_grouped_quantized, "grouped_fp8": check_grouped_fp8,
 }  # fmt: skip
 
 

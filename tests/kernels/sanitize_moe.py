@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from launches import BF16, FP32, leaf_of, near, rows_of, space_of, untouched
 
-from pronghorn.kernels.fp8_cast import fp8_cast_rows_reference
+from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows_reference, fp8_dequantize
+from pronghorn.kernels.grouped_fp8 import fp8_cast_grad_rows
 from pronghorn.kernels.grouped_gemm import (
     grouped_linear_backward_bias,
     grouped_linear_backward_input,
@@ -172,3 +173,14 @@ def check_grouped_quantized(device: str) -> None:
         part = torch.full((E, 40, 128 + 3), float("nan"), dtype=dtype).to(device)
         near(f"part of {stack.format}", dequantize_part(stack, part[:, :, :128], 16, 64), whole[:, 16:56, 64:])
         untouched(f"part of {stack.format}", part.flatten(0, 1), 128)
+
+
+def check_grouped_fp8(device: str) -> None:
+    T, K, E = 4, 2, 3
+    ids, order = torch.randint(0, E, (T, K)).int(), torch.randperm(T * K).int()
+    for width, gather in ((97, True), (2100, False)):
+        dy, scale = rows_of(T if gather else T * K, width, 3, BF16, device), torch.rand(E, width) + 0.1
+        found, row_scale = fp8_cast_grad_rows(dy, scale.to(device), ids.to(device), order.to(device), gather=gather)
+        rows = dy.cpu().float()[(order // K).long()] if gather else dy.cpu().float()
+        expected = rows * scale[ids.view(-1)[order.long()].long()]
+        near("experts' gradient in FP8", fp8_dequantize(found.cpu(), row_scale.cpu()), expected, E4M3)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_grouped_quantized import FORMATS, skip_bf16, stack_of
+from test_grouped_quantized import FORMATS, stack_of
 
 from pronghorn.kernels.grouped_lora import ExpertAdapter, grouped_lora_reference
 from pronghorn.kernels.grouped_parts import (
@@ -21,12 +21,12 @@ from pronghorn.kernels.grouped_quantized import Format, QuantizedExpertGroup
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_part_is_a_piece_of_the_stack(device: str, form: Format, dtype: torch.dtype) -> None:
-    stack = stack_of(torch.randn(3, 70, 256, device=device).to(dtype), form)
+    stack = stack_of(torch.randn(2, 70, 128, device=device).to(dtype), form)
     whole = stack.dequantized_reference(dtype)
-    for (first, number), (column, columns) in (((0, 70), (0, 256)), ((32, 38), (64, 128)), ((1, 5), (192, 64))):
-        buffer = torch.full((3, number, columns + 5), float("nan"), dtype=dtype, device=device)
+    for (first, number), (column, columns) in (((0, 70), (0, 128)), ((32, 38), (64, 64))):
+        buffer = torch.full((2, number, columns + 5), float("nan"), dtype=dtype, device=device)
         part = dequantize_part(stack, buffer[:, :, :columns], first, column)
         expected = whole[:, first : first + number, column : column + columns]
         if dtype == torch.bfloat16 and device == "cpu":  # the interpreter cuts digits off
@@ -36,13 +36,10 @@ def test_a_part_is_a_piece_of_the_stack(device: str, form: Format, dtype: torch.
         assert buffer[:, :, columns:].isnan().all()
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("rank", [0, 16])
-@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize(("form", "rank", "parts"), [("nf4", 16, 2), ("mxfp4", 0, 2), ("mxfp4", 16, 1), ("fp8", 16, 3)])
 def test_products_in_parts(device: str, judge: Callable[..., None], form: Format, rank: int, parts: int) -> None:
     dtype = torch.float16
-    skip_bf16(device, dtype)
-    offsets, (E, outputs, D), S = torch.tensor([0, 9, 9, 50], dtype=torch.int32, device=device), (3, 160, 192), 50
+    offsets, (E, outputs, D), S = torch.tensor([0, 9, 9, 30], dtype=torch.int32, device=device), (3, 96, 192), 30
     A, B = torch.randn(E * 16, D, device=device) / D**0.5, torch.randn(outputs, 16 * E, device=device) / 4
     stack = stack_of(torch.randn(E, outputs, D, device=device).to(dtype) / D**0.5, form)
     scale = 0.5 if rank else 0.0

@@ -22,7 +22,7 @@ from pronghorn.kernels.mxfp4 import mxfp4_quantize
 from pronghorn.kernels.nf4 import nf4_quantize
 
 FORMATS: list[Format] = ["nf4", "mxfp4", "fp8"]
-LOADS = {"odd": [0, 1, 70, 83], "empty": [0, 0, 0, 37, 37], "one": [0, 0, 131]}
+LOADS = {"odd": [0, 1, 38, 45], "empty": [0, 0, 37]}
 
 
 def stack_of(weight: torch.Tensor, form: Format, *, nested: bool = True) -> QuantizedStack:
@@ -47,7 +47,7 @@ def test_products_are_as_good_as_with_the_dequantized_stack(
     device: str, judge: Callable[..., None], dtype: torch.dtype, form: Format, load: str
 ) -> None:
     skip_bf16(device, dtype)
-    bounds, (D, outputs) = LOADS[load], (192, 70)
+    bounds, (D, outputs) = LOADS[load], (128, 66)
     S, E = bounds[-1], len(bounds) - 1
     offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
     stack = stack_of(torch.randn(E, outputs, D, device=device).to(dtype) / 16, form, nested=load != "odd")
@@ -68,11 +68,10 @@ def test_products_are_as_good_as_with_the_dequantized_stack(
     assert torch.equal(grouped_quantized_forward(x, stack, offsets), found[0])
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("rank", [16, 20])
+@pytest.mark.parametrize(("form", "rank"), [("nf4", 20), ("mxfp4", 16), ("fp8", 16)])
 def test_adapters_are_in_the_same_sum(device: str, judge: Callable[..., None], form: Format, rank: int) -> None:
     dtype = torch.float16
-    offsets, (E, outputs, D), S = torch.tensor([0, 9, 9, 50], dtype=torch.int32, device=device), (3, 80, 128), 50
+    offsets, (E, outputs, D), S = torch.tensor([0, 9, 9, 30], dtype=torch.int32, device=device), (3, 70, 128), 30
     A, B = torch.randn(E * rank, D, device=device) / D**0.5, torch.randn(outputs, rank * E, device=device) / rank**0.5
     stack = stack_of(torch.randn(E, outputs, D, device=device).to(dtype) / D**0.5, form)
     group = QuantizedExpertGroup(stack, ExpertAdapter(A, B, E, 0.5), dtype)

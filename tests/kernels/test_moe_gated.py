@@ -26,7 +26,7 @@ def transformers_gpt_oss(gate_up: torch.Tensor, limit: float, alpha: float) -> t
 
 @pytest.mark.parametrize("activation", [SILU, CLAMPED], ids=lambda activation: activation.kind)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("T", "K", "width"), [(1, 1, 64), (5, 2, 96), (3, 3, 2500)])
+@pytest.mark.parametrize(("T", "K", "width"), [(1, 1, 64), (3, 2, 96), (1, 3, 2500)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_forward_and_backward_are_as_good_as_plain_torch(
     device: str, judge: Callable[..., None], activation: ExpertActivation, dtype: torch.dtype, T: int, K: int, width: int,

@@ -48,7 +48,7 @@ def test_weights_are_transformers_own(device: str, shape: tuple[int, int, int], 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("normalise", "scale"), [(True, 1.0), (False, 1.0), (False, 1.7)])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES[1:5], ids=str)
 def test_gradients_are_as_good_as_plain_torch(
     device: str, judge: Callable[..., None], dtype: torch.dtype, normalise: bool, scale: float, shape: tuple[int, int, int]
 ) -> None:
@@ -78,8 +78,13 @@ def test_autograd_goes_through_the_weights(device: str) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize(("T", "E", "K"), [(1, 1, 1), (50, 8, 2), (129, 3, 1), (300, 128, 8), (64, 60, 4)])
-@pytest.mark.parametrize("load", ["even", "skewed", "one"])
+SIZES = [(1, 1, 1), (50, 8, 2), (129, 3, 1), (64, 60, 4)]
+
+
+@pytest.mark.parametrize(
+    ("T", "E", "K", "load"),
+    [*((*size, load) for size in SIZES for load in ("even", "skewed", "one")), (600, 128, 8, "even")],  # more than 32 programs
+)
 def test_sort_is_stable_and_complete(device: str, T: int, E: int, K: int, load: str) -> None:
     ids = torch.randint(0, E, (T, K), dtype=torch.int32, device=device)
     if load == "skewed":  # most experts are empty, the first and the last among them

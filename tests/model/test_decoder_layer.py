@@ -129,8 +129,8 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.double() - other.double()).norm() / other.double().norm())
 
 
-def packed_batch() -> PackedBatch:
-    return build_batch(random_table(20), np.arange(20), 1024)
+def packed_batch(seed: int = 0) -> PackedBatch:
+    return build_batch(random_table(20, seed=seed), np.arange(20), 1024)
 
 
 def single_batch() -> PackedBatch:

@@ -4,7 +4,7 @@
 
 One step in bf16 (float32 without a GPU): for every linear of every layer the product forward and the one for the input's
 gradient (not for layer 0's q, k and v, below which nothing is trained), and both of the head, for every token; q, k, v as one
-product, gate and up as one. Where the workload asks for FP8, the layers' products are in FP8, of operands that are FP8 already,
+product, gate and up as one; those of experts as grouped products, with rows spread evenly. Where the workload asks for FP8, the layers' products are in FP8, of operands that are FP8 already,
 both ways; the head's stay in bf16. Attention is not part of it, so long documents stay further below it. A few copies of the
 weights take turns, so that none is still in L2. Time between two device events, median of several steps.
 """
@@ -24,6 +24,7 @@ from pronghorn.bench.meter import machine
 from pronghorn.bench.workloads import WORKLOADS, Workload
 from pronghorn.kernels.fp8 import fp8_product
 from pronghorn.kernels.fp8_cast import fp8_cast_rows, fp8_transpose
+from pronghorn.kernels.grouped_gemm import grouped_linear_backward_input, grouped_linear_forward
 
 COPIES = 3  # one layer's weights of the smallest model here are 31 MB; L2 of an H200 holds 50
 REPEATS = 7
@@ -34,8 +35,20 @@ def products(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of the products of one layer."""
     width, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
     head_width, mlp = config["head_dim"], config["intermediate_size"]
-    return {"qkv": ((heads + 2 * kv_heads) * head_width, width), "out": (width, heads * head_width),
-            "gate_up": (2 * mlp, width), "down": (width, mlp)}
+    attention = {"qkv": ((heads + 2 * kv_heads) * head_width, width), "out": (width, heads * head_width)}
+    return attention if experts_of(config) else attention | {"gate_up": (2 * mlp, width), "down": (width, mlp)}
+
+
+def experts_of(config: dict[str, Any]) -> int:
+    return int(config.get("num_experts") or config.get("num_local_experts") or 0)
+
+
+def stacks(config: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
+    """(experts, outputs, inputs) of the grouped products of one layer."""
+    if not (experts := experts_of(config)):
+        return {}
+    width, mlp = config["hidden_size"], config.get("moe_intermediate_size") or config["intermediate_size"]
+    return {"expert_gate_up": (experts, 2 * mlp, width), "expert_down": (experts, width, mlp)}
 
 
 def flops(workload: Workload) -> int:
@@ -43,6 +56,7 @@ def flops(workload: Workload) -> int:
     config = workload.config
     shapes = products(config)
     layer = sum(out * inner for out, inner in shapes.values())
+    layer += config.get("num_experts_per_tok", 0) * sum(out * inner for _, out, inner in stacks(config).values())
     head = config["vocab_size"] * config["hidden_size"]
     skipped = shapes["qkv"][0] * shapes["qkv"][1]
     return int(workload.tokens * (4 * (config["num_hidden_layers"] * layer + head) - 2 * skipped))
@@ -64,8 +78,13 @@ def measure(workload: Workload) -> dict[str, Any]:
     wide = {size: random(workload.tokens, size) for size in widths}  # inputs and outputs of each width
     wide[head_shape[0]] = random(min(HEAD_ROWS, workload.tokens), head_shape[0])
     out = {size: torch.empty_like(wide[size]) for size in wide}
-    kind = (_Fp8 if workload.fp8 else _Plain)(wide, out)
+    kind: _Plain = (_Fp8 if workload.fp8 else _Plain)(wide, out)
     layers = [{name: kind.weight(random(*shape)) for name, shape in shapes.items()} for _ in range(COPIES)]
+    if experts := experts_of(config):
+        kind = _Grouped(wide, out, experts, config["num_experts_per_tok"])
+        for layer in layers:
+            layer |= {name: random(e * outer, inner).view(e, outer, inner)
+                      for name, (e, outer, inner) in stacks(config).items()}
 
     def step() -> None:
         count = config["num_hidden_layers"]
@@ -103,6 +122,35 @@ class _Plain:
 
     def backward(self, weight: torch.Tensor) -> None:
         torch.mm(self.wide[weight.shape[0]], weight, out=self.out[weight.shape[1]])
+
+
+class _Grouped(_Plain):
+    """With stacks of experts, over which the rows are spread evenly: K rows a token, sorted by expert."""
+
+    def __init__(self, wide: dict[int, torch.Tensor], out: dict[int, torch.Tensor], experts: int, K: int) -> None:
+        super().__init__(wide, out)
+        some = next(iter(wide.values()))
+        self.rows = K * len(some)
+        bounds = torch.linspace(0, self.rows, experts + 1, device=some.device)
+        self.offsets = bounds.to(torch.int32)
+        self.sorted: dict[int, torch.Tensor] = {}
+
+    def _sorted(self, width: int, like: torch.Tensor) -> torch.Tensor:
+        if width not in self.sorted:
+            self.sorted[width] = torch.randn(self.rows, width, device=like.device, dtype=like.dtype)
+        return self.sorted[width]
+
+    def forward(self, weight: torch.Tensor) -> None:
+        if weight.ndim == 2:
+            return super().forward(weight)
+        grouped_linear_forward(self._sorted(weight.shape[2], weight), weight, self.offsets)
+        return None
+
+    def backward(self, weight: torch.Tensor) -> None:
+        if weight.ndim == 2:
+            return super().backward(weight)
+        grouped_linear_backward_input(self._sorted(weight.shape[1], weight), weight, self.offsets)
+        return None
 
 
 class _Fp8(_Plain):

@@ -26,13 +26,15 @@ from pronghorn.train.step import Step, StepResult, make_step
 Graph = Literal["auto", "on", "off"]
 
 
-def bench_recipe(workload: Workload) -> Recipe:
+def bench_recipe(workload: Workload, graph: Graph = "auto") -> Recipe:
     return Recipe.model_validate({
         "model": str(model_folder(workload.model)), "method": workload.ours or workload.method,
-        "compute": workload.compute, "lora": {"r": LORA_RANK, "alpha": LORA_RANK},
+        "compute": workload.compute,
+        "lora": {"r": LORA_RANK, "alpha": LORA_RANK,
+                 "targets": ["all-linear", "experts"] if workload.adapters == "experts" else "all-linear"},
         "data": {"train": ["the benchmark's documents"], "max_length": workload.row},
         "train": {"capacity": workload.tokens, "batch_tokens": workload.tokens, "lr": LEARNING_RATE, "clip": CLIP,
-                  "seed": SEED},
+                  "seed": SEED, "graph": graph},
         **({"memory": {"budget": workload.budget}} if workload.budget else {}),
     })
 
@@ -58,12 +60,13 @@ class Ours:
     """Everything before the first step, and the steps."""
 
     def __init__(self, workload: Workload, meter: Meter, *, lengths: Path | None = None,
-                 layers: Literal["fast", "own"] = "fast", graph: Graph = "auto") -> None:
+                 layers: Literal["fast", "own"] = "fast", graph: Graph = "auto", calibrate: bool = True) -> None:
+        """`calibrate`: whether a plan goes by times measured here, or by those of the GPU's data sheet."""
         self.meter = meter
         self.notices: list[str] = []  # what the step has to tell, a captured graph for one, and in which step it did
         device = pick_device()
         precision = resolve_precision("auto", device)
-        recipe = bench_recipe(workload)
+        recipe = bench_recipe(workload, graph)
         meter.mark("imports")
         loader, shapes, one = make_loader(documents(workload, meter.total, lengths), recipe, pin=device.type == "cuda")
         self.batches = iter(loader)
@@ -75,11 +78,12 @@ class Ours:
             raise RuntimeError(f"no fast layers: {why}")
         meter.mark("model")
         if self.memory is not None:
-            self.memory.apply(model, lambda: one, DTYPES[precision], self._note)
+            self.memory.apply(model, lambda: one, DTYPES[precision], self._note, timed=calibrate)
             print("\n".join(self.memory.text()), flush=True)
         self.step = make_our_step(model, recipe, device, precision, graph, self._note)
         config = model.get_base_model().config
-        attention = pick_backend(device, DTYPES[precision], config.head_dim, typical=shapes.typical)
+        attention = pick_backend(device, DTYPES[precision], config.head_dim, typical=shapes.typical,
+                                 sinks=config.model_type == "gpt_oss")
         self.model, self.recipe, self.device, self.precision = model, recipe, device, precision
         self.job = run_job(recipe, read_config(recipe.model), shapes, device, precision)
         self.facts = {"attention": attention, "precision": precision, "layers": layers, "step": type(self.step).__name__}

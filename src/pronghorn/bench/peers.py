@@ -18,7 +18,19 @@ import torch
 
 from pronghorn.bench.meter import Meter
 from pronghorn.bench.weights import model_folder
-from pronghorn.bench.workloads import CLIP, LEARNING_RATE, LINEARS, LORA_RANK, SEED, SYSTEMS, System, Workload, documents
+from pronghorn.bench.workloads import (
+    ATTENTION,
+    CLIP,
+    EXPERTS,
+    LEARNING_RATE,
+    LINEARS,
+    LORA_RANK,
+    SEED,
+    SYSTEMS,
+    System,
+    Workload,
+    documents,
+)
 from pronghorn.data.packing import pack
 
 PADDED_DOCUMENTS = 8  # in a padded micro-batch; a step accumulates as many of them as make the workload's tokens
@@ -96,7 +108,7 @@ def _unsloth(system: System, workload: Workload, meter: Meter, lengths: Path | N
         local_files_only=True,
     )
     model = fast.get_peft_model(
-        model, r=LORA_RANK, lora_alpha=LORA_RANK, lora_dropout=0, bias="none", target_modules=list(LINEARS), random_state=SEED,
+        model, r=LORA_RANK, lora_alpha=LORA_RANK, lora_dropout=0, bias="none", target_modules=list(_names(workload)), random_state=SEED,
         use_gradient_checkpointing="unsloth" if system.checkpointing else False,
     )
     meter.mark("model")
@@ -114,6 +126,8 @@ def _transformers(system: System, workload: Workload, meter: Meter, lengths: Pat
     from transformers.utils import is_flash_attn_2_available
 
     attention = "flash_attention_2" if CUDA and is_flash_attn_2_available() and not system.padded else "sdpa"
+    if workload.config["model_type"] == "gpt_oss":
+        attention = "eager"  # the others have no sinks
     model = _adapted(system, workload, attention)
     meter.mark("model")
     rows = documents(workload, meter.total, lengths)
@@ -135,6 +149,11 @@ def _transformers(system: System, workload: Workload, meter: Meter, lengths: Pat
     return trainer, {"trainer": "transformers", "attention": attention, "precision": _precision()}
 
 
+def _names(workload: Workload) -> tuple[str, ...]:
+    """What Unsloth's users write."""
+    return {"linears": LINEARS, "attention": ATTENTION, "experts": EXPERTS}[workload.adapters]
+
+
 def _adapted(system: System, workload: Workload, attention: str) -> Any:
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -152,8 +171,10 @@ def _adapted(system: System, workload: Workload, attention: str) -> Any:
     model.config.use_cache = False
     if workload.method == "qlora":
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=system.checkpointing)
+    experts = ["experts.gate_up_proj", "experts.down_proj"] if workload.adapters == "experts" else None
     adapter = LoraConfig(task_type="CAUSAL_LM", r=LORA_RANK, lora_alpha=LORA_RANK, lora_dropout=0.0, bias="none",
-                         target_modules=list(LINEARS))
+                         target_modules=list(LINEARS if workload.adapters == "linears" else ATTENTION),
+                         target_parameters=experts)
     torch.manual_seed(SEED)
     return get_peft_model(model, adapter, autocast_adapter_dtype=False)
 

@@ -19,6 +19,8 @@ from pronghorn.errors import CommandError
 LORA_RANK = 16
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LEARNING_RATE = 2e-4  # constant, AdamW without decay, gradients clipped to 1
+ATTENTION = LINEARS[:4]
+EXPERTS = (*LINEARS, "gate_up_proj")  # Unsloth's names for a mixture's experts
 CLIP = 1.0
 SEED = 1
 FIRST_ID, LAST_ID = 300, 120_000  # token ids of documents: above the byte tokenizer's, below every vocabulary here
@@ -28,6 +30,19 @@ _LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_attention_heads": 32
           "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 500000.0}
 _QWEN = {"model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
          "max_position_embeddings": 40960, "rope_theta": 1e6}
+_GPT_OSS = {
+    "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+    "attention_bias": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                        "original_max_position_embeddings": 4096, "truncate": False},
+}
+_QWEN_MOE = {
+    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": False,
+}
 MODELS: dict[str, dict[str, Any]] = {  # the published sizes; weights are random, because speed does not depend on them
     "qwen3-0.6b": _QWEN | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
                            "tie_word_embeddings": True},
@@ -35,8 +50,16 @@ MODELS: dict[str, dict[str, Any]] = {  # the published sizes; weights are random
                           "tie_word_embeddings": True},
     "llama-8b": _LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128,
                           "tie_word_embeddings": False},
+    # Llama 3.1 8B told that it may read a million tokens: peers stretch the rotary positions of longer texts than they know.
+    "llama-8b-long": _LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128,
+                               "tie_word_embeddings": False, "max_position_embeddings": 2**20},
     "qwen3-14b": _QWEN | {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
                           "tie_word_embeddings": False},
+    "gpt-oss-20b-4layers": _GPT_OSS | {"num_hidden_layers": 4},
+    "qwen3-30b-a3b-4layers": _QWEN_MOE | {"num_hidden_layers": 4},
+    "tiny-moe": _QWEN_MOE | {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
+                             "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 16, "num_attention_heads": 4,
+                             "num_key_value_heads": 2, "max_position_embeddings": 4096},
     "tiny": _LLAMA | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 16,
                       "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "rope_theta": 1e4,
                       "max_position_embeddings": 4096},
@@ -78,6 +101,7 @@ class Workload:
     method: Literal["lora", "qlora"] = "lora"
     ours: Literal["", "fp8"] = ""  # our method, where it is not the peers'
     compute: Literal["auto", "fp8"] = "auto"  # our products
+    adapters: Literal["linears", "attention", "experts"] = "linears"  # of mixtures of experts: on what
     budget: str = ""  # our side plans its memory for this (recipe.Memory.budget); empty: it keeps everything
     waits_for: str = ""  # what we must build before our side can run
 
@@ -100,6 +124,8 @@ class Workload:
         method = "LoRA bf16" if self.method == "lora" else "QLoRA NF4"
         if self.fp8:
             method = f"{'LoRA FP8' if self.ours else 'QLoRA NF4 in FP8'} (peers: {method})"
+        if self.adapters != "linears":
+            method += " on attention" + " and experts" * (self.adapters == "experts")
         ours = f", ours within {self.budget}" if self.budget else ""
         return f"{self.model}, {method}, {documents}, {self.tokens:,} tokens a step{ours}"
 
@@ -120,6 +146,12 @@ WORKLOADS = {workload.name: workload for workload in (
     Workload("llama-8b-fp8", "llama-8b", 16384, systems=_UNSLOTH, ours="fp8"),
     Workload("qwen3-14b-fp8", "qwen3-14b", 8192, systems=_UNSLOTH, method="qlora", ours="fp8"),
     Workload("qwen3-14b-qlora-fp8", "qwen3-14b", 8192, systems=_UNSLOTH, method="qlora", compute="fp8"),
+    # Mixtures of experts at full width. transformers' gpt-oss lets packed documents see each other, so it is padded there.
+    *(Workload(f"{model}{name}", model, 8192, systems=systems, adapters=adapters)
+      for model, systems in (("qwen3-30b-a3b-4layers", (*_UNSLOTH, "packed", "packed-ckpt")),
+                             ("gpt-oss-20b-4layers", (*_UNSLOTH, "padded")))
+      for name, adapters in (("", "attention"), ("-experts", "experts"))),
+    Workload("tiny-moe", "tiny-moe", 512, systems=("pronghorn", "packed"), adapters="experts"),
     Workload("tiny-fp8", "tiny", 512, systems=("pronghorn", "packed"), ours="fp8"),
     Workload("tiny", "tiny", 512, document=0, systems=("pronghorn", "packed", "packed-ckpt", "padded")),
 )}

@@ -91,8 +91,11 @@ class Tile(NamedTuple):
     columns: int = 0
 
 
-# For `python -m benchmarks.ops --sweep fp8`.
-CONFIGS = [Tile(1, *config) for config in ((4,), (8,), (16,), (4, 1024), (4, 2048), (8, 2048), (8, 4096), (16, 4096))]
+# For `python -m benchmarks.ops --sweep fp8`. Several rows a program read the columns' scales, 16 kB at D = 4096, once for all.
+CONFIGS = [Tile(*config) for config in (
+    (1, 4), (1, 8), (1, 16), (2, 8), (2, 16), (4, 8), (4, 16), (1, 4, 1024), (1, 4, 2048), (1, 8, 2048), (1, 8, 4096),
+    (1, 16, 4096),
+)]  # fmt: skip
 IN_REGISTERS = 16384  # the widest row that stays in registers: 32 values a thread with 16 warps, 64 registers
 
 

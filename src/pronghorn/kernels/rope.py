@@ -225,10 +225,10 @@ def _backward_heads(
         scale_a = _load_scale(weight, pair * STEP, pair < HALF, ONE_PLUS)
         scale_b = _load_scale(weight, pair * STEP + SHIFT, pair < HALF, ONE_PLUS)
         scale_rest = _load_scale(weight, other, other < H, ONE_PLUS)
-    dw_a = tl.zeros([ROWS, BLOCK], tl.float32)
-    dw_b = tl.zeros([ROWS, BLOCK], tl.float32)
+    dw_a, dw_b = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
     dw_rest = tl.zeros([ROWS, REST_BLOCK], tl.float32)
-    for token in tl.range(lane, T, lanes, num_stages=STAGES):
+    for number in tl.range(lane, T, lanes, num_stages=STAGES):
+        token = tl.cast(number, tl.int64)  # it is one already, but for the interpreter
         c = tl.load(cos + token * cos_row + pair, mask=pair < HALF, other=0.0)[None, :]
         s = tl.load(sin + token * sin_row + pair, mask=pair < HALF, other=0.0)[None, :]
         turned_a, turned_b = _load_pairs(grad + token * grad_row + head * H, inside, ROWS, HALF, BLOCK, NEIGHBOURS)
@@ -274,8 +274,8 @@ def _copy_heads(
     column = tile * ROWS * H + tl.arange(0, ROWS)[:, None] * H + tl.arange(0, H_BLOCK)[None, :]
     inside = (tl.arange(0, H_BLOCK) < H)[None, :] & (column < HEADS * H)
     for token in tl.range(lane, T, lanes, num_stages=STAGES):
-        values = tl.load(x + token * x_row + column, mask=inside, other=0.0)
-        tl.store(out + token * out_row + column, values.to(out.dtype.element_ty), mask=inside)
+        values = tl.load(x + tl.cast(token, tl.int64) * x_row + column, mask=inside, other=0.0)
+        tl.store(out + tl.cast(token, tl.int64) * out_row + column, values.to(out.dtype.element_ty), mask=inside)
 
 
 @jit

@@ -7,12 +7,13 @@ row of blocks, and the figures below it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pronghorn.errors import CommandError
 from pronghorn.memory.costs import LayerCosts, predicted_costs
 from pronghorn.memory.gpus import PRICES_AS_OF, Gpu, find_gpu
+from pronghorn.memory.longest import STEP, longest_document, with_one_document
 from pronghorn.memory.plan import LEVELS, POOL_SLOTS, Level, Plan, Problem, evaluate, make_plan, parse_budget
 from pronghorn.memory.sizes import Job, host_moments, kept_bytes, shape_of, static_parts
 from pronghorn.memory.working import pieces_worth_trying
@@ -107,6 +108,19 @@ def plan_report(recipe: Recipe, config: Any, *, gpu: str | Gpu = "h200", tokens:
         tokens = recipe.train.steps * recipe.train.batch_tokens
     return Forecast(recipe.model, chosen, plan, recipe.train.batch_tokens // recipe.train.capacity, recipe.train.batch_tokens,
                     tokens, chosen.price if price is None else price, price is not None)
+
+
+def longest_report(recipe: Recipe, config: Any, *, gpu: str | Gpu, price: float | None = None, host: int = HOST_BYTES,
+                   loss_share: float = 1.0) -> Forecast:
+    """The same recipe with the longest document that fits, one a step."""
+    chosen = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    job = job_of(recipe, config, loss_share=loss_share)
+    problem = problem_of(job, predicted_costs(job, chosen), parse_budget(recipe.memory.budget, chosen.memory), host)
+    if not (tokens := longest_document(problem)):
+        make_plan(with_one_document(problem, STEP))  # raises, with what would work
+    longer = with_one_document(problem, tokens)
+    plan = make_plan(replace(longer, costs=predicted_costs(longer.job, chosen)))
+    return Forecast(recipe.model, chosen, plan, 1, tokens, None, chosen.price if price is None else price, price is not None)
 
 
 def problem_of(job: Job, costs: LayerCosts, budget: int, host: int, aside: int = 0) -> Problem:

@@ -58,7 +58,7 @@ class FastCausalLM:
                 self.layers.append(fast_layer(layer, family, config, i, shared, fp8=fp8))
         self.expert_counts: ExpertCounts | None = None  # made by the first step
         asked = self.expert_layers and getattr(config, "output_router_logits", False)
-        self.balance = float(config.router_aux_loss_coef) if asked else 0.0  # weight of the routers' auxiliary loss
+        self.balance = float(model.router_aux_loss_coef) if asked else 0.0  # weight of the routers' auxiliary loss
         self.norm = Norm(self.backbone.norm, family.one_plus)
         self.kinds = sorted({layer_type(config, i) for i in range(len(self.layers))})
         self._adapters: CopyTable | None = None

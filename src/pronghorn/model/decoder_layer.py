@@ -92,7 +92,6 @@ class FastDecoderLayer:
 
         def norm(name: str | None) -> Norm | None:
             return Norm(getattr(layer, name), family.one_plus) if name else None
-
         self.before_attention, self.after_attention = norm(norms.before_attention), norm(norms.after_attention)
         self.before_mlp, self.after_mlp = norm(norms.before_mlp), norm(norms.after_mlp)
         self.q_norm = Norm(attention.q_norm, family.one_plus) if family.qk_norm else None
@@ -115,8 +114,7 @@ class FastDecoderLayer:
         return self._attention_options | {"sinks_N": self.sinks}
 
     @property
-    def sinks(self) -> Tensor | None:
-        """One logit a head that attends to nothing (gpt-oss)."""
+    def sinks(self) -> Tensor | None:  # gpt-oss
         return getattr(self.layer.self_attn, "sinks", None)
 
     def prepare(self, dtype: torch.dtype) -> bool:
@@ -155,7 +153,6 @@ class FastDecoderLayer:
         return out
 
     def composed_mlp(self, x_TD: Tensor, documents: Documents) -> Tensor:
-        """The MLP as separate differentiable ops."""
         from pronghorn.model.composed_layer import composed_mlp
 
         return composed_mlp(self, x_TD)
@@ -333,8 +330,7 @@ class FastDecoderLayer:
             do.unflatten(1, (self.heads, self.head_width)), kept.q, kept.k, kept.v, kept.o, kept.lse, documents.cu_seqlens,
             documents.longest, spans_2T=documents.spans_2T, typical=documents.typical, **options, backend=backend,
             # FlashAttention-2 could only copy into them; RoPE's backward then reads its tensors where they are.
-            grads=None if backend == "flash2" else self._parts_of(dqkv_ext),
-        )
+            grads=None if backend == "flash2" else self._parts_of(dqkv_ext))
         self._out_of_rope(dq, dk, dv, dqkv_ext, kept, documents, norm_grads)
         del dq, dk, dv, do, dy, dh2
         kept.release("q", "k", "v", "o", "o_ext", "lse", "qkv", "y1")

@@ -204,9 +204,8 @@ class ExpertStack(Adapted):
         if self._built_for == identity:
             self.group.refresh()
             return False
-        (adapter,) = self.adapters or [None]
         stack, its = self.stored(), None
-        if adapter is not None:
+        for adapter in self.adapters:
             its = ExpertAdapter(adapter.A_RD, adapter.B_OR, self.experts, adapter.scale)
         if stack is not None:
             self.group = QuantizedExpertGroup(stack, its, dtype)
@@ -274,20 +273,20 @@ class ExpertStack(Adapted):
                             ) -> list[Tensor | None]:
         """Gradients of `parameters`, None where frozen. x_ext: [x | x A^T]; dy_ext: [dy | dy sB]. `weighted`: dy lacks the
         routing weights, and x_ext has them."""
-        offsets, O = routing.offsets_E1, self.group.outputs
+        offsets, outputs = routing.offsets_E1, self.group.outputs
         grads: list[Tensor | None] = []
         if self._weight is not None:
-            grads.append(self._weight_grad(dy_ext[:, :O], x_ext, offsets) if self._weight.requires_grad else None)
+            grads.append(self._weight_grad(dy_ext[:, :outputs], x_ext, offsets) if self._weight.requires_grad else None)
         if self._bias is not None:
             weights = {"weights_TK": routing.weights_TK, "order_S": routing.order_S} if weighted else {}
-            grads.append(grouped_linear_backward_bias(dy_ext[:, :O], offsets, dtype=self._bias.dtype, **weights)
+            grads.append(grouped_linear_backward_bias(dy_ext[:, :outputs], offsets, dtype=self._bias.dtype, **weights)
                          if self._bias.requires_grad else None)
         if not self.adapters:
             return grads
         adapters, D = self.group.adapters, self.group.D
         assert adapters is not None
         assert x_ext is not None
-        adapters.add_grads(dy_ext[:, :O], dy_ext[:, O:], x_ext[:, :D], x_ext[:, D:], offsets)
+        adapters.add_grads(dy_ext[:, :outputs], dy_ext[:, outputs:], x_ext[:, :D], x_ext[:, D:], offsets)
         if self._sums is not None:
             return [*grads, None, None]
         found = adapters.grads()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MoeModelOutputWithPast
 
 from pronghorn.kernels.dispatch import say_once
 from pronghorn.kernels.rms_norm import rms_norm
@@ -79,7 +79,8 @@ def _backbone_forward(backbone: Any, engine: FastCausalLM, inputs: dict[str, Any
     if pack is None:
         return None  # among them: who balances the experts wants the routers' logits
     normed = _normed(engine, _run(engine, inputs, pack))
-    return BaseModelOutputWithPast(last_hidden_state=pack.unpacked(normed))
+    output = MoeModelOutputWithPast if engine.expert_layers else BaseModelOutputWithPast
+    return output(last_hidden_state=pack.unpacked(normed))
 
 
 def _model_forward(model: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> Any:
@@ -172,8 +173,10 @@ def _covered(engine: FastCausalLM, inputs: dict[str, Any]) -> bool:
     if ("input_ids" in given) == ("inputs_embeds" in given):
         return False  # the own forward says what is wrong with that
     mask = inputs.get("attention_mask")
-    if engine.paused or (engine.balance and not torch.is_grad_enabled()) or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
+    if engine.paused or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         return False
+    if engine.balance and not torch.is_grad_enabled():
+        return False  # ours is the loss of the text alone then
     as_tuple = inputs.get("return_dict") is False or not getattr(config, "return_dict", True)
     if as_tuple or getattr(config, "output_attentions", False) or getattr(config, "output_hidden_states", False):
         return False

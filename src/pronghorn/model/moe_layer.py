@@ -31,7 +31,7 @@ from torch import Tensor
 from pronghorn.kernels.copy_rows import copy_rows
 from pronghorn.kernels.lora_collect import CollectJob
 from pronghorn.kernels.lora_linear import NormOf
-from pronghorn.kernels.moe_combine import bias_weight_grad, combine
+from pronghorn.kernels.moe_combine import combine
 from pronghorn.kernels.moe_gated import ExpertActivation, expert_gated_backward, expert_gated_forward
 from pronghorn.kernels.moe_gather import gather_rows
 from pronghorn.kernels.rms_norm import rms_norm_forward
@@ -235,8 +235,8 @@ class MoeDecoderLayer(FastDecoderLayer):
         )
         assert dweights is not None
         kept.gu = None
-        if self.expert_down.bias_EO is not None:
-            dweights += bias_weight_grad(dh3, self.expert_down.bias_EO, routing.ids_TK)
+        if (bias_ED := self.expert_down.bias_EO) is not None:  # `combine` adds it before it weights
+            dweights += torch.mm(dh3, bias_ED.T).to(dweights.dtype).gather(1, routing.ids_TK.long())
         if down.R:
             down.extend(a_ext, offsets)
         grads = self.expert_down.backward_parameters(dy_ext, a_ext if needs_a else None, routing, weighted=True)

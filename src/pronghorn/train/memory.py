@@ -26,6 +26,7 @@ from pronghorn.memory.forecast import (
     comparison,
     job_of,
     level_table,
+    longest_report,
     memory_lines,
     picture,
     plan_report,
@@ -40,7 +41,7 @@ from pronghorn.memory.working import evaluation_bytes, head_share
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.config import read_config
 from pronghorn.model.decoder_layer import Documents
-from pronghorn.model.families import why_not_fast
+from pronghorn.model.families import FAMILIES, why_not_fast
 from pronghorn.model.load import DTYPES, Precision
 from pronghorn.recipe import Recipe
 
@@ -87,6 +88,8 @@ def why_no_plan(recipe: Recipe, config: Any, device: torch.device) -> str:
         return "the recipe asks for the model's own layers, which keep what they keep"
     if why := why_not_fast(config.get_text_config()):
         return why
+    if FAMILIES[config.get_text_config().model_type].experts:
+        return "the memory of experts is not planned yet: every layer keeps what backward needs"
     if recipe.method != "full" and (recipe.lora.dropout or recipe.lora.dora):
         return "with lora.dropout or lora.dora a layer is many operations, not one that decides what it keeps"
     return "there is no NVIDIA GPU" if device.type != "cuda" and recipe.memory.budget == "auto" else ""
@@ -149,9 +152,10 @@ class RunMemory:
     def keeps_everything(self) -> bool:
         return set(self.plan.levels) == {KEEP}
 
-    def apply(self, model: Any, batch: Callable[[], PackedBatch], dtype: torch.dtype, say: Callable[[str], None]) -> bool:
+    def apply(self, model: Any, batch: Callable[[], PackedBatch], dtype: torch.dtype, say: Callable[[str], None], *,
+              timed: bool = True) -> bool:
         """Whether there is anything to apply it to. `batch`: one of the run's own, to time a layer with, asked for if there
-        is a choice to make."""
+        is a choice to make. `timed`: false leaves the plan as it is, by the rates of the data sheet."""
         engine = engine_of(model)
         why = "it has none of our layers"
         if engine is not None:
@@ -166,7 +170,7 @@ class RunMemory:
         if self.plan.problem.job.host_embeddings and why_embeddings_stay(engine):
             self.plan = make_plan(replace(self.plan.problem, embeddings=(False,)))
         self._limit()
-        if not self.keeps_everything:
+        if timed and not self.keeps_everything:
             self._choose(engine, batch(), dtype, say)
         self._install(engine)
         return True
@@ -318,8 +322,10 @@ def cached_data(recipe: Recipe) -> DataFacts | None:
                      int((lengths * lengths).sum()) // max(1, tokens))
 
 
-def forecast(recipe: Recipe, *, gpu: str | None, price: float | None = None, tokens: int | None = None) -> list[Forecast]:
-    """On the GPU that is named, on this machine's, or, where there is none, on each of the table that the run fits into."""
+def forecast(recipe: Recipe, *, gpu: str | None, price: float | None = None, tokens: int | None = None,
+             longest: bool = False) -> list[Forecast]:
+    """On the GPU that is named, on this machine's, or, where there is none, on each of the table that the run fits into.
+    `longest`: of the same run on the longest document that fits."""
     if price is not None and price < 0:
         raise CommandError(what=f"--price {price:g} is negative", fix="give the price of one GPU for an hour, in USD")
     if tokens is not None and tokens < 1:
@@ -331,6 +337,11 @@ def forecast(recipe: Recipe, *, gpu: str | None, price: float | None = None, tok
     if why := why_no_plan(recipe, config, torch.device("cuda")):
         raise RecipeError(what="this run cannot be planned", why=why, fix="change what stands against it")
     known = data.tokens if data and not recipe.train.steps else None
+    if longest:
+        if chosen is None:
+            raise CommandError(what="--longest needs a GPU to plan for",
+                               fix="name one with --gpu, and memory.budget if not all of its memory is to be used")
+        return [longest_report(recipe, config, gpu=chosen, price=price, loss_share=data.loss_share if data else 1.0)]
     options: dict[str, Any] = {"tokens": tokens or known, "price": price}
     if data is not None:
         options |= {"attended": data.attended, "loss_share": data.loss_share}

@@ -1,4 +1,4 @@
-"""All the kernels of a layer of experts, called as a hand-written layer calls them: outputs and gradients are transformers' own.
+"""All the kernels of a layer of experts, called as a hand-written layer calls them: transformers' outputs and gradients.
 
 `our_layer` is also the shortest description of how they go together."""
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pronghorn.kernels.dispatch import use_triton
 from pronghorn.kernels.grouped_gemm import grouped_linear_backward_bias
 from pronghorn.kernels.grouped_lora import ExpertAdapter, ExpertGroup
 from pronghorn.kernels.moe_combine import bias_weight_grad, combine
@@ -18,7 +19,7 @@ from pronghorn.kernels.moe_gated import ExpertActivation, expert_gated_backward,
 from pronghorn.kernels.moe_gather import gather_rows
 from pronghorn.kernels.routing import route_backward, route_reference, routing_forward
 
-T, D, F, E, K, RANK = 23, 48, 40, 5, 2, 8
+T, D, F, E, K, RANK = 17, 48, 40, 5, 2, 8
 GPT_OSS, SILU = ExpertActivation("clamped", limit=1.5), ExpertActivation("silu")
 # normalise, activation, whether experts and router have biases
 FAMILIES = {"gpt_oss": (True, GPT_OSS, True), "qwen3_moe": (False, SILU, False), "mixtral": (True, SILU, False)}
@@ -161,6 +162,8 @@ def transformers_block(family: str, device: str) -> Any:
 @pytest.mark.skipif(find_spec("transformers") is None or find_spec("peft") is None, reason="needs transformers and peft")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_and_peft_agree(device: str, family: str) -> None:
+    if device == "cpu" and use_triton(torch.empty(1)):
+        pytest.skip("the interpreter is slow, and the test above compares its gradients")
     from peft import LoraConfig, get_peft_model
 
     parts, turned = random_parts(family, device), family == "gpt_oss"

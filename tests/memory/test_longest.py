@@ -1,0 +1,71 @@
+"""The longest document of a budget: it fits, and one that is a little longer does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pronghorn.bench.workloads import MODELS
+from pronghorn.errors import RecipeError
+from pronghorn.memory.costs import predicted_costs
+from pronghorn.memory.forecast import longest_report, problem_of
+from pronghorn.memory.gpus import find_gpu
+from pronghorn.memory.longest import EXACT, STEP, longest_document, with_one_document
+from pronghorn.memory.plan import Problem, make_plan, smallest_budget
+from pronghorn.memory.sizes import Job, shape_of
+from pronghorn.recipe import Recipe
+
+H200 = find_gpu("h200")
+
+
+def problem(budget: float, host: float = 0.0, **changes: Any) -> Problem:
+    job = Job(replace(shape_of(MODELS["tiny"]), layers=8), 4096, "qlora", **changes)
+    return problem_of(job, predicted_costs(job, H200), int(budget), int(host))
+
+
+@pytest.mark.parametrize(("budget", "host"), [(200e6, 0), (200e6, 1e9), (400e6, 20e6)])
+def test_the_answer_fits_and_hardly_more_does(budget: float, host: float) -> None:
+    asked = problem(budget, host)
+    tokens = longest_document(asked)
+    assert tokens % STEP == 0
+    assert make_plan(with_one_document(asked, tokens)).needed_bytes <= asked.usable
+    with pytest.raises(RecipeError):
+        make_plan(with_one_document(asked, tokens + tokens // EXACT + STEP))
+
+
+def test_more_memory_is_a_longer_document() -> None:
+    lengths = [longest_document(problem(budget)) for budget in (150e6, 300e6, 600e6)]
+    assert sorted(set(lengths)) == lengths
+    assert longest_document(problem(50e6)) == 0
+    assert longest_document(problem(300e6, 2e9)) > lengths[1]
+
+
+def test_one_document_a_micro_batch() -> None:
+    one = with_one_document(problem(1e9, loss_rows=1024), 65536)
+    assert (one.job.capacity, one.job.attended, one.job.documents) == (65536, 65536, 32)
+    assert one.job.loss_rows == 16384  # a quarter, as before
+    assert smallest_budget(one) > smallest_budget(problem(1e9, loss_rows=1024))
+
+
+def test_the_report_is_of_that_length() -> None:
+    def recipe(budget: str) -> Recipe:
+        return Recipe.model_validate({"model": "tiny", "method": "qlora", "data": {"train": ["x"]},
+                                      "memory": {"budget": budget}})
+
+    found = longest_report(recipe("200MB"), MODELS["tiny"], gpu="h200")
+    assert found.as_dict()["capacity"] == found.step_tokens == longest_document(
+        problem_of(Job(shape_of(MODELS["tiny"]), 16384, "qlora"), found.plan.problem.costs, 200 * 10**6, 64 * 10**9))
+    assert f"{found.step_tokens:,} tokens a step" in found.text()
+    with pytest.raises(RecipeError, match="is too little"):
+        longest_report(recipe("20MB"), MODELS["tiny"], gpu="h200")
+
+
+def test_nothing_overflows_where_a_tensor_has_more_elements_than_an_int32_counts() -> None:
+    """Half a million tokens of an 8B model: sizes stay proportional to the tokens."""
+    job = Job(shape_of(MODELS["llama-8b"]), 16384, "qlora", graphed=False)
+    asked = problem_of(job, predicted_costs(job, H200), 10**9, 10**12)
+    needed = [smallest_budget(replace(with_one_document(asked, tokens), pieces=(32,), embeddings=(True,)))
+              for tokens in (262144, 524288, 1048576)]
+    assert needed[2] - needed[1] == pytest.approx(2 * (needed[1] - needed[0]), rel=1e-3)

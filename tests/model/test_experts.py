@@ -1,0 +1,354 @@
+"""Mixtures of experts against transformers: loss and all gradients, packed and unpacked, for LoRA on attention and on experts
+and full fine-tuning, with and without the routers' auxiliary loss, in float64 and in float32."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel, get_peft_model
+from test_decoder_layer import SMALL, InDouble, apart, fast_loss, gradients, packed_batch, single_batch
+from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+
+from pronghorn.data.batches import IGNORED, PackedBatch
+from pronghorn.errors import RecipeError
+from pronghorn.memory.offload import OffloadPool
+from pronghorn.model.adapter_sums import AdapterSums
+from pronghorn.model.causal_lm import base_of, engine_of, install
+from pronghorn.model.export import save_model
+from pronghorn.model.kept import Level
+from pronghorn.model.lora import add_adapter
+from pronghorn.recipe import Lora
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 32}
+QWEN: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
+FAMILIES: dict[str, Any] = {
+    "gpt_oss": GptOssConfig(**SMALL, head_dim=8, num_local_experts=6, num_experts_per_tok=2, sliding_window=16,
+                            rope_parameters=YARN, attention_bias=True, swiglu_limit=1.0),
+    "qwen3_moe": Qwen3MoeConfig(**SMALL, **QWEN, head_dim=16, norm_topk_prob=True),
+    "qwen3_moe, a dense layer": Qwen3MoeConfig(**SMALL, **QWEN, head_dim=16, mlp_only_layers=[1]),
+    "qwen2_moe": Qwen2MoeConfig(**SMALL, **QWEN, shared_expert_intermediate_size=40),
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2, sliding_window=16),
+}
+EXPERTS = ("experts", "q_proj", "o_proj")
+METHODS = ["lora on attention", "lora on experts", "full"]
+
+
+def model_of(family: str, method: str, dtype: torch.dtype) -> Any:
+    """Experts and routers are drawn wide, so that limits and imbalance show; norms, biases and sinks are drawn too."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]), attn_implementation="eager")
+    model.set_experts_implementation("eager")
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name or "sinks" in name:
+            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3)
+        elif "experts" in name or "router" in name or ".gate." in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model = model.to(dtype)
+    if method == "full":
+        return model.train()
+    targets = EXPERTS if method == "lora on experts" else "all-linear"
+    model = add_adapter(model, Lora(r=4, targets=targets, dora=method == "dora"), seed=1).to(dtype)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model.train()
+
+
+def own_loss(model: Any, batch: PackedBatch) -> torch.Tensor:
+    """Document by document: in a pack, transformers' gpt-oss lets documents see each other (5.22)."""
+    total = torch.zeros((), dtype=next(model.parameters()).dtype)
+    for start, stop in pairwise(batch.cu_seqlens.unique().tolist()):
+        labels = batch.labels_T[start:stop]
+        if (labels != IGNORED).any():
+            logits = model(input_ids=batch.ids_T[None, start:stop], use_cache=False).logits[0]
+            total = total + F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
+    return total
+
+
+def true_gradients(model: Any, batch: Any, loss_of: Any = own_loss) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of a float64 copy of transformers' model, whose RoPE tables stay float32, as ours do."""
+    model = copy.deepcopy(model).double()
+
+    def as_it_is(forward: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            with torch._C.DisableTorchFunction():
+                return forward(torch.empty(0, dtype=torch.float32), *args[1:], **options)
+
+        return call
+
+    for module in model.modules():
+        if "RotaryEmbedding" in type(module).__name__:
+            module.forward = as_it_is(module.forward)
+    with InDouble():
+        loss = loss_of(model, batch)
+        return loss.detach(), gradients(model, loss)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_every_gradient_equal_transformers(family: str, method: str) -> None:
+    """In float64, where nothing but a mistake makes a difference."""
+    model = model_of(family, method, torch.float64)
+    for batch in (packed_batch(), single_batch()):
+        fresh = copy.deepcopy(model)
+        true_loss, truth = true_gradients(fresh, batch)
+        assert not install(fresh)
+        loss = fast_loss(fresh, batch)
+        ours = gradients(fresh, loss)
+        engine = engine_of(fresh)
+        assert engine is not None
+        assert all(layer.fused for layer in engine.layers)
+        assert ours.keys() == truth.keys()
+        assert apart(loss.detach(), true_loss) < 1e-12
+        for name, gradient in ours.items():
+            assert apart(gradient, truth[name]) < 1e-10, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_is_within_1e_5_of_transformers(family: str) -> None:
+    """As test_decoder_layer.py has it: or within four times transformers' own distance from float64. Queries' and keys'
+    gradients are sums of cancelling terms; seen in them: 1.7e-5 (gpt_oss, LoRA on experts, q_proj A; transformers' own error
+    is 2.6e-6), 1.2e-5 (qwen2_moe, full, q_proj's bias; 2.6e-6). Over all gradients of a model the geometric mean of our error
+    over transformers' is 0.9 to 1.5."""
+    for method in METHODS:
+        for batch in (packed_batch(), single_batch()):
+            model = model_of(family, method, torch.float32)
+            _, truth = true_gradients(model, batch)
+            own = own_loss(model, batch)
+            theirs = gradients(model, own)
+            assert not install(model)
+            fast = fast_loss(model, batch)
+            ours = gradients(model, fast)
+            assert ours.keys() == theirs.keys()
+            assert apart(fast.detach(), own.detach()) < 1e-6
+            for name, gradient in ours.items():
+                least = 3e-5 if "q_proj" in name or "k_proj" in name else 1e-5
+                allowed = max(least, 4 * apart(theirs[name], truth[name]))
+                assert apart(gradient, theirs[name]) <= allowed, f"{method}: {name}"
+
+
+# ---- the routers' auxiliary loss ---------------------------------------------------------------------------------------
+
+
+def balanced(family: str, method: str) -> Any:
+    model = model_of(family, method, torch.float64)
+    base_of(model).config.output_router_logits, base_of(model).router_aux_loss_coef = True, 0.3
+    return model
+
+
+def own_balanced_loss(model: Any, batch: PackedBatch) -> torch.Tensor:
+    """transformers' own sum of both, of the pack without its padding, times the labels it is a mean of."""
+    ids, labels = batch.ids_T[: batch.tokens], batch.labels_T[: batch.tokens]
+    output = model(input_ids=ids[None], position_ids=batch.positions_T[None, : batch.tokens], use_cache=False,
+                   output_router_logits=True)
+    loss = F.cross_entropy(output.logits[0], labels, reduction="sum", ignore_index=IGNORED)
+    return loss + 0.3 * output.aux_loss * (labels != IGNORED).sum()
+
+
+@pytest.mark.parametrize("method", ["lora on experts", "full", "dora"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_moe, a dense layer", "qwen2_moe", "mixtral", "gpt_oss"])
+def test_the_auxiliary_loss_is_transformers_without_padding(family: str, method: str) -> None:
+    model = balanced(family, method)
+    batch = single_batch() if family == "gpt_oss" else packed_batch()
+    assert batch.tokens < len(batch.ids_T) or family == "gpt_oss"
+    true_loss, truth = true_gradients(model, batch, own_balanced_loss)
+    plain_loss, _ = true_gradients(model, batch)
+    assert not install(model)
+    loss = fast_loss(model, batch)
+    ours = gradients(model, loss)
+    assert apart(loss.detach(), true_loss) < 1e-6  # transformers counts in float32
+    assert apart(loss.detach(), plain_loss) > 1e-3
+    assert ours.keys() == truth.keys()
+    for name, gradient in ours.items():
+        assert apart(gradient, truth[name]) < 1e-6, name
+    with torch.no_grad():  # held-out loss is that of the text alone
+        assert apart(fast_loss(model, batch), plain_loss) < 1e-8  # DoRA runs the family's router, in float32
+
+
+def test_what_a_trainer_calls_has_the_auxiliary_loss_too() -> None:
+    model = balanced("qwen3_moe", "full").float()
+    ids = 1 + torch.arange(40).reshape(2, 20)  # the padding token's zeros choose experts by chance
+    mask = torch.ones_like(ids)
+    mask[1, 15:] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, ids, IGNORED)}
+    own = model(**inputs)
+    theirs = gradients(model, own.loss)
+    assert not install(model)
+    fast = model(**inputs)
+    assert type(fast).__module__.startswith("pronghorn.")
+    assert apart(fast.loss.detach(), own.loss.detach()) < 1e-6
+    assert apart(fast.aux_loss.detach(), own.aux_loss.detach()) < 1e-6
+    for name, gradient in gradients(model, fast.loss).items():
+        assert apart(gradient, theirs[name]) < 2e-5, name
+
+
+# ---- what is kept, counted, exported -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["gate_up", "layer"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen2_moe"])
+def test_computing_again_changes_no_bit(family: str, method: str, level: Level) -> None:
+    batch, found = packed_batch(), {}
+    for now in ("nothing", level):
+        model = model_of(family, method, torch.float32)
+        assert not install(model)
+        engine = engine_of(model)
+        assert engine is not None
+        for layer in engine.layers:
+            layer.level = now  # type: ignore[assignment]
+        loss = fast_loss(model, batch)
+        found[now] = float(loss.detach()), gradients(model, loss)
+    assert found["nothing"][0] == found[level][0]
+    for name, gradient in found["nothing"][1].items():
+        assert torch.equal(gradient, found[level][1][name]), name
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen2_moe"])
+def test_what_is_kept_may_wait_elsewhere(family: str) -> None:
+    batch, found = packed_batch(), []
+    for offloaded in (False, True):
+        model = model_of(family, "lora on experts", torch.float32)
+        assert not install(model)
+        engine = engine_of(model)
+        assert engine is not None
+        if offloaded:
+            engine.offload = OffloadPool(3, 1 << 24, torch.device("cpu"))
+            for layer in engine.layers:
+                layer.offload = engine.offload
+        loss = fast_loss(model, batch)
+        found.append(gradients(model, loss))
+        if engine.offload is not None:
+            engine.offload.finish()
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_added_up_over_micro_batches_are_autograds(family: str) -> None:
+    """As the graphed step has them: in one buffer, collected once."""
+    batches = (packed_batch(), packed_batch(seed=5))
+    model = model_of(family, "lora on experts", torch.float64)
+    assert not install(model)
+    for batch in batches:
+        fast_loss(model, batch).backward()
+    truth = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=False)
+    engine = engine_of(model)
+    assert engine is not None
+    sums = AdapterSums(engine, torch.float64)
+    for batch in batches:
+        fast_loss(model, batch).backward()
+    sums.collect()
+    for name, gradient in truth.items():
+        assert apart(dict(model.named_parameters())[name].grad, gradient) < 1e-12, name
+    sums.release()
+    model.zero_grad(set_to_none=True)
+    fast_loss(model, batches[0]).backward()
+    fast_loss(model, batches[1]).backward()
+    for name, gradient in truth.items():
+        assert apart(dict(model.named_parameters())[name].grad, gradient) < 1e-12, name
+
+
+def test_tokens_of_each_expert_are_counted_without_padding() -> None:
+    model = model_of("qwen3_moe, a dense layer", "full", torch.float32)
+    assert not install(model)
+    engine, batch = engine_of(model), packed_batch()
+    assert engine is not None
+    with torch.no_grad():
+        fast_loss(model, batch)  # evaluation does not count
+    for _ in range(2):
+        fast_loss(model, batch)
+    assert engine.expert_counts is not None
+    counts = engine.expert_counts.read()
+    assert list(counts) == [0, 2]  # layer 1 is dense
+    assert sum(counts[0]) == 2 * 3 * batch.tokens  # three experts a token
+    assert sum(counts[2]) == 2 * 3 * batch.loss_tokens  # only rows with a loss go through the last layer's MLP
+    with torch.no_grad():
+        logits = model(input_ids=batch.ids_T[None, : batch.tokens], position_ids=batch.positions_T[None, : batch.tokens],
+                       output_router_logits=True, use_cache=False).router_logits[0]
+    expected = torch.bincount(logits.topk(3).indices.flatten(), minlength=8)
+    assert counts[0] == (2 * expected).tolist()
+    assert sum(sum(row) for row in engine.expert_counts.read().values()) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_is_the_familys_own(family: str) -> None:
+    model = model_of(family, "lora on experts", torch.float32).eval()
+    ids = torch.arange(1, 9)[None]
+    own = model.generate(input_ids=ids, max_new_tokens=8, do_sample=False)
+    assert not install(model)
+    gradients(model.train(), fast_loss(model, packed_batch()))  # weights are views of the adapters' buffer now
+    fast = model.eval().generate(input_ids=ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(own, fast)
+
+
+@pytest.mark.parametrize("targets", [EXPERTS, "all-linear", ("all-linear", "experts")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_load_in_stock_peft_with_equal_logits(family: str, targets: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]))
+    base.save_pretrained(tmp_path / "base")
+    model = add_adapter(base, Lora(r=4, targets=targets), seed=1)
+    assert not install(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-2)
+    batch = packed_batch()
+    for _ in range(2):  # B is zero before the first step, and A has no gradient
+        fast_loss(model, batch).backward()
+        optimizer.step()
+    save_model(model, tmp_path / "adapter")
+    fresh = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    ids = torch.arange(1, 21)[None]
+    with torch.no_grad():
+        truth = fresh.eval()(input_ids=ids).logits
+        with fresh.disable_adapter():
+            plain = fresh(input_ids=ids).logits
+        ours = model.eval()(input_ids=ids, use_cache=False).logits
+        merged = fresh.merge_and_unload(safe_merge=True)
+        save_model(merged, tmp_path / "merged")
+        reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=ids).logits
+    assert apart(ours, truth) < 1e-5
+    assert apart(reloaded, truth) < 1e-5
+    assert apart(plain, truth) > 1e-3
+
+
+def test_experts_are_asked_for_by_name() -> None:
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["qwen3_moe"]))
+    with pytest.raises(RecipeError, match=r"expert.*matches no linear") as caught:
+        add_adapter(model, Lora(targets=("q_proj", "expert")), seed=1)
+    assert "did you mean `experts`" in caught.value.fix
+    with pytest.raises(RecipeError, match=r"dropout.*experts"):
+        add_adapter(model, Lora(targets=("experts",), dropout=0.1), seed=1)
+    attention_only = add_adapter(copy.deepcopy(model), Lora(), seed=1)
+    assert not any("experts" in name for name, p in attention_only.named_parameters() if p.requires_grad)
+    experts_only = add_adapter(model, Lora(targets=("experts",)), seed=1)
+    assert all("experts" in name for name, p in experts_only.named_parameters() if p.requires_grad)
+
+
+def test_a_router_can_be_trained_beside_adapters_or_adapted() -> None:
+    batch = packed_batch()
+    for kind in ("trained", "adapted"):
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["qwen3_moe"])).double()
+        model.set_experts_implementation("eager")
+        parameters = ["experts.down_proj"] + (["gate.weight"] if kind == "adapted" else [])
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["v_proj"], target_parameters=parameters))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+            if kind == "trained" and name.endswith("mlp.gate.weight"):
+                parameter.requires_grad_()
+        true_loss, truth = true_gradients(model.train(), batch)
+        assert any(".gate." in name for name in truth)
+        assert not install(model)
+        loss = fast_loss(model, batch)
+        assert apart(loss.detach(), true_loss) < 1e-6  # PEFT multiplies adapters of parameters in float32
+        for name, gradient in gradients(model, loss).items():
+            assert apart(gradient, truth[name]) < 1e-5, name
