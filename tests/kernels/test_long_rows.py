@@ -105,7 +105,7 @@ def turns(make: Near) -> list[Tensor]:
     heads: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_width": H}
     cos, sin = (make(H // 2, torch.float32) for _ in range(2))
     qkv, raw = make(8 * H), make(8 * H)
-    weights = {"q_norm_H": make.values(H).half(), "k_norm_H": make.values(H).half()}
+    weights: dict[str, Any] = {"q_norm_H": make.values(H).half(), "k_norm_H": make.values(H).half()}
     q, k, v, _ = qk_rope_forward(qkv, cos, sin, in_place=True, **heads)
     normed_q, normed_k, _, rstd = qk_rope_forward(raw, cos, sin, **heads, **weights)
     grads = [make(n * H).unflatten(1, (n, H)) for n in (4, 2, 2)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -214,8 +215,24 @@ def test_budgets_that_cannot_be(text: str, said: str) -> None:
         parse_budget(text, 80 * GB)
 
 
-def test_the_host_tells_its_room() -> None:
+def test_the_host_tells_its_room(tmp_path: Path) -> None:
     assert 0 <= host_room() < 10**14
+    assert host_room(tmp_path) == 0  # a system that does not tell
+    (tmp_path / "proc").mkdir()
+
+    def free(gigabytes: int) -> int:
+        (tmp_path / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {gigabytes * 10**9 // 1024} kB\n")
+        return host_room(tmp_path)
+
+    assert free(20) == pytest.approx(12e9, rel=1e-6)
+    assert free(124) == pytest.approx(100e9, rel=1e-6)
+    container = tmp_path / "sys/fs/cgroup"
+    container.mkdir(parents=True)
+    for name, text in (("max", "max\n"), ("current", f"{30 * 10**9}\n"), ("stat", f"anon 5\nfile {10**9}\n")):
+        (container / f"memory.{name}").write_text(text)
+    assert free(124) == pytest.approx(100e9, rel=1e-6)
+    (container / "memory.max").write_text(f"{49 * 10**9}\n")
+    assert free(124) == pytest.approx(12e9, rel=1e-6)
 
 
 def test_hidden_copies_cost_nothing_and_slow_ones_the_difference() -> None:

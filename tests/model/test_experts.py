@@ -53,7 +53,7 @@ def model_of(family: str, method: str, dtype: torch.dtype) -> Any:
     model = model.to(dtype)
     if method == "full":
         return model.train()
-    targets = EXPERTS if method == "lora on experts" else "all-linear"
+    targets: Any = EXPERTS if method == "lora on experts" else "all-linear"
     model = add_adapter(model, Lora(r=4, targets=targets, dora=method == "dora"), seed=1).to(dtype)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -148,7 +148,7 @@ def own_balanced_loss(model: Any, batch: PackedBatch) -> torch.Tensor:
     ids, labels = batch.ids_T[: batch.tokens], batch.labels_T[: batch.tokens]
     output = model(input_ids=ids[None], position_ids=batch.positions_T[None, : batch.tokens], use_cache=False,
                    output_router_logits=True)
-    loss = F.cross_entropy(output.logits[0], labels, reduction="sum", ignore_index=IGNORED)
+    loss: torch.Tensor = F.cross_entropy(output.logits[0], labels, reduction="sum", ignore_index=IGNORED)
     return loss + 0.3 * output.aux_loss * (labels != IGNORED).sum()
 
 

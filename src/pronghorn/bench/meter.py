@@ -65,7 +65,8 @@ class Meter:
         if self._cuda and self._peak_from_first_step:
             torch.cuda.reset_peak_memory_stats()
         self.mark("ready")
-        self._power = PowerWatch(f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}" if self._cuda else None)
+        here = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid if self._cuda else None
+        self._power = PowerWatch(None if here is None else f"GPU-{here}")
 
     def step_ended(self, tokens: Any) -> None:
         """Call after each optimizer step was handed to the device."""

@@ -108,8 +108,8 @@ def _unsloth(system: System, workload: Workload, meter: Meter, lengths: Path | N
         local_files_only=True,
     )
     model = fast.get_peft_model(
-        model, r=LORA_RANK, lora_alpha=LORA_RANK, lora_dropout=0, bias="none", target_modules=list(_names(workload)), random_state=SEED,
-        use_gradient_checkpointing="unsloth" if system.checkpointing else False,
+        model, r=LORA_RANK, lora_alpha=LORA_RANK, lora_dropout=0, bias="none", target_modules=list(_names(workload)),
+        random_state=SEED, use_gradient_checkpointing="unsloth" if system.checkpointing else False,
     )
     meter.mark("model")
     rows = dataset.from_list([{"input_ids": ids.tolist()} for ids in documents(workload, meter.total, lengths)])

@@ -88,6 +88,7 @@ SYSTEMS = {system.name: system for system in (
 )}
 _ALL = ("pronghorn", "unsloth", "unsloth-ckpt", "liger", "packed", "padded")
 _UNSLOTH = ("pronghorn", "unsloth", "unsloth-ckpt")
+_PACKED = (*_UNSLOTH, "packed", "packed-ckpt")
 _LARGE = ("pronghorn", "unsloth", "unsloth-ckpt", "liger", "liger-ckpt", "packed-ckpt")
 
 
@@ -147,10 +148,10 @@ WORKLOADS = {workload.name: workload for workload in (
     Workload("qwen3-14b-fp8", "qwen3-14b", 8192, systems=_UNSLOTH, method="qlora", ours="fp8"),
     Workload("qwen3-14b-qlora-fp8", "qwen3-14b", 8192, systems=_UNSLOTH, method="qlora", compute="fp8"),
     # Mixtures of experts at full width. transformers' gpt-oss lets packed documents see each other, so it is padded there.
-    *(Workload(f"{model}{name}", model, 8192, systems=systems, adapters=adapters)
-      for model, systems in (("qwen3-30b-a3b-4layers", (*_UNSLOTH, "packed", "packed-ckpt")),
-                             ("gpt-oss-20b-4layers", (*_UNSLOTH, "padded")))
-      for name, adapters in (("", "attention"), ("-experts", "experts"))),
+    Workload("gpt-oss-20b-4layers", "gpt-oss-20b-4layers", 8192, systems=(*_UNSLOTH, "padded"), adapters="attention"),
+    Workload("gpt-oss-20b-4layers-experts", "gpt-oss-20b-4layers", 8192, systems=(*_UNSLOTH, "padded"), adapters="experts"),
+    Workload("qwen3-30b-a3b-4layers", "qwen3-30b-a3b-4layers", 8192, systems=_PACKED, adapters="attention"),
+    Workload("qwen3-30b-a3b-4layers-experts", "qwen3-30b-a3b-4layers", 8192, systems=_PACKED, adapters="experts"),
     Workload("tiny-moe", "tiny-moe", 512, systems=("pronghorn", "packed"), adapters="experts"),
     Workload("tiny-fp8", "tiny", 512, systems=("pronghorn", "packed"), ours="fp8"),
     Workload("tiny", "tiny", 512, document=0, systems=("pronghorn", "packed", "packed-ckpt", "padded")),

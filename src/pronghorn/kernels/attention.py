@@ -237,6 +237,15 @@ def attention_backward(
     return dq, dk, dv, dsinks
 
 
+def gradients_in_place(backend: Backend, heads: int, kv_heads: int, head_width: int) -> bool:
+    """Whether dq, dk and dv may be written where q, k and v are. flash-attn-4 makes them out of its fp32 sums, when all is read
+    (of dk and dv it has such sums only where query heads share a key head); FlashAttention-2 has tensors of its own; plain
+    torch is done with a block, and with a document, before it writes them."""
+    if backend == "flash4":
+        return heads > kv_heads and head_width <= 128  # Blackwell's kernel for 256 is another
+    return backend in ("flash2", "torch")
+
+
 def _useful(window: int | None, longest: int) -> int | None:
     """A window that covers every document is none: plain causal kernels are faster and already compiled."""
     return None if window is None or window >= longest else window

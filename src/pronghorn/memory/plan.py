@@ -46,7 +46,8 @@ EQUAL_MS = 1e-6  # steps that differ by less take the same time
 NOTCH = 0.94  # after an allocation failed, the next plan uses no more than this of what the failed one expected
 UNITS = {"GB": 10**9, "MB": 10**6, "GiB": 2**30, "MiB": 2**20}
 SHARE_OF_FREE = 0.97  # `auto`
-SHARE_OF_HOST = 0.6  # of the host's free memory may be pinned: the system and the loader live on the rest
+SHARE_OF_HOST = 0.6  # of the host's free memory may be pinned: the system and the loader live on the rest,
+LEFT_TO_HOST = 24 * 10**9  # of which, on a large machine, they need no more than this
 
 
 @dataclass(frozen=True)
@@ -445,14 +446,25 @@ def parse_budget(text: str, total: int, free: int | None = None) -> int:
     return peak_within(asked) if unit == "%" else asked
 
 
-def host_room() -> int:
+def host_room(root: Path = Path("/")) -> int:
     """Bytes of this machine's memory that a pool may pin; 0 where the system does not tell."""
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return 0
     available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
-    return int(available * SHARE_OF_HOST)
+    available = min(available, _container_room(root / "sys/fs/cgroup", available))
+    return max(int(available * SHARE_OF_HOST), available - LEFT_TO_HOST)
+
+
+def _container_room(folder: Path, otherwise: int) -> int:
+    """What a container has left of its limit: pages of files count as free, since they can be read again."""
+    try:
+        limit, used, told = ((folder / f"memory.{name}").read_text(encoding="ascii").strip() for name in ("max", "current", "stat"))
+        files = dict(line.split() for line in told.splitlines()).get("file", "0")
+    except (OSError, ValueError):
+        return otherwise
+    return otherwise if limit == "max" else max(0, int(limit) - int(used) + int(files))
 
 
 def _gb(amount: float) -> str:

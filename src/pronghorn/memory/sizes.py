@@ -119,6 +119,7 @@ class Job:
     optimizer: Optimizer = "adamw"
     graphed: bool = True  # the step is captured, and adapters' gradients are added up in a buffer of their own
     host_embeddings: bool = False  # frozen ones that no head shares wait in pinned host memory, read over the link
+    in_place: bool = False  # attention's backward writes the gradient of q, k, v where they are (kernels/attention.py)
     attended: int = 324  # sum of squares of the documents' lengths over the sum of lengths; 324: mean 207, log-normal
 
     @property
@@ -251,7 +252,8 @@ def unpacked_bytes(job: Job) -> int:
 def kept_parts(job: Job) -> dict[str, int]:
     """Bytes of `Kept` by field; views of the same tensor are counted once."""
     s, T, e, groups = job.shape, job.capacity, job.element, job.groups()
-    parts = {"h": T * s.width * e, "qkv": T * s.qkv_width * e, "lse": T * s.heads * FP32,
+    room = 0 if s.qk_norm else groups["qkv"].extra  # for the columns of the gradient that takes its place
+    parts = {"h": T * s.width * e, "qkv": T * (s.qkv_width + room) * e, "lse": T * s.heads * FP32,
              "o": T * (s.out_width + groups["out"].extra) * e, "h2": T * s.width * e,
              "gu": T * (2 * s.mlp_width + groups["gate_up"].extra) * e,
              "rstd": T * len(s.norms) * FP32}
@@ -259,7 +261,7 @@ def kept_parts(job: Job) -> dict[str, int]:
         turned = (s.heads + s.kv_heads) * s.head_width * e
         parts["q, k"] = T * (turned + (s.heads + s.kv_heads if s.qk_norm == "per_head" else 2) * FP32)
     if job.fp8:  # no columns behind rows; x A^T of `out` stands apart
-        parts |= {"o": T * s.out_width * e, "gu": T * 2 * s.mlp_width * e}
+        parts |= {"qkv": T * s.qkv_width * e, "o": T * s.out_width * e, "gu": T * 2 * s.mlp_width * e}
     for name, group in (("xa1", "qkv"), *([("xa_o", "out")] if job.fp8 else []), ("xa2", "gate_up"), ("xa3", "down")):
         if groups[group].extra:
             parts[name] = T * groups[group].extra * e

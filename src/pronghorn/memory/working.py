@@ -102,7 +102,7 @@ def working_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
         mlp += SUMS_PROGRAMS * job.rank * sum(g[name].adapters for name in ("gate_up", "down")) * s.mlp_width * FP32
     mlp_is_done = parts["h2"] + parts.get("xa2", 0) + parts.get("y", 0)
     freed = {"layer": parts["h2"], "gate_up": mlp_is_done, "nothing": mlp_is_done + parts["gu"]}[recompute]
-    attention = whole.do + whole.dqkv_ext + _sums_of_attention(job) - freed
+    attention = whole.do + (0 if job.in_place else whole.dqkv_ext) + _sums_of_attention(job) - freed
     attention += whole.d if "after_attention" in s.norms else 0
     return again + dh + max(mlp, attention) + unpacked_bytes(job) + trained
 
@@ -117,17 +117,17 @@ def _sums_of_attention(job: Job) -> int:
 
 
 def top_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
-    """What the last layer's backward holds more than another's: the head hands down a gradient in rows without room behind
-    them; and where only some rows have a loss, copies of those."""
+    """What the last layer's backward holds more than another's, where only some rows have a loss: copies of those."""
     s, g, e = job.shape, job.groups(), job.element
+    if job.rows == job.capacity:
+        return 0
     if not g["down"].extra:
         copies = 0  # where nothing can be used in place, every layer makes them
     elif pieces > 1 and recompute != "nothing":
         copies = job.rows * (s.width + g["out"].extra) + -(-job.rows // pieces) * (s.width + g["down"].extra)
     else:
         copies = job.rows * (s.width + g["down"].extra)
-    more = 0 if job.rows == job.capacity else job.rows * (s.out_width + g["out"].extra + s.width)
-    return (copies + more) * e
+    return (copies + job.rows * (s.out_width + g["out"].extra + s.width)) * e
 
 
 def head_bytes(job: Job, pieces: int = 1) -> int:

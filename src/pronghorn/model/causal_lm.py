@@ -20,13 +20,13 @@ from pronghorn.kernels.fp8_lora import SplitTable
 from pronghorn.kernels.host_embedding import host_embedding
 from pronghorn.kernels.linear_cross_entropy import linear_cross_entropy
 from pronghorn.kernels.lora_refresh import CopyTable
-from pronghorn.kernels.rms_norm import rms_norm
 from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm
 from pronghorn.model.expert_load import ExpertCounts, ExpertLoad, padding_mask
 from pronghorn.model.families import FAMILIES, layer_type, num_experts, why_not_fast
+from pronghorn.model.final_norm import final_norm
 from pronghorn.model.fp8_layer import fast_layer
 from pronghorn.model.fp8_projections import Fp8Projections, Fp8Workspace
-from pronghorn.model.kept import Elsewhere
+from pronghorn.model.kept import Elsewhere, GradientRoom
 from pronghorn.model.moe_layer import MoeDecoderLayer
 
 IGNORED = -100  # the label of what is not trained on
@@ -148,10 +148,10 @@ class FastCausalLM:
             self._adapters.run()
         self._adapters_fp8.run()
 
-    def loss(self, h_ND: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum of the losses, loss of each row, detached), of rows out of `hidden`."""
+    def loss(self, h_ND: Tensor, labels_N: Tensor, room: GradientRoom | None = None) -> tuple[Tensor, Tensor]:
+        """(sum of the losses, loss of each row, detached), of rows out of `hidden`. `room`: the layers', for the gradient."""
         with torch.autocast(h_ND.device.type, enabled=False):
-            x_ND, _ = rms_norm(h_ND, self.norm.weight, self.norm.eps, one_plus=self.norm.one_plus)
+            x_ND = final_norm(h_ND, self.norm, GradientRoom() if room is None else room, self.layers[-1].down.extra)
             head = head_of(self.model)
             if type(head) is not torch.nn.Linear:
                 raise ModelError(what=f"the head is {type(head).__name__}, not a linear layer", why="its loss has no kernel",
@@ -172,7 +172,7 @@ class FastCausalLM:
         documents = self.documents(cu_seqlens, longest, positions_T, typical)
         load = self.load_of(labels_T, documents.spans_2T, loss_rows)
         h_ND = self.hidden(self.embed(ids_T), replace(documents, load=load), loss_rows)
-        total, each = self.loss(h_ND, labels_T if loss_rows is None else labels_T.index_select(0, loss_rows))
+        total, each = self.loss(h_ND, labels_T if loss_rows is None else labels_T.index_select(0, loss_rows), documents.room)
         if load is not None and load.loss is not None:  # transformers adds it to the mean over the labels
             total = total + self.balance * load.loss * (labels_T != IGNORED).sum()
         return total, each

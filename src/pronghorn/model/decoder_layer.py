@@ -8,7 +8,7 @@ it, so names, hooks, checkpoints and generation stay the family's. Forward, with
     *h_TD                                     the residual stream
     x = norm(h)                               computed again in backward only where weights are trained
     qkv_TX = x Wqkv                           one product; LoRA rides along as extra columns (kernels/lora_linear.py)
-   *q, k, v = rope(qk_norm(qkv))              in place where there is no qk-norm (else *qkv too)
+   *q, k, v = rope(qk_norm(qkv))              in place where there is no qk-norm (else *qkv too), and so may be its gradient
    *o, lse = attention(q, k, v)
    *h2, x2 = h + o Wo, norm(h2)               one pass; x2 again only where weights are trained
    *gu_T2F = x2 Wgu                           in rows with room behind them: its gradient takes its place
@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pronghorn.kernels.attention import attention_backward, attention_forward, pick_backend
+from pronghorn.kernels.attention import attention_backward, attention_forward, gradients_in_place, pick_backend
+from pronghorn.kernels.attention_torch import Backend
 from pronghorn.kernels.copy_rows import copy_rows
 from pronghorn.kernels.gated_lora import gated_lora_backward, gated_lora_forward, why_not
 from pronghorn.kernels.gated_mlp import gated_activation_backward, gated_activation_forward
@@ -189,9 +190,9 @@ class FastDecoderLayer:
         """Everything before the attention's output projection."""
         rstd: dict[str, Tensor] = {}
         x = self.normed(self.before_attention, h, self.qkv.extra, rstd, "before_attention")
-        qkv, xa1 = self.qkv.forward(x)
+        qkv, xa1 = self.qkv.forward(x) if self.q_norm else self.qkv.forward_with_room(x)
         del x
-        q, k, v, qk_rstd = self._rope(qkv, documents)
+        q, k, v, qk_rstd = self._rope(qkv[:, : self._qkv_width], documents)
         o_ext = rows_like(h, self.heads * self.head_width + self.out.extra)
         o = o_ext[:, : self.heads * self.head_width].unflatten(1, (self.heads, self.head_width))
         _, lse = attention_forward(q, k, v, documents.cu_seqlens, documents.longest, out=o, spans_2T=documents.spans_2T,
@@ -199,7 +200,7 @@ class FastDecoderLayer:
         h_rows = h
         if rows is not None:
             o_ext, h_rows = o_ext.index_select(0, rows), h.index_select(0, rows)
-        return Attended(q, k, v, lse, o, o_ext, h_rows, qkv if self.q_norm else None, qk_rstd, xa1, rstd)
+        return Attended(q, k, v, lse, o, o_ext, h_rows, qkv, qk_rstd, xa1, rstd)
 
     def _to_gate_up(self, h: Tensor, documents: Documents, rows: Tensor | None) -> Kept:
         """Everything before the activation."""
@@ -210,11 +211,7 @@ class FastDecoderLayer:
 
     def gate_up_of(self, x2_ext: Tensor) -> tuple[Tensor, Tensor | None]:
         """gu, with room behind it for the columns that its gradient has there; and x A^T."""
-        if not self.gate_up.extra:
-            return self.gate_up.forward(x2_ext)
-        width = sum(self.gate_up.widths)
-        gu_ext = rows_like(x2_ext, width + self.gate_up.extra)
-        return gu_ext, self.gate_up.forward(x2_ext, out=gu_ext[:, :width])[1]
+        return self.gate_up.forward_with_room(x2_ext)
 
     def again(self, left: Left, documents: Documents, rows: Tensor | None) -> Kept:
         """What forward had, out of what it left: brought back, and computed again where it was not kept. Gate and up stay
@@ -320,12 +317,12 @@ class FastDecoderLayer:
         out_grads = self.out.backward_parameters(dy, kept.o_ext[:, :width], kept.o_ext[:, width:] if self.out.extra else None)
         if rows is not None:
             do, dh = _spread(do, rows, len(kept.h)), _spread(dh, rows, len(kept.h))
-        dqkv_ext = self._room_for_dqkv(do)
         options, sinks = self.attention_options, self.sinks
         backend = pick_backend(do.device, do.dtype, self.head_width, softcap=options["softcap"] is not None,
                                sinks=sinks is not None, typical=documents.typical)
         if sinks is not None and not sinks.requires_grad and backend in ("short", "flash2"):
             options["sinks_N"] = None  # there, only their own gradient needs them once more: lse has them in it
+        dqkv_ext = self._room_for_dqkv(do, kept.qkv, backend)
         dq, dk, dv, dsinks = attention_backward(
             do.unflatten(1, (self.heads, self.head_width)), kept.q, kept.k, kept.v, kept.o, kept.lse, documents.cu_seqlens,
             documents.longest, spans_2T=documents.spans_2T, typical=documents.typical, **options, backend=backend,
@@ -440,7 +437,10 @@ class FastDecoderLayer:
             jobs += group.collect_jobs(NormOf(norm.weight, norm.weight, norm.one_plus) if norm else None)
         return jobs
 
-    def _room_for_dqkv(self, do: Tensor) -> Tensor:
+    def _room_for_dqkv(self, do: Tensor, qkv: Tensor | None, backend: Backend) -> Tensor:
+        """In the place of q, k and v, if attention is done with them before it writes; qk-norm needs them once more."""
+        if qkv is not None and not self.q_norm and gradients_in_place(backend, self.heads, self.kv_heads, self.head_width):
+            return qkv
         return rows_like(do, self._qkv_width + self.qkv.extra)
 
     @property

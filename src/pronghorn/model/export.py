@@ -13,6 +13,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
 
 from pronghorn.errors import CommandError
+from pronghorn.model.few_bit_experts import dequantize_experts_
 from pronghorn.model.fp8_linear import dequantize_fp8_
 from pronghorn.model.load import DTYPES, load_model, pick_device, resolve_precision, without_progress_bars
 from pronghorn.model.lora import load_adapter
@@ -122,6 +123,7 @@ def _merged_from_few_bits(checkpoint: Path, recipe: Recipe) -> Any:
     dtype = DTYPES[resolve_precision(recipe.precision, device)]
     model = trained_model(checkpoint, recipe, dtype, device)
     (dequantize_fp8_ if recipe.method == "fp8" else dequantize_model_)(model, dtype, host)
+    dequantize_experts_(model, dtype, host)
     return model.to(host).float().merge_and_unload(safe_merge=True).to(dtype)
 
 

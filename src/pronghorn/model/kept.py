@@ -30,7 +30,7 @@ class Kept:
     o_ext: Tensor  # with the extra columns; only `rows` of it in the last layer, else what `o` is part of
     h2: Tensor
     gu: Tensor | None
-    qkv: Tensor | None = None  # before qk-norm
+    qkv: Tensor | None = None  # before qk-norm; without one, what q, k, v are parts of, with room for its gradient's columns
     qk_rstd: Tensor | None = None
     xa1: Tensor | None = None  # x A^T of each group of projections: T x R
     xa2: Tensor | None = None

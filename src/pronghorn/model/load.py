@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
 from transformers.utils import logging
 
 from pronghorn.errors import ModelError, RecipeError
@@ -108,7 +108,8 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, four_bit:
     stored in FP8 (model/fp8_linear.py).
     """
     _refuse_unreadable_folder(name)
-    _config(name, four_bit)
+    stored = getattr(_config(name, four_bit), "quantization_config", None) or {}
+    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
     if four_bit or fp8:
         folder, load = local_folder(name), load_fp8 if fp8 else load_nf4
         _refuse_unreadable_folder(str(folder))
@@ -121,9 +122,13 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, four_bit:
             lambda: AutoModelForCausalLM.from_pretrained(
                 _place(name), dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
+                **({"quantization_config": Mxfp4Config(dequantize=True)} if method == "mxfp4" else {}),
             ),
         )
     _refuse_made_up_weights(name, found)
+    if method == "mxfp4":  # dequantized to bf16 whatever was asked for
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype) if parameter.ndim == 3 else parameter.data
     model.config.use_cache = False
     return model.to(device)  # type: ignore[no-any-return]
 

@@ -215,6 +215,15 @@ class Projections:
             torch.mm(x_ext, weight.T, out=part)
         return y if bias is None else y.add_(bias), None
 
+    def forward_with_room(self, x_ext: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The same, with room behind y for the columns that its gradient has there: the gradient can take y's place. Zeros on
+        the CPU, as in decoder_layer.rows_like."""
+        if not self.extra:
+            return self.forward(x_ext)
+        width, make = sum(self.widths), x_ext.new_empty if x_ext.is_cuda else x_ext.new_zeros
+        y_ext = make(x_ext.shape[0], width + self.extra)
+        return y_ext, self.forward(x_ext, out=y_ext[:, :width])[1]
+
     def forward_add(self, x_ext: Tensor, h: Tensor, multiplier: float, *, extended: bool = False, out: Tensor | None = None
                     ) -> Tensor:
         """h + multiplier * y in one product: the residual is added before the result is rounded. `out` may be h."""

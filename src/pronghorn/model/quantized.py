@@ -33,6 +33,7 @@ from pronghorn.kernels.nf4 import (
     nf4_quantize,
 )
 from pronghorn.kernels.nf4_lora import Workspace
+from pronghorn.model.few_bit_experts import STACKS, few_bit_experts_, has_stack, read_stack
 
 Progress = Callable[[str, int, int], None]
 SKIP = ("lm_head",)
@@ -209,9 +210,9 @@ def refuse_other_quantization(config: Any, where: str) -> None:
         kind = "int8"
     else:
         kind = str(facts.get("bnb_4bit_quant_type", "fp4"))
-    if kind != "nf4":
+    if kind not in ("nf4", "mxfp4"):
         raise ModelError(what=f"the checkpoint is quantized as {kind}", where=where,
-                         why="of quantized checkpoints only bitsandbytes' NF4 is read",
+                         why="of quantized checkpoints only bitsandbytes' NF4 and gpt-oss's MXFP4 are read",
                          fix="use the 16-bit model, with method: qlora if memory is short")
 
 
@@ -321,18 +322,23 @@ def load_nf4(
         del config.quantization_config  # it asks for bitsandbytes; `save_nf4` writes it again
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    shards = _Shards(folder, device)
+    shards, experts = _Shards(folder, device), few_bit_experts_(model)
     linears = {full: (parent, name) for parent, name, full, _ in _linears(model, nn.Linear, ())}
     tied, workspace = _tied(model), Workspace()
     keys = dict.fromkeys([key for key, _ in model.named_parameters()])
     keys |= dict.fromkeys(key for key, _ in model.named_buffers() if key in model.state_dict())
+    stacks = {f"{owner}.{name}": module for owner, module in experts.items() for name in STACKS}
     missing = [key for key in keys if key not in shards and key not in tied]
+    missing = [key for key in missing if key not in stacks or not has_stack(shards, key)]
     if missing:
         others = f" (and {len(missing) - 1} more weights)" if len(missing) > 1 else ""
         raise ModelError(what=f"{missing[0]} is not in its files{others}", where=str(folder),
                          why="the weights do not belong to config.json, or are stored under other names",
                          fix="get the model's complete files, all from the same version")
     for done, key in enumerate(keys):
+        if key in stacks:
+            read_stack(shards, key, stacks[key], dtype)
+            continue
         if key not in shards:
             continue
         owner, _, leaf = key.rpartition(".")
@@ -351,7 +357,7 @@ def load_nf4(
             _place(model, owner, leaf, shards.get(key), dtype, folder)
         if progress:
             progress("loading 4-bit weights", done + 1, len(keys))
-    if not any(True for _ in _linears(model, NF4Linear, ())):
+    if not experts and not any(True for _ in _linears(model, NF4Linear, ())):
         raise ModelError(what="no linear layer of this model can be stored in 4 bits", where=str(folder),
                          why=f"{config.model_type} has other layers", fix="method: lora, or load_in_4bit=False in Python")
     model.tie_weights()
@@ -408,7 +414,7 @@ def _fill_computed_buffers(model: PreTrainedModel, device: torch.device) -> None
             if any(bool(torch.isnan(module._buffers[key]).any()) for key in empty):  # type: ignore[arg-type]
                 raise ModelError(what=f"{name}.{empty[0]} is in no file and cannot be computed", where=model.config.model_type,
                                  why="this family fills it in a way that is not known here", fix="use method: lora")
-    left = [key for key, parameter in model.named_parameters() if parameter.is_meta]
+    left = [key for key, parameter in model.named_parameters() if parameter is not None and parameter.is_meta]
     if left:
         raise ModelError(what=f"{left[0]} was not loaded", where=model.config.model_type,
                          why="this family ties its weights in a way that is not known here", fix="use method: lora")

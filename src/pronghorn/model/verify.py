@@ -1,12 +1,13 @@
 """Does the fast model compute what the family's own layers compute? Loss and every trained gradient, on random documents.
 
-Both run on the same packed batch, in the model's own precision (ask for float32 to see 1e-6): first the family's layers,
-then ours. What differs is named, worst parameter first.
+Both run on the same documents, in the model's own precision (ask for float32 to see 1e-6): first the family's layers, one
+document after the other, then ours on all of them in one pack. What differs is named, worst parameter first.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def verify(model: Any, seed: int = 0) -> Verdict:
     model.train()
     try:
         with _RandomAdapters(model, seed):
-            own = _gradients(model, lambda: _own_loss(model, ids, positions, rows, labels))
+            own = _gradients(model, lambda: _own_loss(model, ids, bounds))
             fast = _gradients(model, lambda: engine.packed_loss(ids, positions, bounds, max(DOCUMENTS), loss_rows=rows,
                                                                 labels_T=labels)[0])
     finally:
@@ -128,17 +129,25 @@ class _RandomAdapters:
             parameter.zero_()
 
 
-def _own_loss(model: Any, ids: Tensor, positions: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
+def _own_loss(model: Any, ids: Tensor, bounds: Tensor) -> Tensor:
     """The family's own forward: the backbone's fast one is taken off the instance for the moment."""
     engine = engine_of(model)
     assert engine is not None
     fast = engine.backbone.__dict__.pop("forward", None)
     try:
-        logits = model(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows).logits[0]
+        return sum((_document_loss(model, ids, start, stop) for start, stop in pairwise(bounds.tolist())),
+                   torch.zeros((), device=ids.device))
     finally:
         if fast is not None:
             engine.backbone.forward = fast
-    return F.cross_entropy(logits.float(), labels[rows], reduction="sum")
+
+
+def _document_loss(model: Any, ids: Tensor, start: int, stop: int) -> Tensor:
+    """One after the other: in a pack, some families let documents see each other (gpt-oss in transformers 5.22)."""
+    if stop - start < 2:
+        return torch.zeros((), device=ids.device)
+    logits = model(input_ids=ids[None, start:stop], use_cache=False).logits[0, :-1]
+    return F.cross_entropy(logits.float(), ids[start + 1 : stop], reduction="sum")
 
 
 def _gradients(model: Any, loss_of: Any) -> tuple[float, dict[str, Tensor]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pronghorn.report import wording
+from pronghorn.report.experts import experts_section
 from pronghorn.report.figures import Figures, figures
 from pronghorn.report.html_style import SCRIPT, STYLE
 from pronghorn.report.plots import Plot, Point, Series, draw, smooth
@@ -51,7 +52,7 @@ def render_page(events: Sequence[dict[str, Any]], name: str = "run") -> str:
     evals = [e for e in kept if e["event"] == "eval"]
     title = run.name or name
     body = [_header(run, title), _tiles(run), _plots(run, kept, steps, evals), _stages(run), _generations(evals)]
-    body += [_memory(kept), _recipe(run), _notices(events), _sessions(run)]
+    body += [experts_section(kept), _memory(kept), _recipe(run), _notices(events), _sessions(run)]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'

@@ -20,7 +20,7 @@ from typing import Any, Self
 from pronghorn.errors import DataError, EnvironmentFault
 
 FILE_NAME = "run.jsonl"
-BELONGS_TO_A_STEP = ("step", "eval", "checkpoint")  # events that a resume from an earlier step makes void
+BELONGS_TO_A_STEP = ("step", "eval", "checkpoint", "experts")  # events that a resume from an earlier step makes void
 SYNCED = ("checkpoint", "end")  # rare, and what a resume relies on: these also survive a power cut
 TAIL_BLOCK = 1 << 16  # bytes read at a time when looking for the last line
 

@@ -13,8 +13,9 @@ from rich.text import Text
 from pronghorn.report import wording
 from pronghorn.report.bars import STAGE_STYLES, share_bar
 from pronghorn.report.cost import TRAINING, cost
+from pronghorn.report.experts import experts_summary
 from pronghorn.report.figures import Figures, figures
-from pronghorn.report.run_log import plain
+from pronghorn.report.run_log import history, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ def summary(events: Sequence[dict[str, Any]], gpus: int | None = None, price_per
         "cost_most": largest,
         "cost": asdict(spent),
         "advice": asdict(advise(run)),
+        "experts": experts_summary(history(events)),
     }
     result: dict[str, Any] = plain(facts)
     return result
@@ -72,6 +74,8 @@ def render(facts: dict[str, Any]) -> RenderableType:
             table.add_row(label, _path(first, last, best, facts[f"best_{kind}_step"], perplexity))
     rate = number(facts["tokens_per_second"]) or 0.0
     table.add_row("tokens", Text(f"{wording.count(facts['tokens'])} seen, {wording.count(rate)} a second"))
+    if facts["experts"]:
+        table.add_row("experts", Text(facts["experts"]["text"]))
     table.add_row("time", Text(_time_line(facts)))
     shares = {stage: share for stage, share in facts["shares"].items() if share > 0}
     stages = Table.grid(padding=(0, 2))

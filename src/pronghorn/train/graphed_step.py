@@ -176,8 +176,14 @@ class GraphedStep(Step):
         began = time.perf_counter()
         inputs = batch.map(lambda tensor: tensor.to(self.device, copy=True))
         saved = [tensor.to("cpu", copy=True) for tensor in self._added_up] if self._accumulated else []
+        engine = engine_of(self.model)
+        assert engine is not None
+        counted = engine.expert_counts.counts_LE.clone() if engine.expert_counts is not None else None
         run = self._captured(lambda: self._forward_backward(inputs))
         self._tried = True
+        if engine.expert_counts is not None:  # a trial does not count
+            counts = engine.expert_counts.counts_LE
+            counts.copy_(torch.zeros_like(counts) if counted is None else counted)
         self._clear()
         for tensor, before in zip(self._added_up, saved, strict=False):
             tensor.copy_(before)

@@ -23,6 +23,7 @@ from pronghorn import __version__
 from pronghorn.data.batches import StepBatch
 from pronghorn.data.prepare import evaluation_prompts
 from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, PronghornError
+from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.export import AdapterFiles, adapter_files, save_model
 from pronghorn.model.generate import generate_answers
 from pronghorn.model.quantized import count_parameters
@@ -158,6 +159,7 @@ class _Run:
         """Everything begun is finished; then evaluation and checkpoint, where they are due. Returns the reason to stop."""
         session = self.session
         self._finish_all()
+        self._log_experts()
         verdict = self._evaluate() if evaluates else ""
         best_now = session.progress.best_step == session.step
         if session.step % session.recipe.checkpoint.every == 0 or last or best_now or verdict:
@@ -371,6 +373,13 @@ class _Run:
             what=f"stopped at step {self.session.step} as asked; everything is saved in {self.checkpoint}",
             signal_number=signal_number, fix="the same command goes on from here",
         )
+
+    def _log_experts(self) -> None:
+        """Tokens of each expert since the last look, where the model has experts. Only here, where no step is under way, does
+        the host ask for them."""
+        engine = engine_of(self.session.model)
+        if engine is not None and engine.expert_counts is not None:
+            self.log.write("experts", step=self.session.step, counts=engine.expert_counts.read())
 
     def _log_start(self) -> None:
         session = self.session

@@ -19,6 +19,7 @@ from pronghorn.data.batches import PackedBatch, Shapes
 from pronghorn.data.prepare import hold_out, prepare
 from pronghorn.data.tokens import TokenizerFiles
 from pronghorn.errors import CommandError, EnvironmentFault, PronghornError, RecipeError
+from pronghorn.kernels.attention import gradients_in_place, pick_backend
 from pronghorn.memory.calibrate import calibrate
 from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.forecast import (
@@ -102,8 +103,12 @@ def run_job(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, p
         return sizes[-2] if len(sizes) > 1 else sizes[-1]
 
     graphed = device.type == "cuda" and precision != "fp16" and recipe.train.graph != "off"
-    return replace(job_of(recipe, config), element=DTYPES[precision].itemsize, loss_rows=usual(shapes.rows),
-                   documents=usual(shapes.entries), attended=shapes.typical, graphed=graphed)
+    job = job_of(recipe, config)
+    s, softcap = job.shape, getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    backend = pick_backend(device, DTYPES[precision], s.head_width, softcap=softcap, typical=shapes.typical)
+    in_place = backend != "flash2" and not s.qk_norm and gradients_in_place(backend, s.heads, s.kv_heads, s.head_width)
+    return replace(job, element=DTYPES[precision].itemsize, loss_rows=usual(shapes.rows), documents=usual(shapes.entries),
+                   attended=shapes.typical, graphed=graphed, in_place=in_place)
 
 
 def budget_of(text: str, device: torch.device) -> tuple[int, str]:

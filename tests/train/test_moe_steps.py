@@ -1,0 +1,100 @@
+"""Steps of mixtures of experts: on a GPU replayed as graphs, and nothing in them waits for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_graphed_step import DEVICE, ON_GPU, SMALL, eager, graphed, losses, mixed_table, steps_of
+from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+
+from pronghorn.model.causal_lm import base_of, engine_of, install
+from pronghorn.model.few_bit_experts import few_bit_experts_
+from pronghorn.model.lora import add_adapter
+from pronghorn.model.verify import verify
+from pronghorn.recipe import Lora
+from pronghorn.train.objectives import loss_sum
+
+QWEN: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+GPT_OSS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32}
+FAMILIES: dict[str, Any] = {
+    "gpt_oss": lambda: GptOssConfig(**SMALL, **GPT_OSS),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**SMALL, **QWEN, norm_topk_prob=True),
+    "qwen2_moe": lambda: Qwen2MoeConfig(**SMALL, **QWEN, shared_expert_intermediate_size=64),
+    "mixtral": lambda: MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+}
+TARGETS: dict[str, Any] = {"attention": "all-linear", "experts": ("all-linear", "experts")}
+
+
+def model_of(family: str, method: str, dtype: torch.dtype = torch.float32, *, balance: bool = False, four_bit: bool = False
+             ) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=dtype)
+    base_of(model).config.output_router_logits = balance
+    if four_bit:
+        for experts in few_bit_experts_(model).values():
+            for name in ("gate_up_proj", "down_proj"):
+                experts.quantize(name, getattr(experts.own_module[0], name).detach())
+    if method != "full":
+        model = add_adapter(model, Lora(r=4, targets=TARGETS[method]), seed=1)
+    model = model.to(DEVICE)
+    assert install(model) == ""
+    return model.train()
+
+
+@pytest.mark.parametrize("method", ["attention", "experts", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphed_steps_equal_eager_ones(family: str, method: str) -> None:
+    batches = steps_of(mixed_table(120), 12 if DEVICE.type == "cuda" else 4)
+    said: list[str] = []
+    model = model_of(family, method)
+    ours = losses(graphed(model, said=said), batches)
+    theirs = losses(eager(model_of(family, method)), batches)
+    for (loss, norm), (eager_loss, eager_norm) in zip(ours, theirs, strict=True):
+        assert loss == pytest.approx(eager_loss, rel=1e-5)
+        assert norm == pytest.approx(eager_norm, rel=1e-3)
+    assert ours[-1][0] < ours[0][0]
+    assert not any("eagerly" in line for line in said)
+    counts = engine_of(model).expert_counts.read()  # type: ignore[union-attr]
+    assert sum(counts[0]) == 2 * sum(batch.tokens for batch in batches)  # trial runs before a capture do not count
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_graphed_steps_with_the_auxiliary_loss_and_with_experts_in_4_bits(family: str) -> None:
+    batches = steps_of(mixed_table(120), 12 if DEVICE.type == "cuda" else 3)
+    for options in ({"balance": True}, {"four_bit": True}):
+        said: list[str] = []
+        ours = losses(graphed(model_of(family, "experts", **options), said=said), batches)
+        theirs = losses(eager(model_of(family, "experts", **options)), batches)
+        for (loss, _), (eager_loss, _) in zip(ours, theirs, strict=True):
+            assert loss == pytest.approx(eager_loss, rel=1e-5)
+        assert ours[-1][0] < ours[0][0]
+        assert not any("eagerly" in line for line in said)
+
+
+@ON_GPU
+@pytest.mark.parametrize("four_bit", [False, True])
+@pytest.mark.parametrize("method", ["attention", "experts", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_in_a_step_waits_for_the_device(family: str, method: str, four_bit: bool) -> None:
+    if four_bit and method == "full":
+        pytest.skip("weights in 4 bits are not trained")
+    model = model_of(family, method, torch.bfloat16, balance=True, four_bit=four_bit)
+    batch = steps_of(mixed_table(60), 1)[0].batches[0].to(DEVICE)
+    loss_sum(model, batch).backward()  # kernels are compiled
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss_sum(model, batch).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@ON_GPU
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("method", ["attention", "experts", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_a_gpu_the_layers_compute_what_the_family_computes(family: str, method: str, dtype: torch.dtype) -> None:
+    verify(model_of(family, method, dtype))
