@@ -240,12 +240,13 @@ def longest(rows: Iterable[Row]) -> dict[str, dict[str, int]]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    lines = [("budget", "system", "tokens", "result", "peak", "seconds a step"), ("---",) * 6]
+    lines = [("budget", "system", "tokens", "result", "peak", "seconds a step", "loss"), ("---",) * 7]
     for row in sorted(rows, key=lambda row: (bytes_of(row["budget"]), row["system"], row["tokens"])):
         trained, amount = row["status"] == TRAINED, row.get("peak_bytes")
         result = "trains" if trained else row["status"] if row["status"] == NO_ROOM else f"{row['status']}: {row['why'][:60]}"
         lines.append((row["budget"], row["system"], f"{row['tokens']:,}", result,
-                      f"{amount / 1e9:.2f} GB" if amount and trained else "", f"{row['seconds']:.1f}" if trained else ""))
+                      f"{amount / 1e9:.2f} GB" if amount and trained else "", f"{row['seconds']:.1f}" if trained else "",
+                      f"{row['loss_first']:.4f}" if trained else ""))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

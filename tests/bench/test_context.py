@@ -27,7 +27,8 @@ def fits(limit: int, tried: list[int]) -> Callable[[int], dict[str, Any]]:
 
 
 def row(tokens: int, status: str, system: str = "pronghorn", **more: Any) -> dict[str, Any]:
-    return {"system": system, "budget": "24GB", "tokens": tokens, "status": status, "why": "", "seconds": 1.0} | more
+    figures = {"why": "", "seconds": 1.0, "loss_first": 12.0}
+    return {"system": system, "budget": "24GB", "tokens": tokens, "status": status} | figures | more
 
 
 def test_ours_goes_down_by_five_percent_until_one_trains() -> None:
@@ -86,8 +87,8 @@ def test_results_outlive_a_call(tmp_path: Path) -> None:
     assert second.commands == ["one", "two"]
     assert json.loads(path.read_text())["longest"] == {"24GB": {"pronghorn": 2048, "unsloth-ckpt": 1024}} == longest(first.rows)
     shown = table(second.rows)
-    assert "| 24GB | pronghorn | 4,096 | out of memory |  |  |" in shown
-    assert "| 24GB | unsloth-ckpt | 1,024 | trains | 23.00 GB | 1.0 |" in shown
+    assert "| 24GB | pronghorn | 4,096 | out of memory |  |  |  |" in shown
+    assert "| 24GB | unsloth-ckpt | 1,024 | trains | 23.00 GB | 1.0 | 12.0000 |" in shown
 
 
 def test_a_long_model_shares_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

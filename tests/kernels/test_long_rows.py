@@ -5,6 +5,7 @@ Rows that are far apart do what rows side by side do. Nobody touches what lies b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from pronghorn.kernels.attention import BACKENDS
+from pronghorn.kernels.attention_flash import why_no_flash4
 from pronghorn.kernels.attention_short import Short
-from pronghorn.kernels.attention_torch import Packed
+from pronghorn.kernels.attention_torch import Backend, Packed
 from pronghorn.kernels.copy_rows import copy_rows
 from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows
 from pronghorn.kernels.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
@@ -159,3 +162,62 @@ def test_rows_far_apart_are_rows_side_by_side(where: str, case: Callable[[Near],
     for number, (one, other) in enumerate(zip(near, far, strict=True)):
         assert torch.equal(one.float(), other.float()), f"result {number}"
         assert one.float().count_nonzero() > 0, f"result {number}"
+
+
+# ---- on a GPU: libraries, at the sizes of an 8B model ------------------------------------------------------------------------
+
+LONG = 400_000  # tokens: rows of q, k and v together begin beyond 2^31 elements from the 345,923rd on
+TAIL, WINDOW = 1000, 512
+WIDTH = 6144 + 64
+ROOMY = torch.cuda.is_available() and torch.cuda.mem_get_info()[1] > 60e9
+big_gpu = pytest.mark.skipif(not ROOMY, reason="needs a GPU of 60 GB")
+
+
+def heads_of(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    parts = qkv[:, :6144].split([4096, 1024, 1024], dim=1)
+    q, k, v = (part.unflatten(1, (n, 128)) for part, n in zip(parts, (32, 8, 8), strict=True))
+    return q, k, v
+
+
+@big_gpu
+@pytest.mark.parametrize("backend", ["flash4", "flash2"])
+@pytest.mark.parametrize("one", [True, False], ids=["one document", "many"])
+def test_attention_of_a_long_pack(backend: Backend, one: bool) -> None:
+    """Its last tokens are those of a short one: by a window, or in a document of their own. Gradients go where q, k, v are."""
+    if backend == "flash4" and why_no_flash4():
+        pytest.skip(str(why_no_flash4()))
+    torch.manual_seed(0)
+    near = WINDOW - 1 if one else 0  # tokens before the last ones that they look at
+    qkv = torch.empty(LONG, WIDTH, dtype=torch.bfloat16, device="cuda").normal_()
+    dout = torch.empty(LONG, 32, 128, dtype=torch.bfloat16, device="cuda").normal_()
+    small, small_dout = qkv[-TAIL - near :].clone(), dout[-TAIL - near :].clone()
+
+    def run(qkv: Tensor, dout: Tensor, bounds: list[int]) -> list[Tensor]:
+        cu = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+        packed = Packed(cu, max(b - a for a, b in itertools.pairwise(bounds)), 0.088, WINDOW if one else None)
+        q, k, v = heads_of(qkv)
+        out = torch.empty(len(qkv), 4096 + 16, dtype=torch.bfloat16, device="cuda")[:, :4096].unflatten(1, (32, 128))
+        out, lse = BACKENDS[backend].forward(q, k, v, packed, out)
+        tail = out[-TAIL:].clone()
+        grads = None if backend == "flash2" else (q, k, v)
+        found = BACKENDS[backend].backward(dout, q, k, v, out, lse, packed, grads)
+        return [tail, *(grad[-TAIL:].clone() for grad in found[:3])]
+
+    long = run(qkv, dout, [0, LONG] if one else list(range(0, LONG + 1, TAIL)))
+    for mine, theirs in zip(long, run(small, small_dout, [0, len(small)]), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.004)  # sums in another order, then bf16
+        assert theirs.float().abs().mean() > 1e-2
+
+
+@big_gpu
+def test_products_of_more_values_than_an_int32_counts() -> None:
+    torch.manual_seed(0)
+    x = torch.empty(LONG, 256, dtype=torch.bfloat16, device="cuda").normal_()
+    w = torch.empty(6144, 256, dtype=torch.bfloat16, device="cuda").normal_()
+    y = torch.empty(LONG, WIDTH, dtype=torch.bfloat16, device="cuda")
+    torch.mm(x, w.T, out=y[:, :6144])
+    torch.testing.assert_close(y[-TAIL:, :6144], x[-TAIL:] @ w.T, rtol=0.01, atol=0.01)
+    dx = torch.mm(y[:, :6144], w)
+    torch.testing.assert_close(dx[-TAIL:], y[-TAIL:, :6144] @ w, rtol=0.01, atol=1.0)  # sums of 6,144 products of about 16
+    dw = torch.mm(y[:, :6144].T[:16], x, out_dtype=torch.float32)
+    torch.testing.assert_close(dw, y[:, :16].float().T @ x.float(), rtol=0.01, atol=10.0)

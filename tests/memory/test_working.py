@@ -10,6 +10,7 @@ from allocations import Allocations, stand_in_for_kernels
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pronghorn.bench.workloads import MODELS
+from pronghorn.kernels.attention_flash import backward_turns
 from pronghorn.memory.sizes import Job, Recompute, kept_bytes, shape_of
 from pronghorn.memory.working import forward_bytes, pieces_worth_trying, working_bytes
 from pronghorn.model import decoder_layer
@@ -87,7 +88,9 @@ def test_one_long_document_holds_what_the_formulas_say(layer: FastDecoderLayer, 
     def attention_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *_: Any, grads: Any, **__: Any) -> Any:
         assert all(mine.data_ptr() == theirs.data_ptr() and mine.stride() == theirs.stride()
                    for mine, theirs in zip(grads, (q, k, v), strict=True))
-        sums = [q.new_empty(tokens + 128 * 32, x.shape[1], x.shape[2]) for x in (q, k, v)]
+        turns = backward_turns(tokens, 32, 8, 128)
+        assert turns == {131072: 2, 524288: 8}[tokens]
+        sums = [q.new_empty(tokens + 128 * 32, x.shape[1] // turns, x.shape[2]) for x in (q, k, v)]
         del sums
         return (*grads, None)
 

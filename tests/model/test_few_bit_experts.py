@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from test_decoder_layer import apart, fast_loss, gradients, packed_batch
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
+from pronghorn.api import SEVEN_LINEARS
 from pronghorn.kernels.mxfp4 import MXFP4Tensor, mxfp4_dequantize_reference, mxfp4_quantize
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.export import merged_model, save_model
 from pronghorn.model.few_bit_experts import FewBitExperts, dequantize_experts_
+from pronghorn.model.hf_adapter import save_merged, with_adapter
 from pronghorn.model.load import load_model
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.quantized import dequantize_model_
@@ -151,3 +153,26 @@ def test_merging_adds_to_what_was_trained_on(mxfp4_folder: Path, tmp_path: Path)
     again = load_model(str(tmp_path / "merged"), torch.float32, CPU)
     with torch.no_grad():
         assert apart(again(input_ids=ids, use_cache=False).logits, truth) < 1e-5
+
+
+@pytest.mark.parametrize("four_bit", [False, True])
+@pytest.mark.parametrize("which", ["mxfp4_folder", "qwen_folder"])
+def test_the_drop_in_interface_adapts_experts_by_the_names_people_use(
+    which: str, four_bit: bool, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    base = load_model(str(request.getfixturevalue(which)), torch.bfloat16, CPU, four_bit=four_bit)
+    model = drawn(with_adapter(base, target_modules=SEVEN_LINEARS, modules_to_save=None, layers=None, seed=1, r=4))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert any("q_proj" in name for name in trained)
+    assert any("experts.lora_A" in name for name in trained)
+    assert any("experts.base_layer.lora_A" in name for name in trained)
+    ids = torch.arange(1, 21)[None]
+    save_merged(model, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
+    with torch.no_grad():
+        truth = model.float().eval()(input_ids=ids, use_cache=False).logits
+        found = merged.float()(input_ids=ids, use_cache=False).logits
+        with model.disable_adapter():
+            plain = model(input_ids=ids, use_cache=False).logits
+    assert apart(found, truth) < 2e-2  # the sums are rounded to bf16
+    assert apart(plain, truth) > 5e-2

@@ -230,7 +230,9 @@ def test_the_smallest_budget_does_the_mlp_in_pieces_and_reads_embeddings_from_th
         return recipe_for(model=str(tmp_path / "untied"), data={"eval": None}, output=str(tmp_path / name), **changes)
 
     free = train(recipe("free"), display=Silent())
-    tight = between(recipe("free"), 0.0)
+    nearly = set_up_silently(recipe("first look", memory=between(recipe("free"), 0.0))).memory
+    assert nearly is not None
+    tight = {"budget": f"{smallest_budget(nearly.plan.problem) / 1e6:.6f}MB"}
     session = set_up_silently(recipe("look", memory=tight))
     engine = engine_of(session.model)
     assert engine is not None

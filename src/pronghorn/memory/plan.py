@@ -349,15 +349,17 @@ class _Grid:
         return self.rest + sum(n * ms for n, ms in zip(split, self.compute, strict=True)) - EQUAL_MS
 
     def table(self, split: Split, limit: float | None = None) -> _Table:
-        """With none and all of a kind offloaded. Under a limit: with every number of the upper two kinds, and none or the least
-        that fits of the lowest: more would only take more time (merging two stretches of layers saves a copy) and host."""
+        """With none of a kind offloaded, all, or all but one, which then need not wait for its copy at the top. Under a limit:
+        with every number of the upper two kinds, and none or the least that fits of the lowest: more would only take more time
+        (merging two stretches of layers saves a copy) and host."""
         host = bool(self.problem.host_left)
-        choices = [np.arange(n + 1) if host and limit is not None else np.unique([0, n * host]) for n in split[1:]]
+        choices = [np.arange(n + 1) if host and limit is not None else np.unique([0, max(0, n - 1) * host, n * host])
+                   for n in split[1:]]
         upper = np.stack([axis.ravel() for axis in np.meshgrid(*choices, indexing="ij")], axis=1)
         lowest = [np.zeros(len(upper), dtype=np.int64)]
         if split[0] and host:
             all_of_it = np.full(len(upper), split[0])
-            lowest.append(all_of_it if limit is None else self._least(split, upper, limit))
+            lowest += [all_of_it - 1, all_of_it] if limit is None else [self._least(split, upper, limit)]
         return self._evaluated(split, np.concatenate([np.column_stack([first, upper]) for first in lowest]))
 
     def _least(self, split: Split, upper: Counts, limit: float) -> Counts:
@@ -460,7 +462,7 @@ def host_room(root: Path = Path("/")) -> int:
 def _container_room(folder: Path, otherwise: int) -> int:
     """What a container has left of its limit: pages of files count as free, since they can be read again."""
     try:
-        limit, used, told = ((folder / f"memory.{name}").read_text(encoding="ascii").strip() for name in ("max", "current", "stat"))
+        limit, used, told = ((folder / f"memory.{name}").read_text("ascii").strip() for name in ("max", "current", "stat"))
         files = dict(line.split() for line in told.splitlines()).get("file", "0")
     except (OSError, ValueError):
         return otherwise

@@ -119,7 +119,7 @@ class Job:
     optimizer: Optimizer = "adamw"
     graphed: bool = True  # the step is captured, and adapters' gradients are added up in a buffer of their own
     host_embeddings: bool = False  # frozen ones that no head shares wait in pinned host memory, read over the link
-    in_place: bool = False  # attention's backward writes the gradient of q, k, v where they are (kernels/attention.py)
+    in_place: bool = False  # attention is flash-attn-4's, which writes the gradient of q, k, v where they are
     attended: int = 324  # sum of squares of the documents' lengths over the sum of lengths; 324: mean 207, log-normal
 
     @property

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pronghorn.kernels.attention import SHORT
+from pronghorn.kernels.attention_flash import backward_turns
 from pronghorn.kernels.linear_cross_entropy import chunk_rows
 from pronghorn.memory import fp8_sizes
 from pronghorn.memory.sizes import FP32, Job, Recompute, kept_bytes, kept_parts, unpacked_bytes
@@ -109,11 +110,12 @@ def working_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
 
 def _sums_of_attention(job: Job) -> int:
     """Our kernel for short documents keeps a number a row; the flash kernels add up dq, dk, dv in fp32, with 128 rows more for
-    each document."""
+    each document; flash-attn-4 of some heads at a time."""
     s, T = job.shape, job.capacity
     if job.attended <= SHORT:
         return T * s.heads * FP32
-    return (T + 128 * job.entries) * (s.heads + 2 * s.kv_heads) * s.head_width * FP32
+    sums = (T + 128 * job.entries) * (s.heads + 2 * s.kv_heads) * s.head_width * FP32
+    return -(-sums // backward_turns(T, s.heads, s.kv_heads, s.head_width)) if job.in_place else sums
 
 
 def top_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:

@@ -93,13 +93,16 @@ class FewBitExperts(nn.Module):
         added: Tensor = getattr(self, name)
         return self.stacks[name].dequantized_reference(dtype) + (added.transpose(1, 2) if self.is_transposed else added)
 
+    def dequantized(self, name: str, dtype: torch.dtype) -> Tensor:
+        """In the family's own layout."""
+        weight_EOD = self.stacks[name].dequantized_reference(dtype)
+        return weight_EOD.transpose(1, 2).contiguous() if self.is_transposed else weight_EOD
+
     def to_own(self, dtype: torch.dtype) -> nn.Module:
         """The family's module with the weights in 16 or 32 bits."""
         (own,) = self.own_module
-        for name, stack in self.stacks.items():
-            weight_EOD = stack.dequantized_reference(dtype)
-            weight = weight_EOD.transpose(1, 2).contiguous() if self.is_transposed else weight_EOD
-            setattr(own, name, nn.Parameter(weight, requires_grad=False))
+        for name in self.stacks:
+            setattr(own, name, nn.Parameter(self.dequantized(name, dtype), requires_grad=False))
             bias = self._parameters[f"{name}_bias"]
             if bias is not None:
                 setattr(own, f"{name}_bias", nn.Parameter(bias.detach().to(dtype), requires_grad=False))

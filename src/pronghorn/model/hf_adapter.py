@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import ParamWrapper
 from torch import Tensor
 
 from pronghorn.errors import CommandError, ModelError
 from pronghorn.kernels.dispatch import say_once
 from pronghorn.model.causal_lm import base_of
+from pronghorn.model.few_bit_experts import FewBitExperts
 from pronghorn.model.fp8_linear import Fp8Linear
 from pronghorn.model.load import without_progress_bars
+from pronghorn.model.lora import EXPERTS, expert_stacks, linear_names
 from pronghorn.model.quantized import NF4Linear
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
@@ -29,7 +32,7 @@ HALVES = (torch.bfloat16, torch.float16)
 def with_adapter(model: Any, *, target_modules: Sequence[str] | str, modules_to_save: Sequence[str] | None,
                  layers: Sequence[int] | None, seed: int, **config: Any) -> PeftModel:
     """PEFT's model around ours; adapter weights are float32, because small updates vanish in 8 bits of mantissa."""
-    linears, other = _targets(model, target_modules)
+    linears, other, stacks = _targets(model, target_modules)
     whole = [*other, *(name for name in modules_to_save or () if name not in other)]
     for name in whole:
         found = [module for path, module in model.named_modules() if path.split(".")[-1] == name]
@@ -44,19 +47,24 @@ def with_adapter(model: Any, *, target_modules: Sequence[str] | str, modules_to_
         targets = _linear_names(model)  # PEFT wants names to choose layers
     torch.manual_seed(seed)
     return get_peft_model(model, LoraConfig(
-        task_type="CAUSAL_LM", target_modules=targets, modules_to_save=whole or None,
+        task_type="CAUSAL_LM", target_modules=targets, target_parameters=stacks or None, modules_to_save=whole or None,
         layers_to_transform=None if layers is None else list(layers), **config,
     ), autocast_adapter_dtype=True)  # fmt: skip
 
 
-def _targets(model: Any, asked: Sequence[str] | str) -> tuple[list[str] | str, list[str]]:
-    """(names of linears for an adapter, modules to train whole)."""
+def _targets(model: Any, asked: Sequence[str] | str) -> tuple[list[str] | str, list[str], list[str]]:
+    """(names of linears for an adapter, modules to train whole, stacks of experts for an adapter)."""
+    stacks = expert_stacks(model)
     if isinstance(asked, str):
         if asked != "all-linear":
             raise CommandError(what=f"target_modules={asked!r}", fix='give a list of names, or "all-linear"')
-        return asked, []
+        return linear_names(model, beside_experts=True) if stacks else asked, [], []
     known, names, whole = _linear_names(model), [], []
+    adapted: list[str] = []
     for name in asked:
+        if name not in known and (inside := [stack for stack in stacks if name == EXPERTS or _inside(name, stack)]):
+            adapted += inside
+            continue
         if name in TRAINED_WHOLE:
             say_once(f"target_modules: {name} is trained as a whole, without an adapter")
             whole.append(name)
@@ -70,7 +78,12 @@ def _targets(model: Any, asked: Sequence[str] | str) -> tuple[list[str] | str, l
             raise ModelError(what=f"target_modules: `{name}` matches no linear layer of this model",
                              why="an adapter there would train nothing",
                              fix=(f"did you mean `{close[0]}`? " if close else "") + f"this model has: {', '.join(known)}")
-    return list(dict.fromkeys(names)), whole
+    return list(dict.fromkeys(names)), whole, sorted(set(adapted))
+
+
+def _inside(name: str, stack: str) -> bool:
+    """Whether `experts.gate_up_proj` is, or holds, what people call `name`."""
+    return stack.rpartition(".")[2] in (name, FUSED.get(name))
 
 
 def _linear_names(model: Any) -> list[str]:
@@ -97,10 +110,12 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
     """Names as the model was loaded with. Adapters are added in float32 and rounded once; to weights in 4 or 8 bits as they
     are trained on, dequantized in the model's dtype."""
     base = base_of(model)
-    quantized = {".".join(part for part in path.split(".") if part != "base_layer"): module
-                 for path, module in base.named_modules() if isinstance(module, QUANTIZED)}
+    quantized = {_unwrapped(path): module for path, module in base.named_modules() if isinstance(module, QUANTIZED)}
     half = _half(base.dtype)
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
+    few_bits = {_unwrapped(name): module for name, module in base.named_modules() if isinstance(module, FewBitExperts)}
+    adapted |= {f"{_unwrapped(name)}.{module.parameter_name}": module for name, module in adapted.items()
+                if isinstance(module, ParamWrapper)}
     found: dict[str, Tensor] = {}
     seen: dict[int, Tensor] = {}  # tied weights stay tied
     for name, value in _plain_names(base.state_dict(keep_vars=True).items()):
@@ -112,6 +127,8 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
             weight = quantized[owner].dequantize(base.dtype)
         elif owner.rpartition(".weight.")[0] in quantized or name.removesuffix(".weight_scale") in quantized:
             continue  # scales
+        elif (experts := few_bits.get(name.rpartition(".")[0])) and name.rpartition(".")[2] in experts.stacks:
+            weight = experts.dequantized(name.rpartition(".")[2], base.dtype)
         else:
             weight = value.detach()
         if (module := adapted.get(owner)) is not None:
@@ -129,7 +146,11 @@ def _plain_names(state: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Ten
         if "modules_to_save" in parts:
             at = parts.index("modules_to_save")
             parts = parts[:at] + parts[at + 2 :]  # and the adapter's name behind it
-        yield ".".join(part for part in parts if part != "base_layer"), value
+        yield _unwrapped(".".join(parts)), value
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
 def _with_deltas(weight: Tensor, module: Any) -> Tensor:

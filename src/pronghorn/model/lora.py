@@ -30,17 +30,17 @@ def add_adapter(model: torch.nn.Module, lora: Lora, seed: int) -> PeftModel:
 def _targets(model: torch.nn.Module, lora: Lora) -> tuple[str | list[str], list[str] | None]:
     """PEFT's target_modules and target_parameters. Its own "all-linear" adapts experts and routers of some families and not of
     others (0.21); here it means the linear layers, and experts are asked for by name."""
-    stacks = _stacks(model)
+    stacks = expert_stacks(model)
     asked: list[str] = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
     if not stacks:
         return "all-linear" if asked == ["all-linear"] else asked, None
     modules = [name for name in asked if name not in ("all-linear", EXPERTS)]
     if "all-linear" in asked:
-        modules += [name for name in _linears(model, beside_experts=True) if name not in modules]
+        modules += [name for name in linear_names(model, beside_experts=True) if name not in modules]
     return modules, stacks if EXPERTS in asked else None
 
 
-def _linears(model: torch.nn.Module, *, beside_experts: bool = False) -> list[str]:
+def linear_names(model: torch.nn.Module, *, beside_experts: bool = False) -> list[str]:
     """Last names of the linear layers, without the head. `beside_experts`: of decoder layers with experts only, since PEFT
     takes the names of a Qwen3-MoE's dense MLPs for its experts."""
     names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
@@ -50,7 +50,7 @@ def _linears(model: torch.nn.Module, *, beside_experts: bool = False) -> list[st
     return sorted({name.rsplit(".", 1)[-1] for name in names} - {"lm_head"})
 
 
-def _stacks(model: torch.nn.Module) -> list[str]:
+def expert_stacks(model: torch.nn.Module) -> list[str]:
     """`experts.gate_up_proj`, ...: what all experts of a layer keep in one parameter."""
     found = (name.rsplit(".", 2) for name, p in model.named_parameters() if p.ndim == 3)
     return sorted({f"{parent}.{parameter}" for _, parent, parameter in found if parent == EXPERTS})
@@ -68,13 +68,13 @@ def restore_adapter(model: PeftModel, folder: Path) -> None:
 def _refuse_unmatched_targets(model: torch.nn.Module, lora: Lora) -> None:
     if isinstance(lora.targets, str):
         return
-    stacks = _stacks(model)
+    stacks = expert_stacks(model)
     if EXPERTS in lora.targets and stacks and (lora.dropout or lora.dora):
         option = "lora.dropout" if lora.dropout else "lora.dora"
         raise RecipeError(what=f"{option} does not go with lora.targets: experts", why="PEFT has no such adapters for experts",
                           fix=f"leave {option} out, or the experts")
     names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    known = _linears(model) + ([EXPERTS] if stacks else [])
+    known = linear_names(model) + ([EXPERTS] if stacks else [])
     for target in lora.targets:
         if (target == EXPERTS and stacks) or (target == "all-linear" and names):
             continue

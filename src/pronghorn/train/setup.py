@@ -179,8 +179,8 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> S
         report("loading the model", 0, 0)
         model = _build_model(recipe, precision, device, found[0] if found else None, report)
         require_trainable(model)
-        require_isolated_documents(model, device, facts.vocabulary)
         why_own_layers = "the recipe asks for them" if recipe.layers == "own" else install(model, fp8=recipe.fp8)
+        require_isolated_documents(model, device, facts.vocabulary)
         if recipe.compute == "fp8":
             _require_fp8_layers(model, why_own_layers)
         torch.manual_seed(recipe.train.seed)
