@@ -23,6 +23,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -128,9 +129,12 @@ def attempt(system: str, model: str, method: Method, tokens: int, budget: str, *
              "--budget", budget]
     places = (*path.split(":"), str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))
     environment = {**PEERS_ALLOCATOR, **os.environ, **OFFLINE, "PYTHONPATH": ":".join(place for place in places if place)}
+    # One working folder for all: what a system compiles into it, its next process finds again.
+    scratch = Path(tempfile.gettempdir()) / "pronghorn-bench-work"
+    scratch.mkdir(exist_ok=True)
     began = time.monotonic()
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               env=environment, start_new_session=True)
+                               cwd=scratch, env=environment, start_new_session=True)
     try:
         output, _ = process.communicate(timeout=time_limit)
         row = outcome(output.splitlines(), process.returncode)

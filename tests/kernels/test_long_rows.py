@@ -159,9 +159,11 @@ def where(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_rows_far_apart_are_rows_side_by_side(where: str, case: Callable[[Near], list[Tensor]]) -> None:
     near, far = case(Near(where)), case(Far(where))
     assert any(t.stride(0) == APART for t in far)
-    for number, (one, other) in enumerate(zip(near, far, strict=True)):
-        assert torch.equal(one.float(), other.float()), f"result {number}"
-        assert one.float().count_nonzero() > 0, f"result {number}"
+    # To the bit in the interpreter; compiled for other strides, a GPU may round to the neighbour, in FP8 an eighth away.
+    rtol, atol = (0.13, 1e-2) if where == "cuda" else (0.0, 0.0)
+    for one, other in zip(near, far, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=rtol, atol=atol)
+        assert one.float().count_nonzero() > 0
 
 
 # ---- on a GPU: libraries, at the sizes of an 8B model ------------------------------------------------------------------------

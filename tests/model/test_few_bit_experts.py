@@ -73,7 +73,7 @@ def drawn(model: Any) -> Any:
     return model
 
 
-def test_a_checkpoint_in_mxfp4_loads_in_16_bits(mxfp4_folder: Path) -> None:
+def test_a_checkpoint_in_mxfp4_loads_in_16_bits(mxfp4_folder: Path, tmp_path: Path) -> None:
     model = load_model(str(mxfp4_folder), torch.float32, CPU)
     tensors = load_file(mxfp4_folder / "model.safetensors")
     key = "model.layers.1.mlp.experts.down_proj"
@@ -81,6 +81,9 @@ def test_a_checkpoint_in_mxfp4_loads_in_16_bits(mxfp4_folder: Path) -> None:
     assert torch.equal(model.get_parameter(key).float(), truth.transpose(1, 2))
     assert not few_bits(model)
     assert all(p.dtype == torch.float32 for p in model.parameters())
+    save_model(model, tmp_path / "again")  # under names that can be read
+    again = load_model(str(tmp_path / "again"), torch.float32, CPU).state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in model.state_dict().items())
     fast = add_adapter(model, LORA, seed=1).train()
     assert not install(fast)
     assert all(gradient.isfinite().all() for gradient in gradients(fast, fast_loss(fast, packed_batch())).values())

@@ -56,6 +56,8 @@ MODELS: dict[str, dict[str, Any]] = {  # the published sizes; weights are random
     "qwen3-14b": _QWEN | {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
                           "tie_word_embeddings": False},
     "gpt-oss-20b-4layers": _GPT_OSS | {"num_hidden_layers": 4},
+    # All of it, with the experts in MXFP4, as it is published.
+    "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "quantization_config": {"quant_method": "mxfp4"}},
     "qwen3-30b-a3b-4layers": _QWEN_MOE | {"num_hidden_layers": 4},
     "tiny-moe": _QWEN_MOE | {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
                              "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 16, "num_attention_heads": 4,
@@ -122,7 +124,8 @@ class Workload:
 
     def describe(self) -> str:
         documents = f"documents of {self.document:,} tokens" if self.document else "short documents"
-        method = "LoRA bf16" if self.method == "lora" else "QLoRA NF4"
+        stored = "MXFP4" if "quantization_config" in self.config else "NF4"
+        method = "LoRA bf16" if self.method == "lora" else f"QLoRA {stored}"
         if self.fp8:
             method = f"{'LoRA FP8' if self.ours else 'QLoRA NF4 in FP8'} (peers: {method})"
         if self.adapters != "linears":
@@ -152,6 +155,8 @@ WORKLOADS = {workload.name: workload for workload in (
     Workload("gpt-oss-20b-4layers-experts", "gpt-oss-20b-4layers", 8192, systems=(*_UNSLOTH, "padded"), adapters="experts"),
     Workload("qwen3-30b-a3b-4layers", "qwen3-30b-a3b-4layers", 8192, systems=_PACKED, adapters="attention"),
     Workload("qwen3-30b-a3b-4layers-experts", "qwen3-30b-a3b-4layers", 8192, systems=_PACKED, adapters="experts"),
+    Workload("gpt-oss-20b-4bit", "gpt-oss-20b", 4096, systems=("pronghorn", "unsloth-ckpt"), method="qlora",
+             adapters="attention"),
     Workload("tiny-moe", "tiny-moe", 512, systems=("pronghorn", "packed"), adapters="experts"),
     Workload("tiny-fp8", "tiny", 512, systems=("pronghorn", "packed"), ours="fp8"),
     Workload("tiny", "tiny", 512, document=0, systems=("pronghorn", "packed", "packed-ckpt", "padded")),

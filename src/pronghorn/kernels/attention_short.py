@@ -158,13 +158,14 @@ def _seen(row, column, start, WINDOW: tl.constexpr):  # type: ignore[no-untyped-
 @jit
 def _forward_kernel(  # type: ignore[no-untyped-def]
     q, q_row, k, k_row, v, v_row, out, out_row, lse, starts, sinks, scale, softcap, T,
-    H: tl.constexpr, HP: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = PRECISION == "ieee"
-    first, token, head = _query_rows(tl.program_id(1), tl.program_id(0) * PACK, BM, PACK)
-    kv_head = tl.program_id(0) * PACK // GROUP
+    first_head = tl.program_id(0) % (HEADS // PACK) * PACK
+    first, token, head = _query_rows(tl.program_id(0) // (HEADS // PACK), first_head, BM, PACK)
+    kv_head = first_head // GROUP
     inside = token < T
     column = tl.arange(0, HP)
     queries = _rows(q, token, q_row, head, column, inside, H)
@@ -205,12 +206,14 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 @jit
 def _dq_kernel(  # type: ignore[no-untyped-def]
     dout, dout_row, q, q_row, k, k_row, v, v_row, out, out_row, lse, delta, starts, dq, dq_row, scale, softcap, T,
-    H: tl.constexpr, HP: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = PRECISION == "ieee"
-    first, token, head = _query_rows(tl.program_id(1), tl.program_id(0) * PACK, BM, PACK)
-    kv_head = tl.program_id(0) * PACK // GROUP
+    first_head = tl.program_id(0) % (HEADS // PACK) * PACK
+    first, token, head = _query_rows(tl.program_id(0) // (HEADS // PACK), first_head, BM, PACK)
+    kv_head = first_head // GROUP
     inside = token < T
     column = tl.arange(0, HP)
     queries = _rows(q, token, q_row, head, column, inside, H)
@@ -242,12 +245,13 @@ def _dq_kernel(  # type: ignore[no-untyped-def]
 @jit
 def _dkdv_kernel(  # type: ignore[no-untyped-def]
     dout, dout_row, q, q_row, k, k_row, v, v_row, lse, delta, ends, dk, dk_row, dv, dv_row, scale, softcap, T,
-    H: tl.constexpr, HP: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Scores are transposed here, [keys, queries]: both products into the results then take their left factor as it is."""
-    kv_head = tl.program_id(0)
-    first_key = tl.program_id(1) * BN
+    kv_head = tl.program_id(0) % (HEADS // GROUP)
+    first_key = tl.program_id(0) // (HEADS // GROUP) * BN
     key = first_key + tl.arange(0, BN)
     there = key < T
     column = tl.arange(0, HP)
@@ -303,7 +307,7 @@ class Short:
         if any(x.stride()[1:] != (width, 1) for x in (q_TNH, k_TKH)):
             raise ValueError(f"heads must lie side by side in a row; strides are {q_TNH.stride()} and {k_TKH.stride()}")
         return {
-            "H": width, "HP": max(16, triton.next_power_of_2(width)), "GROUP": heads // k_TKH.shape[1],
+            "H": width, "HP": max(16, triton.next_power_of_2(width)), "HEADS": heads, "GROUP": heads // k_TKH.shape[1],
             "WINDOW": packed.window or 0, "HAS_SOFTCAP": packed.softcap is not None,
             "PRECISION": "ieee" if q_TNH.dtype == torch.float32 else None,
         }  # fmt: skip
@@ -316,7 +320,7 @@ class Short:
         options = Short._options(q_TNH, k_TKH, packed)
         tiles = config_for(width, q_TNH.dtype).forward
         pack = tiles.pack(options["GROUP"])
-        _forward_kernel[(heads // pack, triton.cdiv(T, tiles.rows // pack))](
+        _forward_kernel[(heads // pack * triton.cdiv(T, tiles.rows // pack),)](
             q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0), out_TNH, out_TNH.stride(0), lse_NT,
             packed.spans_of(T)[0], packed.sinks_N, packed.scale, packed.softcap or 1.0, T,
             **options, HAS_SINKS=packed.sinks_N is not None,
@@ -344,13 +348,13 @@ class Short:
         inputs = (dout_TNH, dout_TNH.stride(0), q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0))
         tiles = config.dq
         pack = tiles.pack(options["GROUP"])
-        _dq_kernel[(heads // pack, triton.cdiv(T, tiles.rows // pack))](
+        _dq_kernel[(heads // pack * triton.cdiv(T, tiles.rows // pack),)](
             *inputs, out_TNH, out_TNH.stride(0), lse_NT, delta_NT, starts_T, dq, dq.stride(0), packed.scale, softcap, T,
             **options, BM=tiles.rows, BN=tiles.keys, PACK=pack, STAGES=tiles.stages, num_warps=tiles.warps,
         )  # fmt: skip
         tiles = config.dkdv
         pack = tiles.pack(options["GROUP"])
-        _dkdv_kernel[(k_TKH.shape[1], triton.cdiv(T, tiles.keys))](
+        _dkdv_kernel[(k_TKH.shape[1] * triton.cdiv(T, tiles.keys),)](
             *inputs, lse_NT, delta_NT, ends_T, dk, dk.stride(0), dv, dv.stride(0), packed.scale, softcap, T,
             **options, BM=tiles.rows, BN=tiles.keys, PACK=pack, STAGES=tiles.stages, num_warps=tiles.warps,
         )  # fmt: skip

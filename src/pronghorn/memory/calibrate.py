@@ -52,7 +52,8 @@ def layer_work(engine: FastCausalLM, documents: Documents, tokens: int, rows: in
         return run
 
     def gate_up_again() -> Kept:
-        return layer.again(replace(kept), documents, None)  # a copy of what was kept: backward takes out what it has used
+        # A copy of what was kept, since backward takes out what it has used; q, k, v must not give their place to a gradient.
+        return layer.again(replace(kept, qkv=kept.qkv if layer.q_norm else None), documents, None)
 
     def whole_layer(pieces: int) -> Callable[[], object]:
         def run() -> None:

@@ -68,7 +68,8 @@ class FewBitExperts(nn.Module):
         y_SO = grouped_quantized_forward(x_SD, self.stacks[name], offsets_E1)
         added = getattr(self, name)
         if any(added.stride()):  # an adapter's product, while PEFT has it in place
-            y_SO = y_SO + grouped_linear_forward(x_SD, added.transpose(1, 2) if self.is_transposed else added, offsets_E1)
+            added = (added.transpose(1, 2) if self.is_transposed else added).to(x_SD.dtype)
+            y_SO = y_SO + grouped_linear_forward(x_SD, added, offsets_E1)
         return y_SO
 
     def forward(self, hidden_states: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:

@@ -126,11 +126,20 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, four_bit:
             ),
         )
     _refuse_made_up_weights(name, found)
-    if method == "mxfp4":  # dequantized to bf16 whatever was asked for
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype) if parameter.ndim == 3 else parameter.data
+    if method == "mxfp4":
+        _forget_mxfp4(model, dtype)
     model.config.use_cache = False
     return model.to(device)  # type: ignore[no-any-return]
+
+
+def _forget_mxfp4(model: Any, dtype: torch.dtype) -> None:
+    """Experts were dequantized to bf16 whatever was asked for; and transformers (5.22) would save them in 16 bits under the
+    names that they had in 4, which nothing reads, it neither."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype) if parameter.ndim == 3 else parameter.data
+    kept = [rule for rule in getattr(model, "_weight_conversions", None) or []
+            if not any(name.endswith("_blocks") for name in rule.source_patterns)]
+    model._weight_conversions = kept or None
 
 
 def local_folder(name: str, token: str | None = None) -> Path:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pronghorn.data.batches import PackedBatch
-from pronghorn.model.causal_lm import engine_of
+from pronghorn.model.causal_lm import base_of, engine_of
 
 
 def finish_backward(model: Any) -> None:
@@ -27,4 +27,8 @@ def loss_sum(model: Any, batch: PackedBatch) -> torch.Tensor:
     output = model(
         input_ids=batch.ids_T[None], position_ids=batch.positions_T[None], use_cache=False, logits_to_keep=batch.loss_rows
     )
-    return F.cross_entropy(output.logits[0].float(), batch.labels_T[batch.loss_rows], reduction="sum")
+    loss = F.cross_entropy(output.logits[0].float(), batch.labels_T[batch.loss_rows], reduction="sum")
+    balance = getattr(output, "aux_loss", None)  # of routers, where the config asks for it; ours leaves padding out
+    if balance is not None and torch.is_grad_enabled():
+        loss = loss + base_of(model).router_aux_loss_coef * balance * batch.loss_tokens
+    return loss
