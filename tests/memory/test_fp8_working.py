@@ -12,7 +12,6 @@ from test_working import SMALL_CHANGE, TOKENS, documents
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pronghorn.bench.workloads import MODELS
-from pronghorn.kernels import fp8
 from pronghorn.memory.sizes import Job, Recompute, kept_bytes, shape_of, unpacked_bytes
 from pronghorn.memory.working import working_bytes
 from pronghorn.model import decoder_layer, fp8_layer, fp8_projections
@@ -46,8 +45,12 @@ def stand_in_for_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
                             ) -> Any:
         return out, out8, rows(gu), activation_out
 
+    # By the class: tests/kernels imports its modules afresh, so the one of that name may be another than the layers'.
+    own = fp8_projections.Fp8Group.forward.__globals__
+    for name, stand_in in {"fp8_product": product, "fp8_extend": lambda *_: None,
+                           "fp8_transpose": lambda q, out=None: out}.items():  # fmt: skip
+        monkeypatch.setitem(own, name, stand_in)
     for module, names in {
-        fp8: {"fp8_product": product, "fp8_extend": lambda *_: None, "fp8_transpose": lambda q, out=None: out},
         fp8_projections: {"fp8_cast_rows": lambda x, *_, out, **__: (out, rows(x))},
         fp8_layer: {"rms_norm_fp8_forward": norm_forward, "gated_activation_fp8_forward": activation_forward,
                     "gated_activation_fp8_backward": activation_backward},
