@@ -99,39 +99,25 @@ class ExpertAdapterSums:
         return dA_ErD.flatten(0, 1).to(self.adapter.A.dtype), dB_OrE
 
 
-class ExpertGroup:
-    """The stack of one projection (all experts' gate and up, or all experts' down), with or without an adapter.
+class AdaptedExperts:
+    """What the stack of one projection does with its adapter, whatever its weights are stored in. R is 0 without one."""
 
-    Without one M is the weight itself, whatever its strides, R is 0, and x_ext, dy_ext are plain x and dy.
-    """
+    outputs: int
+    D: int
+    R: int
+    adapters: ExpertAdapterSums | None
 
-    def __init__(self, weight_EOD: Tensor, adapter: ExpertAdapter | None = None) -> None:
-        self.E, self.outputs, self.D = weight_EOD.shape
-        self.R = 0 if adapter is None else -(-adapter.rank // RANK_MULTIPLE) * RANK_MULTIPLE
-        self.M = weight_EOD.detach()
-        self.adapters: ExpertAdapterSums | None = None
-        if adapter is not None:
-            shape = (self.E, self.outputs + self.R, self.D + self.R)
-            self.M = torch.zeros(shape, dtype=weight_EOD.dtype, device=weight_EOD.device)
-            self.weight_view().copy_(weight_EOD.detach())
-            self.adapters = ExpertAdapterSums(adapter, self.A_ERD, self.sB_EOR)
-            self.refresh()
+    @property
+    def A_ERD(self) -> Tensor:  # noqa: N802
+        raise NotImplementedError
+
+    @property
+    def sB_EOR(self) -> Tensor:  # noqa: N802
+        raise NotImplementedError
 
     def refresh(self) -> None:
         if self.adapters is not None:
             self.adapters.refresh()
-
-    def weight_view(self) -> Tensor:
-        """[E, O, D], for the parameter's `.data` (its transpose where the model keeps [E, D, O])."""
-        return self.M[:, : self.outputs, : self.D]
-
-    @property
-    def A_ERD(self) -> Tensor:  # noqa: N802
-        return self.M[:, self.outputs :, : self.D]
-
-    @property
-    def sB_EOR(self) -> Tensor:  # noqa: N802
-        return self.M[:, : self.outputs, self.D :]
 
     @property
     def input_width(self) -> int:
@@ -152,6 +138,37 @@ class ExpertGroup:
         if self.R:
             grouped_linear_backward_input(dy_ext[:, : self.outputs], self.sB_EOR, offsets_E1, out=dy_ext[:, self.outputs :])
         return dy_ext[:, self.outputs :]
+
+
+class ExpertGroup(AdaptedExperts):
+    """The stack of one projection (all experts' gate and up, or all experts' down), with or without an adapter.
+
+    Without one M is the weight itself, whatever its strides, R is 0, and x_ext, dy_ext are plain x and dy.
+    """
+
+    def __init__(self, weight_EOD: Tensor, adapter: ExpertAdapter | None = None) -> None:
+        self.E, self.outputs, self.D = weight_EOD.shape
+        self.R = 0 if adapter is None else -(-adapter.rank // RANK_MULTIPLE) * RANK_MULTIPLE
+        self.M = weight_EOD.detach()
+        self.adapters = None
+        if adapter is not None:
+            shape = (self.E, self.outputs + self.R, self.D + self.R)
+            self.M = torch.zeros(shape, dtype=weight_EOD.dtype, device=weight_EOD.device)
+            self.weight_view().copy_(weight_EOD.detach())
+            self.adapters = ExpertAdapterSums(adapter, self.A_ERD, self.sB_EOR)
+            self.refresh()
+
+    def weight_view(self) -> Tensor:
+        """[E, O, D], for the parameter's `.data` (its transpose where the model keeps [E, D, O])."""
+        return self.M[:, : self.outputs, : self.D]
+
+    @property
+    def A_ERD(self) -> Tensor:  # noqa: N802
+        return self.M[:, self.outputs :, : self.D]
+
+    @property
+    def sB_EOR(self) -> Tensor:  # noqa: N802
+        return self.M[:, : self.outputs, self.D :]
 
     def forward(self, x_ext: Tensor, offsets_E1: Tensor) -> Tensor:
         """y_SO. After `extend`."""

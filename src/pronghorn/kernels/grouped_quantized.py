@@ -30,7 +30,7 @@ from pronghorn.kernels.grouped_gemm import (
     grouped_linear_reference,
     precision_of,
 )
-from pronghorn.kernels.grouped_lora import RANK_MULTIPLE, ExpertAdapter, ExpertAdapterSums
+from pronghorn.kernels.grouped_lora import RANK_MULTIPLE, AdaptedExperts, ExpertAdapter, ExpertAdapterSums
 from pronghorn.kernels.mxfp4 import MXFP4Tensor, mxfp4_dequantize_reference, mxfp4_level, mxfp4_power
 from pronghorn.kernels.nf4 import NF4Tensor, _shuffled_levels, nf4_dequantize_reference
 
@@ -270,7 +270,7 @@ def grouped_quantized_backward(
     return dx_SD
 
 
-class QuantizedExpertGroup:
+class QuantizedExpertGroup(AdaptedExperts):
     """`grouped_lora.ExpertGroup` with frozen experts in 4 or 8 bits: the same calls."""
 
     def __init__(
@@ -279,32 +279,18 @@ class QuantizedExpertGroup:
         self.stack = stack
         self.E, self.outputs, self.D = stack.shape
         self.R = 0 if adapter is None else triton_rank(adapter.rank)
-        self.A_ERD = torch.zeros(self.E, self.R, self.D, dtype=dtype, device=stack.values.device)
-        self.sB_EOR = torch.zeros(self.E, self.outputs, self.R, dtype=dtype, device=stack.values.device)
+        self._A_ERD = torch.zeros(self.E, self.R, self.D, dtype=dtype, device=stack.values.device)
+        self._sB_EOR = torch.zeros(self.E, self.outputs, self.R, dtype=dtype, device=stack.values.device)
         self.adapters = None if adapter is None else ExpertAdapterSums(adapter, self.A_ERD, self.sB_EOR)
         self.refresh()
 
-    def refresh(self) -> None:
-        if self.adapters is not None:
-            self.adapters.refresh()
+    @property
+    def A_ERD(self) -> Tensor:  # noqa: N802
+        return self._A_ERD
 
     @property
-    def input_width(self) -> int:
-        return self.D + self.R
-
-    @property
-    def grad_width(self) -> int:
-        return self.outputs + self.R
-
-    def extend(self, x_ext: Tensor, offsets_E1: Tensor) -> Tensor:
-        if self.R:
-            grouped_linear_forward(x_ext[:, : self.D], self.A_ERD, offsets_E1, out=x_ext[:, self.D :])
-        return x_ext[:, self.D :]
-
-    def extend_grad(self, dy_ext: Tensor, offsets_E1: Tensor) -> Tensor:
-        if self.R:
-            grouped_linear_backward_input(dy_ext[:, : self.outputs], self.sB_EOR, offsets_E1, out=dy_ext[:, self.outputs :])
-        return dy_ext[:, self.outputs :]
+    def sB_EOR(self) -> Tensor:  # noqa: N802
+        return self._sB_EOR
 
     def forward(self, x_ext: Tensor, offsets_E1: Tensor) -> Tensor:
         return grouped_quantized_forward(x_ext, self.stack, offsets_E1, self.sB_EOR if self.R else None)
