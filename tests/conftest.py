@@ -32,8 +32,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def recipe_for(tiny_model: Path, tmp_path: Path) -> Callable[..., Any]:
-    """`recipe_for(train={"lr": 1e-3})`: a complete recipe over small data, with some keys changed."""
+def recipe_for(recipes: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """As `recipes`, and its runs take the CPU, whose numbers are the same bit for bit whatever this machine has.
+    tests/train/test_runs_on_a_gpu.py has those of a GPU."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return recipes
+
+
+@pytest.fixture
+def recipes(tiny_model: Path, tmp_path: Path) -> Callable[..., Any]:
+    """`recipes(train={"lr": 1e-3})`: a complete recipe over small data, with some keys changed."""
     from pronghorn.recipe import Recipe
 
     def build(**changes: Any) -> Recipe:

@@ -65,9 +65,10 @@ def test_bf16_is_refused_where_the_chip_only_emulates_it(monkeypatch: pytest.Mon
 
 
 def test_a_gpu_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for there, kind in ((True, "cuda"), (False, "cpu")):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for there, name in ((True, "cuda:1"), (False, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
-        assert pick_device().type == kind
+        assert str(pick_device()) == name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

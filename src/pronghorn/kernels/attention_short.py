@@ -26,6 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from pronghorn.kernels.add_dot import add_dot
 from pronghorn.kernels.attention_torch import Packed, sink_gradients
 from pronghorn.kernels.dispatch import jit, tl, triton
 
@@ -130,19 +131,20 @@ def _powers(scores, scale, anchor, EXACT: tl.constexpr):  # type: ignore[no-unty
 
 @jit
 def _capped(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(scores, what they are still to be multiplied by, the soft-cap's slope). tanh without cancellation near 0, as Triton's
-    interpreter has none."""
+    """(scores, what they are still to be multiplied by, the soft-cap's slope). Triton's interpreter has no tanh; near 0 the
+    quotient of powers would cancel, so there it is x and an odd polynomial (minimax for fp32: 1e-7 off at most)."""
     slope = 1.0
     if HAS_SOFTCAP:
-        x = scores * scale / softcap
+        x = scores * (scale / softcap)
         decay = _powers(tl.abs(x), -2.0, 0.0, EXACT)
         square = x * x
-        near = x * (1.0 + square * (-0.33333333 + square * (0.13333333 - square * 0.05396825)))
-        far = (1.0 - decay) / (1.0 + decay)
-        tanh = tl.where(tl.abs(x) < 0.1, near, tl.where(x < 0, -far, far))
+        series = 0.133314422036 + square * (-0.0537397155531 + square * (0.0206390887954 - square * 0.00570498872745))
+        near = x + x * square * (-0.333332819422 + square * series)
+        far = 1.0 - 2.0 * decay / (1.0 + decay)
+        tanh = tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0, -far, far))
         scores = softcap * tanh
         scale = 1.0
-        slope = 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
+        slope = 1.0 - tanh * tanh
     return scores, scale, slope
 
 
@@ -187,7 +189,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         weights = _powers(scores, factor, anchor[:, None], EXACT)
         shrink = tl.exp2((largest - anchor) * _LOG2E)
         total = total * shrink + tl.sum(weights, 1)
-        result = tl.dot(weights.to(values.dtype), values, result * shrink[:, None], input_precision=PRECISION)
+        result = add_dot(result * shrink[:, None], weights.to(values.dtype), values, PRECISION)
         largest = larger
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
@@ -237,7 +239,7 @@ def _dq_kernel(  # type: ignore[no-untyped-def]
         weights = tl.where(seen, _powers(scores, factor, norm[:, None], EXACT), 0.0)
         dweights = tl.dot(douts, tl.trans(values), input_precision=PRECISION)
         dscores = weights * (dweights - deltas[:, None]) * slope
-        result = tl.dot(dscores.to(keys.dtype), keys, result, input_precision=PRECISION)
+        result = add_dot(result, dscores.to(keys.dtype), keys, PRECISION)
     places = dq + (token.to(tl.int64) * dq_row + head * H)[:, None] + column[None, :]
     tl.store(places, (result * scale).to(dq.dtype.element_ty), mask=inside[:, None] & (column < H)[None, :])
 
@@ -280,18 +282,13 @@ def _dkdv_kernel(  # type: ignore[no-untyped-def]
         if WINDOW > 0:
             seen &= token[None, :] - key[:, None] < WINDOW
         weights = tl.where(seen, _powers(scores, factor, norm[None, :], EXACT), 0.0)
-        value_sums = tl.dot(weights.to(douts.dtype), douts, value_sums, input_precision=PRECISION)
+        value_sums = add_dot(value_sums, weights.to(douts.dtype), douts, PRECISION)
         dweights = tl.dot(values, tl.trans(douts), input_precision=PRECISION)
         dscores = weights * (dweights - deltas[None, :]) * slope
-        if EXACT:  # the sum of a block first: one long row of additions is three times as far off as plain torch
-            key_sums += tl.dot(dscores, queries, input_precision=PRECISION) * scale
-        else:
-            key_sums = tl.dot(dscores.to(queries.dtype), queries, key_sums, input_precision=PRECISION)
-    if not EXACT:
-        key_sums *= scale
+        key_sums = add_dot(key_sums, dscores.to(queries.dtype), queries, PRECISION)
     kept = there[:, None] & (column < H)[None, :]
     offset = key.to(tl.int64)[:, None]
-    tl.store(dk + offset * dk_row + kv_head * H + column[None, :], key_sums.to(dk.dtype.element_ty), mask=kept)
+    tl.store(dk + offset * dk_row + kv_head * H + column[None, :], (key_sums * scale).to(dk.dtype.element_ty), mask=kept)
     tl.store(dv + offset * dv_row + kv_head * H + column[None, :], value_sums.to(dv.dtype.element_ty), mask=kept)
 
 

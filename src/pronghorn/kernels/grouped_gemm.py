@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pronghorn.kernels.add_dot import EXACT_INNER, add_dot
 from pronghorn.kernels.dispatch import cuda_capability, jit, tl, triton, use_triton
 
 THIN = 64  # outputs up to here are a product bound by memory
@@ -55,7 +56,7 @@ CONFIGS = [Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 4), Tile(128, 128, 64
 
 def _tile(S: int, E: int, outputs: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tile:
     if dtype == torch.float32:
-        return Tile(64, 64, 32, 4, 2)
+        return Tile(64, 64, EXACT_INNER, 4, 2)
     if outputs <= THIN:  # reads x once: long pieces of its rows
         return Tile(64, max(16, triton.next_power_of_2(outputs)), 128, 4, 4 if capability >= (9, 0) else 2)
     rows = 128 if S > 64 * E else 64
@@ -67,7 +68,7 @@ def _tile(S: int, E: int, outputs: int, dtype: torch.dtype, capability: tuple[in
 def _weight_tile(outputs: int, D: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tile:
     """rows: of O, columns: of D, inner: tokens."""
     if dtype == torch.float32:
-        return Tile(64, 64 if D > 32 else max(16, triton.next_power_of_2(D)), 32, 4, 2)
+        return Tile(64, 64 if D > 32 else max(16, triton.next_power_of_2(D)), EXACT_INNER, 4, 2)
     if D <= THIN:
         return Tile(128, max(16, triton.next_power_of_2(D)), 64, 4, 4 if capability >= (9, 0) else 3)
     if capability[0] in (9, 10):
@@ -123,7 +124,7 @@ def _product_kernel(
         else:
             a = tl.load(x, mask=(d + inner < D)[None, :], other=0.0)
             b = tl.load(weight, mask=(d + inner < D)[:, None], other=0.0)
-        sums = tl.dot(a, b, sums, input_precision=PRECISION)
+        sums = add_dot(sums, a, b, PRECISION)
         x += INNER
         weight += INNER * weight_d
     inside = column < OUTPUTS
@@ -155,7 +156,7 @@ def _weight_kernel(
         place = row.to(tl.int64)[:, None]
         a = tl.load(dy + place * dy_row + o[None, :], mask=inside & (o < OUTPUTS)[None, :], other=0.0)
         b = tl.load(x + place * x_row + d[None, :], mask=inside & (d < D)[None, :], other=0.0)
-        sums = tl.dot(tl.trans(a), b, sums, input_precision=PRECISION)
+        sums = add_dot(sums, tl.trans(a), b, PRECISION)
     target = out + expert * out_e + o.to(tl.int64)[:, None] * out_o + d.to(tl.int64)[None, :] * out_d
     inside = (o < OUTPUTS)[:, None] & (d < D)[None, :]
     if ADD:

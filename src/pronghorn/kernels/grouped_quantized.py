@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from pronghorn.kernels.add_dot import EXACT_INNER, add_dot
 from pronghorn.kernels.dispatch import KERNELS_ARE_INTERPRETED, cuda_capability, jit, tl, triton, use_triton
 from pronghorn.kernels.grouped_gemm import (
     expert_tile,
@@ -96,7 +97,7 @@ CONFIGS = [Tile(128, 128, 64, 8, 3), Tile(256, 128, 64, 8, 3), Tile(128, 128, 64
 
 def _tile(S: int, E: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tile:
     if dtype == torch.float32:
-        return Tile(32, 64, 32, 4, 1)
+        return Tile(32, 64, EXACT_INNER, 4, 1)
     if capability < (9, 0):
         return Tile(128 if S > 64 * E else 64, 64, 64, 4, 2)
     return CONFIGS[0] if S > 64 * E else CONFIGS[4]
@@ -156,14 +157,14 @@ def _forward_kernel(
         a = tl.load(x + (d + inner)[None, :])
         w = _weights(values, scales, nested_absmax, nested_code, offset, code, weight_row, d, D, COLUMNS, FORMAT, NESTED,
                      SHUFFLE, False)  # fmt: skip
-        sums = tl.dot(w.to(a.dtype), tl.trans(a), sums, input_precision=PRECISION)
+        sums = add_dot(sums, w.to(a.dtype), tl.trans(a), PRECISION)
     if FORMAT == "fp8":
         sums *= tl.load(scales + weight_row)[:, None]
     if R > 0:
         rank = tl.arange(0, R)
         xa = tl.load(x + (D + rank)[None, :])
         thin = tl.load(sB + expert.to(tl.int64) * sB_e + (output % OUTPUTS).to(tl.int64)[:, None] * sB_o + rank[None, :])
-        sums = tl.dot(thin, tl.trans(xa), sums, input_precision=PRECISION)
+        sums = add_dot(sums, thin, tl.trans(xa), PRECISION)
     target = y + row.to(tl.int64)[None, :] * y_row + output[:, None]
     tl.store(target, sums.to(y.dtype.element_ty), mask=(row < end)[None, :] & (output < OUTPUTS)[:, None])
 
@@ -199,12 +200,12 @@ def _backward_kernel(
         w = tl.reshape(w, (INNER, COLUMNS))
         if FORMAT == "fp8":
             w *= tl.load(scales + weight_row)[:, None]
-        sums = tl.dot(tl.trans(w.to(a.dtype)), tl.trans(a), sums, input_precision=PRECISION)
+        sums = add_dot(sums, tl.trans(w.to(a.dtype)), tl.trans(a), PRECISION)
     if R > 0:
         rank = tl.arange(0, R)
         dyb = tl.load(dy + (OUTPUTS + rank)[None, :])
         thin = tl.load(A + expert.to(tl.int64) * A_e + rank.to(tl.int64)[None, :] * A_r + tl.minimum(column, D - 1)[:, None])
-        sums = tl.dot(thin, tl.trans(dyb), sums, input_precision=PRECISION)
+        sums = add_dot(sums, thin, tl.trans(dyb), PRECISION)
     target = dx + row.to(tl.int64)[None, :] * dx_row + column[:, None]
     tl.store(target, sums.to(dx.dtype.element_ty), mask=(row < end)[None, :] & (column < D)[:, None])
 

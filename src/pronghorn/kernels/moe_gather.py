@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pronghorn.kernels.add_dot import EXACT_INNER, add_dot
 from pronghorn.kernels.dispatch import cuda_capability, jit, tl, triton, use_triton
 from pronghorn.kernels.grouped_gemm import Tile, expert_tile, grouped_linear_reference, precision_of, sorted_rows
 
@@ -69,7 +70,7 @@ def _gather_lora_kernel(
             values = tl.load(x, mask=there[None, :], other=0.0)
             thin = tl.load(A, mask=there[:, None], other=0.0)
             tl.store(out + (d + inner)[None, :], values, mask=inside & there[None, :])
-        sums = tl.dot(values, thin, sums, input_precision=PRECISION)
+        sums = add_dot(sums, values, thin, PRECISION)
         x += INNER
         A += INNER * A_d
     tl.store(out + (D + rank)[None, :], sums.to(out.dtype.element_ty), mask=inside & (rank < R)[None, :])
@@ -81,7 +82,7 @@ CONFIGS = [Tile(64, 16, 128, 4, 3), Tile(64, 16, 128, 4, 4), Tile(32, 16, 256, 4
 def _lora_tile(dtype: torch.dtype, capability: tuple[int, int]) -> Tile:
     """64 rows: enough programs (S / 64 + E) to fill a GPU, and A, R x D a program, is read from L2."""
     if dtype == torch.float32:
-        return Tile(32, 16, 64, 4, 2)
+        return Tile(32, 16, EXACT_INNER, 4, 2)
     return CONFIGS[0] if capability >= (9, 0) else CONFIGS[0]._replace(stages=2)
 
 

@@ -44,7 +44,8 @@ class ModelFacts:
 
 
 def pick_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """With its number: some functions of torch.cuda refuse a device without one."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def resolve_precision(asked: Literal["auto"] | Precision, device: torch.device) -> Precision:
