@@ -133,12 +133,13 @@ def top_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
 
 
 def head_bytes(job: Job, pieces: int = 1) -> int:
-    """The head: the residual stream, its norm and its gradient, and a chunk of logits."""
+    """The head: the residual stream, its norm and its gradient, and a chunk of logits; beside them the memory that a layer's
+    weights are made ready in, which stays."""
     s, rows, e = job.shape, job.rows, job.element
     dtype = torch.bfloat16 if e == 2 else torch.float32
     chunk = chunk_rows(rows, s.vocabulary, dtype, torch.device("cuda"), head_share(pieces))
     trained = s.vocabulary * s.width * (FP32 + (e if e < FP32 else 0)) if job.method == "full" else 0
-    return rows * 3 * s.width * e + chunk * -(-s.vocabulary // 64) * 64 * e + trained
+    return rows * 3 * s.width * e + chunk * -(-s.vocabulary // 64) * 64 * e + trained + unpacked_bytes(job)
 
 
 def head_share(pieces: int) -> int:

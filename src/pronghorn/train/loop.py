@@ -73,7 +73,7 @@ def train(recipe: Recipe, *, display: Display, stages: Stages | None = None, fre
     stages = stages or Stages()
     folder = Path(recipe.output)
     old = set_aside(folder) if fresh else None
-    started = False
+    started, session = False, None
     try:
         with RunFolder(folder) as run_folder:
             clean_leftovers(folder)
@@ -85,6 +85,8 @@ def train(recipe: Recipe, *, display: Display, stages: Stages | None = None, fre
                 started = True
                 return _Run(session, folder, log, stages, display).go(stop)
     finally:
+        if session is not None and session.memory is not None:
+            session.memory.release()
         if old and not started:  # the new run never began: the old one is again what the same command resumes
             old.rename(folder)
 

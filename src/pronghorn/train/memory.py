@@ -52,6 +52,7 @@ ANY_GPU = GPUS["h200"]  # stands in where the GPU is not known, until one is mea
 EVALUATION_TOKENS = 4096  # of a pack without gradients: enough to keep a GPU busy, and a quarter of a training pack's memory
 COMPARED_AFTER = 10  # steps: then the plan is held against what was measured
 HARD_LIMIT = 1.06  # of a budget that was asked for: fragments included, the allocator takes no more
+SMALL_BLOCKS = 100 * 2**20  # nor this, in which it rounds up, 2 to 20 MiB at a time, and which a tiny model would notice
 WARM_UP = 3  # of them, in which kernels are compiled and graphs captured
 
 
@@ -184,8 +185,13 @@ class RunMemory:
         """A budget that was asked for is kept by the allocator itself: it fails before it takes more."""
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
-            share = self.plan.problem.budget * HARD_LIMIT / total if self.explicit else 1.0
+            share = (self.plan.problem.budget * HARD_LIMIT + SMALL_BLOCKS) / total if self.explicit else 1.0
             torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
+
+    def release(self) -> None:
+        """The run is over: what else this process does is not held to its budget."""
+        if self.explicit and self.device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
     def _choose(self, engine: Any, batch: PackedBatch, dtype: torch.dtype, say: Callable[[str], None]) -> None:
         """The plan by times measured here: of all tokens of a micro-batch or, where memory is too short, of a part of them."""
