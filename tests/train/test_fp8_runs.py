@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from pronghorn.cli import main
 from pronghorn.errors import EnvironmentFault, RecipeError
 from pronghorn.model import fp8_linear
-from pronghorn.model.causal_lm import base_of, engine_of, install
+from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of, install
 from pronghorn.model.export import trained_model
 from pronghorn.model.fp8_layer import Fp8DecoderLayer
 from pronghorn.model.fp8_linear import Fp8Linear, dequantize_fp8_, quantize_linears_fp8_
@@ -137,6 +137,21 @@ def test_a_gpu_without_fp8_is_refused_before_anything_is_read(recipe_for: Recipe
             assert caught.value.exit_code == 3
             assert not Path(recipe.output).exists()
     train(recipe_for(method="qlora"), display=Silent())
+
+
+@pytest.mark.parametrize("changes", [{}, {"compute": "fp8"}], ids=["bf16", "fp8"])
+def test_whatever_runs_before_a_step_runs_in_its_precision(recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch,
+                                                           changes: dict[str, str]) -> None:
+    """Full fine-tuning holds its weights in fp32, in which a GPU's FP8 layers refuse to compute."""
+    seen, real = set(), FastCausalLM.prepare
+
+    def prepare(self: FastCausalLM, dtype: torch.dtype) -> None:
+        seen.add(dtype)
+        real(self, dtype)
+
+    monkeypatch.setattr(FastCausalLM, "prepare", prepare)
+    train(recipe_for(method="full", precision="bf16", **changes, train={"steps": 2, "lr": 1e-3}), display=Silent())
+    assert seen == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("method", ["qlora", "full"])

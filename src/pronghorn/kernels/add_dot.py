@@ -1,8 +1,8 @@
 """sums + a b inside a kernel, fp32 as near to the truth as plain torch's.
 
 A GPU's fp32 product (PRECISION "ieee") adds one term after the other; where the sums so far come in as its start, a sum over D
-is D roundings in a row, 2.8 times the error of plain torch's product at D = 128 on an H200. Summed by blocks of 16, it is 16 and
-the number of blocks. 16-bit inputs keep the tensor cores' own accumulator.
+is D roundings in a row, 2.8 times the error of plain torch's product at D = 128 on an H200. Summed by blocks of 16, it is 16
+and the number of blocks. 16-bit inputs keep the tensor cores' own accumulator.
 """
 
 from __future__ import annotations

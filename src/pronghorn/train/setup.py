@@ -38,7 +38,7 @@ from pronghorn.train.evaluate import Progress
 from pronghorn.train.health import require_trainable
 from pronghorn.train.memory import RunMemory, plan_memory
 from pronghorn.train.optim import make_optimizer, restore_optimizer
-from pronghorn.train.step import StageTimer, Step, make_step
+from pronghorn.train.step import StageTimer, Step, autocast, make_step
 
 Report = Callable[[str, int, int], None]
 FEW_STEPS = 10  # below this, warm-up and schedule hardly act; people usually meant a smaller batch
@@ -180,7 +180,8 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> S
         model = _build_model(recipe, precision, device, found[0] if found else None, report)
         require_trainable(model)
         why_own_layers = "the recipe asks for them" if recipe.layers == "own" else install(model, fp8=recipe.fp8)
-        require_isolated_documents(model, device, facts.vocabulary)
+        with autocast(precision, device):  # as the step will be: FP8 layers of trained fp32 weights know no other
+            require_isolated_documents(model, device, facts.vocabulary)
         if recipe.compute == "fp8":
             _require_fp8_layers(model, why_own_layers)
         torch.manual_seed(recipe.train.seed)

@@ -80,11 +80,15 @@ class Step(ABC):
             self._holds.pop()()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """fp32 means fp32: no autocast at all, and no TF32 (torch's default keeps it off for products). Without a cache of cast
-        weights: our layers do their own casts, and a cache must not outlive the captured step that filled it."""
-        if self.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=DTYPES[self.precision], cache_enabled=False)
+        return autocast(self.precision, self.device)
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
+    """fp32 means fp32: no autocast at all, and no TF32 (torch's default keeps it off for products). Without a cache of cast
+    weights: our layers do their own casts, and a cache must not outlive the captured step that filled it."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=DTYPES[precision], cache_enabled=False)
 
 
 class EagerStep(Step):
