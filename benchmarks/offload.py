@@ -184,6 +184,8 @@ def main() -> None:
     switch = Switch(options.workload, 1 + 2 * len(cases) * options.rounds * (options.warmup + options.steps) + 8)
     rows = [compare(switch, case, rounds=options.rounds, warmup=options.warmup, steps=options.steps) for case in cases]
     content: Row = {"what": "Offload off and on at the same recompute level; see benchmarks/offload.py",
+                    "command": f"python -m benchmarks.offload --workload {options.workload} --rounds {options.rounds} "
+                               f"--steps {options.steps}",
                     "workload": options.workload, "machine": machine(), "results": rows}
     if torch.cuda.is_available():
         content["profiled"] = profile(switch, options.trace or results / f"offload-{options.workload}.trace.json.gz")

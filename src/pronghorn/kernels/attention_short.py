@@ -54,7 +54,7 @@ class Config(NamedTuple):
 
 # By head width; the first is used, `python -m benchmarks.ops --sweep attention` times the others. Of some twelve tiles for
 # each kernel these were the fastest (16,384 tokens of instructions, 32 query and 8 key/value heads, H200): forward 159 us at
-# width 64 and 250 at 128, where 64 keys at a time take 182 and 280 (benchmarks/results/op-attention-sweep.json). None spills.
+# width 64 and 250 at 128, where 64 keys at a time take 182 and 280 (benchmarks/results/sweep-attention.json). None spills.
 CONFIGS = {
     64: [Config(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 3)),
          Config(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
