@@ -49,14 +49,12 @@ class Tile(NamedTuple):
     group: int = 0
 
 
-# One program a row. 8,192 columns on 16 warps is 16 values a thread and 57 registers, so two programs fit a multiprocessor:
-# 264 rows of 256 KB in flight, and the second read, which goes backwards, finds some of them in the L2 cache (50 MB); with
-# 16,384 columns one program fits, and 34 MB are in flight. Compiled for sm_90 both loops have 277 instructions for 16 values:
-# 0.16 ms of issue slots for 2,048 rows of 128,256, beside 0.25 ms for their bytes, read and written once. With exp, and a look
-# for the target in every column, they had 485, and the kernel took 0.46 ms (H200).
+# One program a row. The first was the fastest of these on an H200: 0.361 ms for 2,048 rows of 128,256, which is what reading
+# them twice and writing them once takes (0.37); others take up to 0.48 (benchmarks/results/sweep-linear_cross_entropy.json). The
+# second read goes backwards, to find a row's end in the L2 cache.
 CONFIGS = [Tile(*config) for config in (
-    (8192, 16), (4096, 8), (16384, 32), (8192, 16, 1, 8), (8192, 16, 2, 8), (8192, 16, 3, 8), (4096, 8, 3, 8),
-    (16384, 32, 1, 8), (16384, 32, 2, 8), (16384, 32, 3, 8), (16384, 16, 3, 8),
+    (16384, 16, 3, 8), (8192, 16), (4096, 8), (16384, 32), (8192, 16, 1, 8), (8192, 16, 2, 8), (8192, 16, 3, 8),
+    (4096, 8, 3, 8), (16384, 32, 1, 8), (16384, 32, 2, 8), (16384, 32, 3, 8),
 )]  # fmt: skip
 CONFIG = CONFIGS[0]
 
