@@ -50,8 +50,8 @@ class Tile(NamedTuple):
 
 
 # One program a row. The first was the fastest of these on an H200: 0.361 ms for 2,048 rows of 128,256, which is what reading
-# them twice and writing them once takes (0.37); others take up to 0.48 (benchmarks/results/sweep-linear_cross_entropy.json). The
-# second read goes backwards, to find a row's end in the L2 cache.
+# them twice and writing them once takes (0.37); others take up to 0.48 (benchmarks/results/sweep-linear_cross_entropy.json).
+# The second read goes backwards, to find a row's end in the L2 cache.
 CONFIGS = [Tile(*config) for config in (
     (16384, 16, 3, 8), (8192, 16), (4096, 8), (16384, 32), (8192, 16, 1, 8), (8192, 16, 2, 8), (8192, 16, 3, 8),
     (4096, 8, 3, 8), (16384, 32, 1, 8), (16384, 32, 2, 8), (16384, 32, 3, 8),
