@@ -8,7 +8,7 @@ scale fp32 [E, O]. What a layer calls:
 
 Backward folds the scales of a row's own expert into dy before dy's cast, so that the same bytes serve both ways; `turned` is
 the stack with its last two dimensions changed in memory, as FP8 products want it (`fp8_turned_stack`: into a buffer that
-layers share, or kept). Adapters stay bf16: `grouped_linear_forward(xa, sB, offsets, out=y, add=True)` after either product.
+layers share, or kept). Adapters stay bf16, in a thin product that adds to y or dx (`Fp8ExpertGroup`).
 
 torch._scaled_grouped_mm, as of torch 2.11: Hopper and datacenter Blackwell; scales fp32, [S] and [E, O]; output bf16; widths
 multiples of 16. On the CPU: fp32 products, for tests.
@@ -32,9 +32,12 @@ from pronghorn.kernels.fp8_cast import (
     fp8_cast_rows_reference,
     fp8_transpose,
 )
+from pronghorn.kernels.grouped_gemm import grouped_linear_forward
+from pronghorn.kernels.grouped_lora import RANK_MULTIPLE, AdaptedExperts, ExpertAdapter, ExpertAdapterSums
 from pronghorn.kernels.moe_gather import gather_rows
 
 BLOCK = 2048  # columns of one step through a row
+WIDTH_MULTIPLE = 16  # of both dimensions of an expert's weight
 
 
 def fp8_grouped_supported(device: torch.device | str) -> str | None:
@@ -133,3 +136,47 @@ def fp8_grouped_product(
         use_fast_accum=fast_accumulation,
     )  # fmt: skip
     return product
+
+
+class Fp8ExpertGroup(AdaptedExperts):
+    """`grouped_lora.ExpertGroup` with frozen experts in FP8, multiplied so both ways: its products take rows that are cast."""
+
+    def __init__(
+        self, q_EOD: Tensor, scale_EO: Tensor, adapter: ExpertAdapter | None = None, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self.q_EOD, self.scale_EO, self.dtype = q_EOD, scale_EO, dtype
+        self.E, self.outputs, self.D = q_EOD.shape
+        self.R = 0 if adapter is None else -(-adapter.rank // RANK_MULTIPLE) * RANK_MULTIPLE
+        self._A_ERD = torch.zeros(self.E, self.R, self.D, dtype=dtype, device=q_EOD.device)
+        self._sB_EOR = torch.zeros(self.E, self.outputs, self.R, dtype=dtype, device=q_EOD.device)
+        self.adapters = None if adapter is None else ExpertAdapterSums(adapter, self.A_ERD, self.sB_EOR)
+        self.refresh()
+
+    @property
+    def A_ERD(self) -> Tensor:  # noqa: N802
+        return self._A_ERD
+
+    @property
+    def sB_EOR(self) -> Tensor:  # noqa: N802
+        return self._sB_EOR
+
+    @property
+    def turned_bytes(self) -> int:
+        """Of the buffer that `backward_input` turns the stack round in."""
+        return self.q_EOD.numel()
+
+    def forward(self, x8_SD: Tensor, scale_S: Tensor, xa_SR: Tensor | None, offsets_E1: Tensor) -> Tensor:
+        """y_SO. xa: x A^T, where there is an adapter."""
+        y_SO = fp8_grouped_product(x8_SD, scale_S, self.q_EOD, self.scale_EO, offsets_E1, dtype=self.dtype)
+        if self.R and xa_SR is not None:
+            grouped_linear_forward(xa_SR, self.sB_EOR, offsets_E1, out=y_SO, add=True)
+        return y_SO
+
+    def backward_input(self, dy8_SO: Tensor, scale_S: Tensor, dyb_SR: Tensor | None, offsets_E1: Tensor, buffer: Tensor
+                       ) -> Tensor:
+        """dx_SD. dy8 has the experts' scales in it; dyb: dy sB, where there is an adapter; buffer: e4m3, flat, shared."""
+        turned_EDO = fp8_turned_stack(self.q_EOD, buffer[: self.turned_bytes].view(self.D, -1))
+        dx_SD = fp8_grouped_product(dy8_SO, scale_S, turned_EDO, None, offsets_E1, dtype=self.dtype)
+        if self.R and dyb_SR is not None:
+            grouped_linear_forward(dyb_SR, self.A_ERD.transpose(1, 2), offsets_E1, out=dx_SD, add=True)
+        return dx_SD

@@ -16,6 +16,7 @@ from pronghorn.memory.measure import LayerWork, measure_costs
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.decoder_layer import Documents
 from pronghorn.model.kept import Input, Kept
+from pronghorn.model.moe_layer import MoeKept
 
 PIECES = 4  # in which the MLP's rows are timed; each further one is taken to cost the same
 
@@ -52,8 +53,12 @@ def layer_work(engine: FastCausalLM, documents: Documents, tokens: int, rows: in
         return run
 
     def gate_up_again() -> Kept:
-        # A copy of what was kept, since backward takes out what it has used; q, k, v must not give their place to a gradient.
-        return layer.again(replace(kept, qkv=kept.qkv if layer.q_norm else None), documents, None)
+        # A copy of what was kept, since backward takes out what it has used; q, k, v must not give their place to a gradient,
+        # nor may the gate and up of an expert that all tokens share, which are not computed again with the others'.
+        copy = replace(kept, qkv=kept.qkv if layer.q_norm else None)
+        if isinstance(copy, MoeKept) and copy.shared_gu is not None:
+            copy.shared_gu = copy.shared_gu.clone()
+        return layer.again(copy, documents, None)
 
     def whole_layer(pieces: int) -> Callable[[], object]:
         def run() -> None:

@@ -41,7 +41,7 @@ from pronghorn.memory.sizes import (
 from pronghorn.memory.working import forward_bytes, head_bytes, top_bytes, working_bytes
 
 POOL_SLOTS = 3  # layers' worth of device memory that offloading takes: two buffers for the way back, one layer on its way out
-SLOT_PADDING = 16 * 256  # bytes: what aligning a layer's tensors costs at most
+SLOT_PADDING = 16 * 256  # bytes: what aligning a layer's tensors costs at most; one with experts has twice as many
 EQUAL_MS = 1e-6  # steps that differ by less take the same time
 NOTCH = 0.94  # after an allocation failed, the next plan uses no more than this of what the failed one expected
 UNITS = {"GB": 10**9, "MB": 10**6, "GiB": 2**30, "MiB": 2**20}
@@ -113,7 +113,7 @@ class Problem:
         return self.costs.rest + (rows / self.costs.from_host if self.job.host_embeddings else 0.0)
 
     def slot(self, recompute: Recompute) -> int:
-        return kept_bytes(self.job, recompute) + SLOT_PADDING
+        return kept_bytes(self.job, recompute) + SLOT_PADDING * (2 if self.job.shape.mixture else 1)
 
 
 @dataclass(frozen=True)

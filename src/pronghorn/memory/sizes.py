@@ -4,7 +4,7 @@ T = tokens of a micro-batch (capacity), D = model width, N = query heads, K = ke
 X = (N + 2K) H, F = MLP width, V = vocabulary, R = extra columns that carry adapters, e = bytes of an activation.
 
 What a layer keeps is written down as `Kept` in model/kept.py holds it; a test compares the two, byte for byte. What comes and
-goes beside that is in working.py. The peak of a step is at one of three moments (plan.py: `evaluate`): in the head, when every
+goes beside that is in working.py; what is different in a mixture of experts, in moe_sizes.py. The peak of a step is at one of three moments (plan.py: `evaluate`): in the head, when every
 layer has kept its share; in the forward of a layer; or in a layer's backward, when the layers above it have given theirs back:
 
     static + sum of kept over the layers up to this one + the largest working set of this one's backward
@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pronghorn.errors import ModelError
 from pronghorn.kernels.adamw8bit import BLOCK as MOMENT_BLOCK
 from pronghorn.kernels.nf4 import BLOCK, NESTED_BLOCK
-from pronghorn.memory import fp8_sizes
+from pronghorn.memory import fp8_sizes, moe_sizes
 from pronghorn.model.families import FAMILIES, layer_type, why_not_fast
 
 Method = Literal["lora", "qlora", "fp8", "full"]
@@ -43,7 +43,7 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_width: int
-    mlp_width: int
+    mlp_width: int  # of a mixture of experts: of the expert that all tokens share; 0 without one
     vocabulary: int
     tied: bool
     qk_norm: Literal["per_head", "full"] | None = None
@@ -51,6 +51,7 @@ class ModelShape:
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     windows: tuple[int, ...] = ()  # of the layers whose attention looks back only so far
+    mixture: moe_sizes.Mixture | None = None  # its layers have experts
 
     @property
     def qkv_width(self) -> int:
@@ -71,21 +72,22 @@ def shape_of(config: Any) -> ModelShape:
     """From a Hugging Face config (of the text model), or a plain dict of its values."""
     config = SimpleNamespace(**({"hidden_act": "silu"} | config)) if isinstance(config, dict) else config
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if why := why_not_fast(config):
+    if why := why_not_fast(config) or moe_sizes.why_not_planned(config):
         raise ModelError(what="the memory of this model cannot be planned", why=why,
                          fix="train it without a plan; what our layers do not serve runs on the model's own")
     family, heads = FAMILIES[config.model_type], int(config.num_attention_heads)
     layers = int(config.num_hidden_layers)
     sliding = [i for i in range(layers) if layer_type(config, i) == "sliding_attention"]
     slots = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+    mixture = moe_sizes.mixture_of(config)
     return ModelShape(
         layers=layers, width=int(config.hidden_size), heads=heads,
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_width=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
-        mlp_width=int(config.intermediate_size), vocabulary=int(config.vocab_size),
+        mlp_width=moe_sizes.shared_width(config) if mixture else int(config.intermediate_size), vocabulary=int(config.vocab_size),
         tied=bool(getattr(config, "tie_word_embeddings", False)), qk_norm=family.qk_norm,
         norms=tuple(slot for slot in slots if getattr(family.norms, slot)), qkv=family.qkv, gate_up=family.gate_up,
-        windows=tuple(int(config.sliding_window) for _ in sliding),
+        windows=tuple(int(config.sliding_window) for _ in sliding), mixture=mixture,
     )
 
 
@@ -134,26 +136,46 @@ class Job:
     def entries(self) -> int:
         return self.documents or max(32, self.capacity // 128)
 
+    @property
+    def linears(self) -> Method:
+        """How the linears are stored: as the method says, unless the checkpoint has only its experts in 4 bits."""
+        mixture = self.shape.mixture
+        return "lora" if self.method == "qlora" and mixture and mixture.linears_in_16_bits else self.method
+
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """Of the linears of each group. A mixture has gate, up and down as linears only if all tokens share an expert."""
+        s = self.shape
+        found = {"qkv": s.qkv, "out": ("o_proj",), "gate_up": s.gate_up, "down": ("down_proj",)}
+        if s.mixture:
+            found |= {"shared_gate": ("shared_expert_gate",)} if s.mlp_width else {"gate_up": (), "down": ()}
+        return found
+
     def groups(self) -> dict[str, Group]:
         s = self.shape
         heads = (s.heads * s.head_width, s.kv_heads * s.head_width, s.kv_heads * s.head_width)
-        return {
-            "qkv": self._group(s.width, s.qkv, heads), "out": self._group(s.out_width, ("o_proj",), (s.width,)),
-            "gate_up": self._group(s.width, s.gate_up, (s.mlp_width, s.mlp_width)),
-            "down": self._group(s.mlp_width, ("down_proj",), (s.width,)),
-        }
+        sizes = {"qkv": (s.width, heads), "out": (s.out_width, (s.width,)), "gate_up": (s.width, (s.mlp_width, s.mlp_width)),
+                 "down": (s.mlp_width, (s.width,)), "shared_gate": (s.width, (1,))}
+        return {group: self._group(sizes[group][0], names, sizes[group][1] if names else ())
+                for group, names in self.names().items()}
 
     def _group(self, inputs: int, names: Sequence[str], widths: Sequence[int]) -> Group:
         outputs = tuple(widths) if len(names) == len(widths) else (sum(widths),)  # stored fused
-        adapters = 0 if self.method == "full" else sum(self.targets == "all-linear" or n in self.targets for n in names)
+        adapters = sum(map(self._adapts, names))
         multiple = fp8_sizes.RANK_MULTIPLE if adapters <= 1 or self.fp8 else 64  # kernels/lora_linear.py: default_padding
         return Group(inputs, outputs, adapters, -(-adapters * self.rank // multiple) * multiple)
 
-    def layer_parameters(self) -> int:
+    def _adapts(self, linear: str) -> bool:
+        return self.method != "full" and ("all-linear" in self.targets or linear in self.targets)
+
+    def norm_parameters(self) -> int:
+        """Of a layer."""
         s = self.shape
-        norms = len(s.norms) * s.width
-        norms += {"per_head": 2 * s.head_width, "full": (s.heads + s.kv_heads) * s.head_width, None: 0}[s.qk_norm]
-        return sum(group.weights for group in self.groups().values()) + norms
+        inner = {"per_head": 2 * s.head_width, "full": (s.heads + s.kv_heads) * s.head_width, None: 0}[s.qk_norm]
+        return len(s.norms) * s.width + inner
+
+    def layer_parameters(self) -> int:
+        linears = sum(group.weights for group in self.groups().values())
+        return linears + self.norm_parameters() + moe_sizes.parameters(self)
 
     def parameters(self) -> int:
         """Without biases, which are a thousandth."""
@@ -161,12 +183,10 @@ class Job:
         return s.layers * self.layer_parameters() + s.vocabulary * s.width * (1 if s.tied else 2) + s.width
 
     def adapter_parameters(self) -> int:
-        count = 0
-        for name, group in self.groups().items():
-            names = {"qkv": self.shape.qkv, "out": ("o_proj",), "gate_up": self.shape.gate_up, "down": ("down_proj",)}[name]
-            for linear, outputs in zip(names, group.outputs, strict=True):
-                if self.method != "full" and (self.targets == "all-linear" or linear in self.targets):
-                    count += self.rank * (group.inputs + outputs)
+        count, groups = moe_sizes.adapter_parameters(self), self.groups()
+        for name, linears in self.names().items():
+            for linear, outputs in zip(linears, groups[name].outputs, strict=True):
+                count += self.rank * (groups[name].inputs + outputs) if self._adapts(linear) else 0
         return count * self.shape.layers
 
     @property
@@ -189,7 +209,7 @@ def static_parts(job: Job) -> dict[str, int]:
     """Bytes that do not come and go within a step, by what they are for."""
     s, groups, e = job.shape, job.groups().values(), job.element
     embeddings = s.vocabulary * s.width * (1 if s.tied else 2)
-    vectors = job.layer_parameters() - sum(group.weights for group in groups)
+    vectors = job.norm_parameters()
     if job.method == "full":
         parameters = job.parameters()
         copies = s.layers * (job.layer_parameters() - vectors) * e if e < FP32 else 0
@@ -197,14 +217,16 @@ def static_parts(job: Job) -> dict[str, int]:
         return {"weights": parameters * FP32 + copies,
                 "gradients and optimizer": parameters * FP32 + moment_bytes(job.optimizer, parameters)[0],
                 "rope and libraries": _rope_and_libraries(job)}
-    stored, adapters = sum(_stored(group, job) for group in groups) + vectors * e, job.adapter_parameters()
+    stored = sum(_stored(group, job) for group in groups) + vectors * e + moe_sizes.stored(job)
+    adapters = job.adapter_parameters()
     embeddings -= s.vocabulary * s.width if job.host_embeddings else 0
     parts = {"weights": s.layers * stored + (embeddings + s.width) * e,
              "adapters and optimizer": adapters * 2 * FP32 + moment_bytes(job.optimizer, adapters)[0],
              "rope and libraries": _rope_and_libraries(job)}
     if job.graphed:  # model/adapter_sums.py
         ranks = {g.adapters: min(g.extra, -(-g.adapters * job.rank // 16) * 16) for g in groups}
-        parts["adapter sums"] = s.layers * sum(ranks[g.adapters] * (g.inputs + sum(g.outputs)) for g in groups) * FP32
+        sums = sum(ranks[g.adapters] * (g.inputs + sum(g.outputs)) for g in groups) + moe_sizes.adapter_parameters(job)
+        parts["adapter sums"] = s.layers * sums * FP32
     return parts
 
 
@@ -223,7 +245,7 @@ def host_moments(job: Job) -> int:
 def _stored(group: Group, job: Job) -> int:
     """A group's frozen weights, and its adapters in the form in which products read them."""
     outputs, R = sum(group.outputs), group.extra
-    if job.method == "lora":
+    if job.linears == "lora":
         return (outputs + R) * (group.inputs + R) * job.element  # one buffer: kernels/lora_linear.py
     if job.method == "fp8":
         return fp8_sizes.stored(group, job.element)
@@ -241,7 +263,7 @@ def unpacked_bytes(job: Job) -> int:
     """Where a layer's weights are made ready to multiply, once for recomputing and backward together."""
     if job.fp8:
         return fp8_sizes.shared(job.groups().values(), in_4_bits=job.method == "qlora")
-    if job.method in ("lora", "full"):
+    if job.linears in ("lora", "full"):
         return 0
     return sum((sum(g.outputs) + g.extra) * (g.inputs + g.extra) for g in job.groups().values()) * job.element
 
@@ -267,11 +289,12 @@ def kept_parts(job: Job) -> dict[str, int]:
             parts[name] = T * groups[group].extra * e
     if s.norms_after:
         parts["y"] = s.norms_after * T * s.width * e
-    return parts
+    return moe_sizes.kept(job, parts) if s.mixture else parts
 
 
 def kept_bytes(job: Job, recompute: Recompute) -> int:
-    """gate_up: all but `gu`. layer: the input; and x A^T of the down projection, which spares computing the activation."""
+    """gate_up: all but `gu`. layer: the input; and x A^T of the down projection, which spares computing the activation; of a
+    mixture the input alone."""
     parts = kept_parts(job)
     if recompute == "layer":
         return parts["h"] + parts.get("xa3", 0)

@@ -18,7 +18,7 @@ import torch
 from pronghorn.kernels.attention import SHORT
 from pronghorn.kernels.attention_flash import backward_turns
 from pronghorn.kernels.linear_cross_entropy import chunk_rows
-from pronghorn.memory import fp8_sizes
+from pronghorn.memory import fp8_sizes, moe_sizes
 from pronghorn.memory.sizes import FP32, Job, Recompute, kept_bytes, kept_parts, unpacked_bytes
 
 SMALLEST_PIECE = 2048  # rows: below, a product of the MLP does not fill the GPU any more
@@ -27,9 +27,9 @@ SUMS_PROGRAMS = 8  # partial sums of the adapters' gradients in the activation's
 
 
 def pieces_worth_trying(job: Job) -> tuple[int, ...]:
-    """FP8 layers do their MLP at once."""
-    counts, pieces = [1], 2
-    while pieces <= MOST_PIECES and job.capacity // pieces >= SMALLEST_PIECE and not job.fp8:
+    """FP8 layers do their MLP at once, and so do mixtures: rows of a piece would be too few for most experts."""
+    counts, pieces, at_once = [1], 2, job.fp8 or job.shape.mixture is not None
+    while pieces <= MOST_PIECES and job.capacity // pieces >= SMALLEST_PIECE and not at_once:
         counts.append(pieces)
         pieces *= 2
     return tuple(counts)
@@ -66,6 +66,8 @@ def _sizes(job: Job, pieces: int) -> tuple[dict[str, int], _Tensors, _Tensors]:
 def forward_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
     """The most that a layer's forward holds beside what it will keep."""
     parts, whole, piece = _sizes(job, pieces)
+    if job.shape.mixture:
+        return sum(parts.values()) - kept_bytes(job, recompute) + moe_sizes.forward(job) + unpacked_bytes(job)
     if recompute == "nothing" or pieces == 1:
         later_dropped = sum(parts.values()) - kept_bytes(job, recompute)
         in_fp8 = job.capacity * (job.shape.mlp_width + 3 * job.groups()["down"].extra) if job.fp8 else 0
@@ -82,6 +84,8 @@ def working_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
     """The most that a layer's backward holds beside what is kept."""
     parts, whole, piece = _sizes(job, pieces)
     g, s = job.groups(), job.shape
+    if s.mixture:
+        return moe_sizes.working(job, recompute, parts, _sums_of_attention(job)) + unpacked_bytes(job)
     trained = max(group.weights for group in g.values()) * FP32 if job.method == "full" else 0
     if job.fp8:
         again = kept_bytes(job, "nothing") - parts["gu"] - kept_bytes(job, "layer") if recompute == "layer" else 0
@@ -151,4 +155,6 @@ def evaluation_bytes(job: Job, tokens: int) -> int:
     """The most that the loss of a pack of so many tokens takes without gradients, beside the weights."""
     small = replace(job.with_capacity(tokens), loss_rows=0)
     layer = kept_bytes(small, "nothing") + tokens * (small.shape.mlp_width + 3 * small.shape.width) * job.element
+    if small.shape.mixture:
+        layer = kept_bytes(small, "nothing") + moe_sizes.forward(small)
     return max(layer + unpacked_bytes(job), head_bytes(small))

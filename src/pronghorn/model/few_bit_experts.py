@@ -1,4 +1,5 @@
-"""Stacks of experts that stay in 4 bits: MXFP4 as gpt-oss checkpoints store them, NF4 for the other families.
+"""Stacks of experts that stay in few bits: 4 (MXFP4 as gpt-oss checkpoints store them, NF4 for the other families) or FP8,
+with one scale for each output channel of each expert.
 
 E = experts, D = width of a stack's input, O = of its output, S = T * K rows sorted by expert (kernels/routing.py).
 
@@ -10,13 +11,21 @@ to the weights. The layers read `stacks` (model/experts.py); `forward`, for gene
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from pronghorn.kernels.grouped_gemm import grouped_linear, grouped_linear_forward
-from pronghorn.kernels.grouped_quantized import QuantizedStack, grouped_quantized_forward
+from pronghorn.errors import ModelError
+from pronghorn.kernels.fp8_cast import E4M3, fp8_quantize_weight
+from pronghorn.kernels.grouped_gemm import grouped_linear
+from pronghorn.kernels.grouped_quantized import (
+    DEPTH,
+    QuantizedStack,
+    grouped_quantized_backward,
+    grouped_quantized_forward,
+)
 from pronghorn.kernels.moe_combine import combine
 from pronghorn.kernels.moe_gated import ExpertActivation, expert_gated, expert_gated_forward
 from pronghorn.kernels.moe_gather import gather_rows
@@ -25,14 +34,42 @@ from pronghorn.kernels.nf4 import NF4Tensor, nf4_quantize
 from pronghorn.kernels.routing import sort_by_expert
 
 STACKS = ("gate_up_proj", "down_proj")
-Stored = MXFP4Tensor | NF4Tensor
+Bits = Literal[4, 8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8Experts:
+    """A stack in FP8."""
+
+    q_EOD: Tensor
+    scale_EO: Tensor
+    dtype: torch.dtype  # of the weights it was made from
+
+    def to(self, device: torch.device | str) -> Fp8Experts:
+        return replace(self, q_EOD=self.q_EOD.to(device), scale_EO=self.scale_EO.to(device))
+
+
+Stored = MXFP4Tensor | NF4Tensor | Fp8Experts
+
+
+class _StackProduct(torch.autograd.Function):
+    """One grouped product with a stack in few bits, differentiable in its rows: no more than a tile is dequantized."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SD: Tensor, stack: QuantizedStack, offsets_E1: Tensor) -> Tensor:
+        ctx.stack, ctx.offsets_E1 = stack, offsets_E1
+        return grouped_quantized_forward(x_SD, stack, offsets_E1)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grouped_quantized_backward(grad_outputs[0].contiguous(), ctx.stack, ctx.offsets_E1), None, None
 
 
 class FewBitExperts(nn.Module):
-    def __init__(self, own: nn.Module, *, transposed: bool) -> None:
+    def __init__(self, own: nn.Module, *, transposed: bool, bits: Bits = 4) -> None:
         """`own`: the family's module, on any device, also `meta`. `transposed`: it keeps [E, D, O]. Stacks come by `set`."""
         super().__init__()
-        self.own_module = (own,)  # not a child: its parameters are not ours
+        self.own_module, self.bits = (own,), bits  # not a child: its parameters are not ours
         self.is_transposed, self.clamped = transposed, hasattr(own, "limit")
         self.limit, self.alpha = float(getattr(own, "limit", 0.0)), float(getattr(own, "alpha", 0.0))
         self.num_experts = int(own.num_experts)  # type: ignore[arg-type]
@@ -45,43 +82,59 @@ class FewBitExperts(nn.Module):
     def set(self, name: str, stored: Stored) -> None:
         """The stack in few bits, as [E, O, D]."""
         self.stored[name] = stored
-        E = self.num_experts
-        stack = QuantizedStack.from_mxfp4(stored) if isinstance(stored, MXFP4Tensor) else QuantizedStack.from_nf4(stored, E)
-        self.stacks[name] = stack
+        self.stacks[name] = stack = self._stack(stored)
+        if stack.values.is_cuda and stack.shape[2] % DEPTH:
+            raise ModelError(what=f"{name}: experts whose rows have {stack.shape[2]} values cannot be kept in few bits",
+                             why=f"their products on a GPU take blocks of {DEPTH} values", fix="set method: lora")
         shape = self._parameters[name].shape  # type: ignore[union-attr]
         nothing = torch.zeros((), dtype=stored.dtype, device=stack.values.device).expand(shape)
         self._parameters[name] = nn.Parameter(nothing, requires_grad=False)
 
+    def _stack(self, stored: Stored) -> QuantizedStack:
+        if isinstance(stored, Fp8Experts):
+            return QuantizedStack.from_fp8(stored.q_EOD, stored.scale_EO)
+        if isinstance(stored, MXFP4Tensor):
+            return QuantizedStack.from_mxfp4(stored)
+        return QuantizedStack.from_nf4(stored, self.num_experts)
+
     def quantize(self, name: str, weight: Tensor) -> None:
         """From 16 bits in the family's own layout."""
-        weight_EOD = (weight.transpose(1, 2) if self.is_transposed else weight).contiguous()
-        if self.clamped:  # gpt-oss: in the format of its own checkpoints
-            self.set(name, mxfp4_quantize(weight_EOD))
+        weight_EOD = self._usual(weight)
+        if self.bits == 8:
+            q_EOD = torch.empty(weight_EOD.shape, dtype=E4M3, device=weight.device)
+            scales = [fp8_quantize_weight(each, out=q)[1] for each, q in zip(weight_EOD, q_EOD, strict=True)]
+            self.set(name, Fp8Experts(q_EOD, torch.stack(scales), weight.dtype))
+        elif self.clamped:  # gpt-oss: in the format of its own checkpoints
+            self.set(name, mxfp4_quantize(weight_EOD.contiguous()))
         else:
-            self.set(name, nf4_quantize(weight_EOD.flatten(0, 1)))
+            self.set(name, nf4_quantize(weight_EOD.contiguous().flatten(0, 1)))
 
     @property
     def activation(self) -> ExpertActivation:
         return ExpertActivation("clamped", self.limit, self.alpha) if self.clamped else ExpertActivation("silu")
 
     def _product(self, name: str, x_SD: Tensor, offsets_E1: Tensor) -> Tensor:
-        y_SO = grouped_quantized_forward(x_SD, self.stacks[name], offsets_E1)
-        added = getattr(self, name)
+        y_SO: Tensor = _StackProduct.apply(x_SD, self.stacks[name], offsets_E1)  # type: ignore[no-untyped-call]
+        added: Tensor = getattr(self, name)
         if any(added.stride()):  # an adapter's product, while PEFT has it in place
-            added = (added.transpose(1, 2) if self.is_transposed else added).to(x_SD.dtype)
-            y_SO = y_SO + grouped_linear_forward(x_SD, added, offsets_E1)
+            y_SO = y_SO + grouped_linear(x_SD, self._usual(added).to(x_SD.dtype), offsets_E1)
         return y_SO
 
+    def _usual(self, weight: Tensor) -> Tensor:
+        """From the family's layout to [E, O, D], and back."""
+        return weight.transpose(1, 2) if self.is_transposed else weight
+
     def forward(self, hidden_states: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """For generation; with gradients, for layers that are not one node, whole stacks are dequantized."""
+        """For generation and, with gradients, for layers that are not one node."""
         ids_TK, K = indices_TK.int().contiguous(), indices_TK.shape[1]
         order_S, inverse_TK, offsets_E1 = sort_by_expert(ids_TK, self.num_experts)
         biases = [self._parameters[f"{name}_bias"] for name in STACKS]
         if torch.is_grad_enabled():
-            x_SD = hidden_states[(order_S // K).long()]
-            gu_SG = grouped_linear(x_SD, self._whole("gate_up_proj", x_SD.dtype), offsets_E1, biases[0])
-            a_SF = expert_gated(gu_SG, self.activation)
-            y_SD = grouped_linear(a_SF, self._whole("down_proj", x_SD.dtype), offsets_E1, biases[1])
+            row_experts = ids_TK.view(-1)[order_S.long()].long()
+            gu_SG = self._product("gate_up_proj", hidden_states[(order_S // K).long()], offsets_E1)
+            a_SF = expert_gated(gu_SG if biases[0] is None else gu_SG + biases[0][row_experts], self.activation)
+            y_SD = self._product("down_proj", a_SF, offsets_E1)
+            y_SD = y_SD if biases[1] is None else y_SD + biases[1][row_experts]
             return (y_SD[inverse_TK.long()] * weights_TK[..., None]).sum(1).to(hidden_states.dtype)
         gu_SG = self._product("gate_up_proj", gather_rows(hidden_states, order_S, K), offsets_E1)
         a_SF = expert_gated_forward(gu_SG, self.activation, bias_EG=biases[0], ids_TK=ids_TK, order_S=order_S)
@@ -89,15 +142,9 @@ class FewBitExperts(nn.Module):
         wide = torch.promote_types(weights_TK.dtype, torch.float32)
         return combine(y_SD, inverse_TK, weights_TK.to(wide).contiguous(), bias_ED=biases[1], ids_TK=ids_TK)
 
-    def _whole(self, name: str, dtype: torch.dtype) -> Tensor:
-        """[E, O, D], with an adapter's product if PEFT has it in place."""
-        added: Tensor = getattr(self, name)
-        return self.stacks[name].dequantized_reference(dtype) + (added.transpose(1, 2) if self.is_transposed else added)
-
     def dequantized(self, name: str, dtype: torch.dtype) -> Tensor:
         """In the family's own layout."""
-        weight_EOD = self.stacks[name].dequantized_reference(dtype)
-        return weight_EOD.transpose(1, 2).contiguous() if self.is_transposed else weight_EOD
+        return self._usual(self.stacks[name].dequantized_reference(dtype)).contiguous()
 
     def to_own(self, dtype: torch.dtype) -> nn.Module:
         """The family's module with the weights in 16 or 32 bits."""
@@ -122,16 +169,19 @@ class FewBitExperts(nn.Module):
         return self
 
 
-def few_bit_experts_(model: nn.Module) -> dict[str, FewBitExperts]:
+def few_bit_experts_(model: nn.Module, bits: Bits = 4) -> dict[str, FewBitExperts]:
     """Every layer's experts become such, without weights yet; by the module's name."""
     found = {}
     for parent_name, parent in list(model.named_modules()):
         for name, module in list(parent.named_children()):
             if all(getattr(getattr(module, stack, None), "ndim", 0) == 3 for stack in STACKS):
-                experts = FewBitExperts(module, transposed=bool(getattr(module, "is_transposed", False)))
+                experts = FewBitExperts(module, transposed=bool(getattr(module, "is_transposed", False)), bits=bits)
                 setattr(parent, name, experts)
                 found[f"{parent_name}.{name}".lstrip(".")] = experts
     return found
+
+
+# ---- out of a checkpoint -----------------------------------------------------------------------------------------------------
 
 
 class Shards(Protocol):
@@ -141,27 +191,55 @@ class Shards(Protocol):
     def get(self, key: str) -> Tensor: ...
 
 
-def _single(key: str, expert: int) -> list[str]:
-    """Where checkpoints of Qwen's kind keep an expert's part of a stack."""
+# What checkpoints call an expert's parts of a stack, where each has tensors of its own: Qwen's, then Mixtral's.
+PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+
+
+def _single(shards: Shards, key: str, expert: int) -> list[str]:
+    """Where the parts of one expert are; empty if they are not there."""
     owner, _, name = key.rpartition(".")
-    parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
-    return [f"{owner}.{expert}.{part}.weight" for part in parts]
+    each = ([f"{owner}.{expert}.{part}.weight" for part in parts] for parts in PARTS[name])
+    return next((names for names in each if all(one in shards for one in names)), [])
 
 
 def has_stack(shards: Shards, key: str) -> bool:
-    return key in shards or f"{key}_blocks" in shards or all(name in shards for name in _single(key, 0))
+    return key in shards or f"{key}_blocks" in shards or bool(_single(shards, key, 0))
 
 
 def read_stack(shards: Shards, key: str, experts: FewBitExperts, dtype: torch.dtype) -> None:
-    """Stored in MXFP4, or quantized as it is read."""
+    """Stored in MXFP4, or quantized as it is read: never more than one stack is there in 16 bits."""
     name = key.rpartition(".")[2]
     if f"{key}_blocks" in shards:
         experts.set(name, MXFP4Tensor(shards.get(f"{key}_blocks"), shards.get(f"{key}_scales"), dtype))
-    elif key in shards:
-        experts.quantize(name, shards.get(key).to(dtype))
-    else:
-        each = (torch.cat([shards.get(part) for part in _single(key, e)]) for e in range(experts.num_experts))
-        experts.quantize(name, torch.stack([weight.to(dtype) for weight in each]))
+        return
+    shape = tuple(experts._parameters[name].shape)  # type: ignore[union-attr]
+    if key in shards:
+        weight = _checked(shards.get(key), shape, key)
+        experts.quantize(name, weight.to(dtype))
+        return
+    whole: Tensor | None = None
+    for expert in range(shape[0]):
+        names = _single(shards, key, expert)
+        if not names:
+            raise ModelError(what=f"expert {expert} of {key} is not in its files", why="the files are not complete",
+                             fix="get the model's complete files, all from the same version")
+        for number, one in enumerate(names):
+            part = _checked(shards.get(one), (shape[1] // len(names), shape[2]), one)
+            if whole is None:
+                whole = torch.empty(shape, dtype=dtype, device=part.device)
+            whole[expert, number * len(part) : (number + 1) * len(part)] = part
+    assert whole is not None
+    experts.quantize(name, whole)
+
+
+def _checked(weight: Tensor, shape: tuple[int, ...], key: str) -> Tensor:
+    if not weight.is_floating_point() or weight.itemsize == 1:
+        raise ModelError(what=f"{key} is stored in few bits, as {str(weight.dtype).removeprefix('torch.')}",
+                         why="of quantized experts only gpt-oss's MXFP4 is read", fix="use the 16-bit model")
+    if tuple(weight.shape) != shape:
+        raise ModelError(what=f"{key} has the shape {tuple(weight.shape)} instead of {shape}",
+                         why="the weights do not belong to config.json", fix="get the model's files, all from the same version")
+    return weight
 
 
 def dequantize_experts_(model: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> int:

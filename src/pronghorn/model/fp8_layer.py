@@ -34,7 +34,7 @@ from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm, _sp
 from pronghorn.model.families import Family
 from pronghorn.model.fp8_linear import Fp8Linear
 from pronghorn.model.fp8_projections import Fp8Projections, Fp8Workspace, Rows, trains_whole
-from pronghorn.model.kept import Input, Kept, Left, come_back
+from pronghorn.model.kept import Attended, Input, Kept, Left, come_back
 from pronghorn.model.quantized import NF4Linear
 
 
@@ -45,16 +45,103 @@ class Fp8Kept(Kept):
     xa_o: Tensor | None = None
 
 
-class Fp8DecoderLayer(FastDecoderLayer):
+class Fp8Attention(FastDecoderLayer):
+    """The half of a layer before its MLP, in FP8: of dense layers below, and of those with experts (fp8_moe_layer.py)."""
+
     qkv: Fp8Projections
     out: Fp8Projections
+
+    def _attention_in_fp8(self, workspace: Fp8Workspace) -> None:
+        self.qkv = Fp8Projections(self.layer.self_attn, self.family.qkv, workspace)
+        self.out = Fp8Projections(self.layer.self_attn, ("o_proj",), workspace)
+
+    def attended(self, h: Tensor, documents: Documents, rows: Tensor | None) -> Attended:
+        rstd: dict[str, Tensor] = {}
+        qkv, xa1 = self.qkv.product(self._normed_rows(self.before_attention, h, self.qkv, rstd, "before_attention"))
+        q, k, v, qk_rstd = self._rope(qkv, documents)
+        o_TX = rows_like(h, self.heads * self.head_width)
+        o = o_TX.unflatten(1, (self.heads, self.head_width))
+        _, lse = attention_forward(q, k, v, documents.cu_seqlens, documents.longest, out=o, spans_2T=documents.spans_2T,
+                                   typical=documents.typical, **self.attention_options)
+        h_rows, o_rows = (h, o_TX) if rows is None else (h.index_select(0, rows), o_TX.index_select(0, rows))
+        return Attended(q, k, v, lse, o, o_rows, h_rows, qkv if self.q_norm else None, qk_rstd, xa1, rstd)
+
+    def _normed_rows(self, norm: Norm | None, h: Tensor, group: Fp8Projections, rstd: dict[str, Tensor], name: str
+                     ) -> Rows | Tensor:
+        """norm(h), cast; or h, for the product to cast."""
+        if norm is None:
+            return h
+        room = group.room(h)
+        normed = rms_norm_fp8_forward(h, norm.weight, norm.eps, one_plus=norm.one_plus, bound=group.group.bound,
+                                      out8=room[:, : h.shape[1]])
+        rstd[name] = normed.rstd_T
+        return Rows(normed.y_TD, room, normed.scale_T)
+
+    def _backward_attention(
+        self, dh2: Tensor, kept: Kept, xa_o: Tensor | None, documents: Documents, rows: Tensor | None, need_dh: bool,
+        norm_grads: dict[str, Tensor | None],
+    ) -> tuple[Tensor | None, list[Tensor | None], Tensor | None]:  # fmt: skip
+        """(the gradient of the layer's input, if it is needed, those of `qkv` and `out`, and that of the sinks)"""
+        dy = self._grad_of_branch(dh2, kept.y1, self.after_attention, kept.rstd, "after_attention", norm_grads)
+        do, dyb = self.out.product_back(dy)
+        out_grads = self.out.parameter_grads(dy, dyb, kept.o_ext, xa_o)
+        dh: Tensor | None = dh2
+        if rows is not None:
+            do, dh = _spread(do, rows, len(kept.h)), _spread(dh2, rows, len(kept.h))
+        dqkv, dsinks = self._grad_of_attention(do, kept, documents, norm_grads)
+        del do, dy
+        if need_dh or (self.before_attention and self.before_attention.trains()):
+            dx, dyb = self.qkv.product_back(dqkv)
+            assert dh is not None
+            dh = self._out_of_norm(self.before_attention, dx, kept.h, dh, kept.rstd, "before_attention", norm_grads, self.down,
+                                   documents.room)
+        else:
+            dyb = self.qkv.backward_adapters(dqkv)
+        qkv_grads = self._grads_behind_norm(self.qkv, dqkv, dyb, kept.h, kept.xa1, kept.rstd, "before_attention")
+        return dh, [*qkv_grads, *out_grads], dsinks
+
+    def _grad_of_branch(self, dh: Tensor, y: Tensor | None, norm: Norm | None, rstd: dict[str, Tensor], name: str,
+                        norm_grads: dict[str, Tensor | None]) -> Tensor:
+        """The gradient of what the branch's last product gave."""
+        if norm is None or y is None:
+            return dh if self.multiplier == 1.0 else dh * self.multiplier
+        dy, norm_grads[name] = rms_norm_backward(dh, y, norm.weight, rstd[name], one_plus=norm.one_plus,
+                                                 need_weight_grad=norm.trains())
+        return dy
+
+    def _grad_of_attention(self, do: Tensor, kept: Kept, documents: Documents, norm_grads: dict[str, Tensor | None]
+                           ) -> tuple[Tensor, Tensor | None]:
+        """Of q, k and v together, before RoPE and qk-norm; and of the sinks."""
+        dqkv, options, sinks = rows_like(do, self._qkv_width), self.attention_options, self.sinks
+        backend = pick_backend(do.device, do.dtype, self.head_width, softcap=options["softcap"] is not None,
+                               sinks=sinks is not None, typical=documents.typical)
+        if sinks is not None and not sinks.requires_grad and backend in ("short", "flash2"):
+            options["sinks_N"] = None  # as in decoder_layer.py, and so is what follows
+        dq, dk, dv, dsinks = attention_backward(
+            do.unflatten(1, (self.heads, self.head_width)), kept.q, kept.k, kept.v, kept.o, kept.lse, documents.cu_seqlens,
+            documents.longest, spans_2T=documents.spans_2T, typical=documents.typical, **options, backend=backend,
+            grads=None if backend == "flash2" else self._parts_of(dqkv),
+        )
+        self._out_of_rope(dq, dk, dv, dqkv, kept, documents, norm_grads)
+        return dqkv, dsinks
+
+    def _grads_behind_norm(self, group: Fp8Projections, dy: Tensor, dyb: Tensor | None, h: Tensor, xa: Tensor | None,
+                           rstd: dict[str, Tensor], name: str) -> list[Tensor | None]:
+        """Adapters take their gradients from h, which is there; weights that are trained need norm(h), computed again."""
+        norm = self.norms.get(name)
+        if norm and group.trains_weights:
+            x = rms_norm_forward(h, norm.weight, norm.eps, one_plus=norm.one_plus)[0]
+            return group.parameter_grads(dy, dyb, x, xa)
+        return group.parameter_grads(dy, dyb, h, xa, NormOf(rstd[name], norm.weight, norm.one_plus) if norm else None)
+
+
+class Fp8DecoderLayer(Fp8Attention):
     gate_up: Fp8Projections
     down: Fp8Projections
 
     def __init__(self, layer: Any, family: Family, config: Any, index: int, workspace: Fp8Workspace) -> None:
         super().__init__(layer, family, config, index)
-        self.qkv = Fp8Projections(layer.self_attn, family.qkv, workspace)
-        self.out = Fp8Projections(layer.self_attn, ("o_proj",), workspace)
+        self._attention_in_fp8(workspace)
         self.gate_up = Fp8Projections(layer.mlp, family.gate_up, workspace)
         self.down = Fp8Projections(layer.mlp, ("down_proj",), workspace)
         self.groups = (self.qkv, self.out, self.gate_up, self.down)
@@ -74,15 +161,9 @@ class Fp8DecoderLayer(FastDecoderLayer):
         return h3, kept
 
     def _to_gate_up(self, h: Tensor, documents: Documents, rows: Tensor | None) -> Fp8Kept:
-        rstd: dict[str, Tensor] = {}
-        qkv, xa1 = self.qkv.product(self._normed_rows(self.before_attention, h, self.qkv, rstd, "before_attention"))
-        q, k, v, qk_rstd = self._rope(qkv, documents)
-        o_TX = rows_like(h, self.heads * self.head_width)
-        o = o_TX.unflatten(1, (self.heads, self.head_width))
-        _, lse = attention_forward(q, k, v, documents.cu_seqlens, documents.longest, out=o, spans_2T=documents.spans_2T,
-                                   typical=documents.typical, **self.attention_options)
-        h_rows, o_rows = (h, o_TX) if rows is None else (h.index_select(0, rows), o_TX.index_select(0, rows))
-        y, xa_o = self.out.product(o_rows)
+        seen = self.attended(h, documents, rows)
+        y, xa_o = self.out.product(seen.o_ext)
+        rstd, h_rows = seen.rstd, seen.h_rows
         y1, norm = None, self.before_mlp
         if norm is None or self.after_attention is not None:
             h2, y1 = self._added(y, h_rows, self.after_attention, rstd, "after_attention")
@@ -90,8 +171,7 @@ class Fp8DecoderLayer(FastDecoderLayer):
         else:  # residual, norm and cast in one pass; h2 takes y's place
             x2, h2 = self._normed_sum(norm, y, h_rows, rstd)
         gu, xa2 = self.gate_up.product(x2)
-        return Fp8Kept(h, q, k, v, lse, o, o_rows, h2, gu, qkv if self.q_norm else None, qk_rstd, xa1, xa2, y1=y1, rstd=rstd,
-                       xa_o=xa_o)
+        return Fp8Kept(**vars(seen.kept(h, h2, gu=gu, xa2=xa2, y1=y1)), xa_o=xa_o)
 
     def again(self, left: Left, documents: Documents, rows: Tensor | None) -> Kept:
         found = come_back(left, self.index, self.offload)
@@ -106,17 +186,6 @@ class Fp8DecoderLayer(FastDecoderLayer):
             x2 = self._normed_rows(self.before_mlp, found.h2, self.gate_up, found.rstd, "before_mlp")
             found.gu = self.gate_up.product(x2)[0]
         return found
-
-    def _normed_rows(self, norm: Norm | None, h: Tensor, group: Fp8Projections, rstd: dict[str, Tensor], name: str
-                     ) -> Rows | Tensor:
-        """norm(h), cast; or h, for the product to cast."""
-        if norm is None:
-            return h
-        room = group.room(h)
-        normed = rms_norm_fp8_forward(h, norm.weight, norm.eps, one_plus=norm.one_plus, bound=group.group.bound,
-                                      out8=room[:, : h.shape[1]])
-        rstd[name] = normed.rstd_T
-        return Rows(normed.y_TD, room, normed.scale_T)
 
     def _normed_sum(self, norm: Norm, y: Tensor, h: Tensor, rstd: dict[str, Tensor]) -> tuple[Rows, Tensor]:
         room = self.gate_up.room(h)
@@ -159,33 +228,9 @@ class Fp8DecoderLayer(FastDecoderLayer):
         gate_up_grads = self._grads_behind_norm(self.gate_up, dgu.values, dyb, kept.h2, kept.xa2, kept.rstd, "before_mlp")
         del dgu, dx2
 
-        dy = self._grad_of_branch(dh2, kept.y1, self.after_attention, kept.rstd, "after_attention", norm_grads)
-        do, dyb = self.out.product_back(dy)
-        out_grads = self.out.parameter_grads(dy, dyb, kept.o_ext, kept.xa_o)
-        dh: Tensor | None = dh2
-        if rows is not None:
-            do, dh = _spread(do, rows, len(kept.h)), _spread(dh2, rows, len(kept.h))
-        dqkv = self._grad_of_attention(do, kept, documents, norm_grads)
-        del do, dy
-        if need_dh or (self.before_attention and self.before_attention.trains()):
-            dx, dyb = self.qkv.product_back(dqkv)
-            assert dh is not None
-            dh = self._out_of_norm(self.before_attention, dx, kept.h, dh, kept.rstd, "before_attention", norm_grads, self.down,
-                                   documents.room)
-        else:
-            dyb = self.qkv.backward_adapters(dqkv)
-        qkv_grads = self._grads_behind_norm(self.qkv, dqkv, dyb, kept.h, kept.xa1, kept.rstd, "before_attention")
+        dh, attention_grads, _ = self._backward_attention(dh2, kept, kept.xa_o, documents, rows, need_dh, norm_grads)
         ordered = [norm_grads.get(name) for name in self.norms]
-        return dh, [*qkv_grads, *out_grads, *gate_up_grads, *down_grads, *ordered]
-
-    def _grad_of_branch(self, dh: Tensor, y: Tensor | None, norm: Norm | None, rstd: dict[str, Tensor], name: str,
-                        norm_grads: dict[str, Tensor | None]) -> Tensor:
-        """The gradient of what the branch's last product gave."""
-        if norm is None or y is None:
-            return dh if self.multiplier == 1.0 else dh * self.multiplier
-        dy, norm_grads[name] = rms_norm_backward(dh, y, norm.weight, rstd[name], one_plus=norm.one_plus,
-                                                 need_weight_grad=norm.trains())
-        return dy
+        return dh, [*attention_grads, *gate_up_grads, *down_grads, *ordered]
 
     def _grad_of_activation(self, da: Tensor, kept: Kept) -> Rows:
         """dgu takes gu's place, and a, where down's adapter needs it again, takes da's."""
@@ -198,28 +243,6 @@ class Fp8DecoderLayer(FastDecoderLayer):
         )
         kept.gu = None
         return Rows(dgu, room, scale)
-
-    def _grad_of_attention(self, do: Tensor, kept: Kept, documents: Documents, norm_grads: dict[str, Tensor | None]) -> Tensor:
-        """Of q, k and v together, before RoPE and qk-norm."""
-        dqkv = rows_like(do, self._qkv_width)
-        backend = pick_backend(do.device, do.dtype, self.head_width, softcap=self.attention_options["softcap"] is not None,
-                               typical=documents.typical)
-        dq, dk, dv, _ = attention_backward(
-            do.unflatten(1, (self.heads, self.head_width)), kept.q, kept.k, kept.v, kept.o, kept.lse, documents.cu_seqlens,
-            documents.longest, spans_2T=documents.spans_2T, typical=documents.typical, **self.attention_options,
-            grads=None if backend == "flash2" else self._parts_of(dqkv),  # as in decoder_layer.py
-        )
-        self._out_of_rope(dq, dk, dv, dqkv, kept, documents, norm_grads)
-        return dqkv
-
-    def _grads_behind_norm(self, group: Fp8Projections, dy: Tensor, dyb: Tensor | None, h: Tensor, xa: Tensor | None,
-                           rstd: dict[str, Tensor], name: str) -> list[Tensor | None]:
-        """Adapters take their gradients from h, which is there; weights that are trained need norm(h), computed again."""
-        norm = self.norms.get(name)
-        if norm and group.trains_weights:
-            x = rms_norm_forward(h, norm.weight, norm.eps, one_plus=norm.one_plus)[0]
-            return group.parameter_grads(dy, dyb, x, xa)
-        return group.parameter_grads(dy, dyb, h, xa, NormOf(rstd[name], norm.weight, norm.one_plus) if norm else None)
 
 
 def fast_layer(layer: Any, family: Family, config: Any, index: int, workspace: Fp8Workspace, *, fp8: bool) -> FastDecoderLayer:

@@ -5,7 +5,8 @@ their usual names. Its `state_dict` has the names and values of compressed-tenso
 
     weight [O, D] float8_e4m3fn    weight_scale [O, 1] float32        the weight is their product
 
-What is not a linear (embeddings, norms) and the head stay in the compute dtype. To merge adapters, `dequantize_fp8_` comes
+What is not a linear (embeddings, norms, routers) and the head stay in the compute dtype; stacks of experts are stored in FP8,
+too, each expert as a linear (model/few_bit_experts.py). To merge adapters, `dequantize_fp8_` comes
 first: PEFT then adds to what the adapters were trained on.
 
 The fast layers (model/fp8_layer.py) multiply the bytes themselves. `forward` here is for everything else: generation, DoRA,
@@ -26,12 +27,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from pronghorn.errors import EnvironmentFault, ModelError
 from pronghorn.kernels.fp8 import fp8_linear
 from pronghorn.kernels.fp8_cast import E4M3, fp8_dequantize, fp8_quantize_weight, fp8_supported
+from pronghorn.model.few_bit_experts import STACKS, few_bit_experts_, read_stack
 from pronghorn.model.quantized import (
     SKIP,
     Progress,
     _fill_computed_buffers,
     _linears,
     _place,
+    _refuse_missing,
     _require_shape,
     _Shards,
     _tied,
@@ -40,6 +43,7 @@ from pronghorn.model.quantized import (
 )
 
 WIDTH_MULTIPLE = 16  # of both dimensions of a weight, for FP8 products on a GPU
+ROUTERS = ("shared_expert_gate",)  # with the head: linears that are not stored in FP8. Other routers are no linears
 
 
 def require_fp8(device: torch.device) -> None:
@@ -155,7 +159,7 @@ def quantize_linears_fp8_(model: nn.Module, *, skip: Collection[str] = SKIP, dev
     """Every linear but those skipped becomes an `Fp8Linear`, one after the other, on `device`, if one is given. How many there
     were. The 16-bit weights of each are let go of before the next one's turn."""
     count = 0
-    for parent, name, _, module in _linears(model, nn.Linear, skip):
+    for parent, name, _, module in _linears(model, nn.Linear, (*skip, *ROUTERS)):
         setattr(parent, name, Fp8Linear.from_linear(module, device))
         module.weight = None  # type: ignore[assignment]  # whoever else still knows the module does not hold its weight
         count += 1
@@ -178,23 +182,21 @@ def load_fp8(folder: Path, dtype: torch.dtype, device: torch.device, *, skip: Co
                          fix="set method: qlora, or use the 16-bit model")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    shards = _Shards(folder, device)
-    linears = {full: (parent, name) for parent, name, full, _ in _linears(model, nn.Linear, skip)}
+    shards, experts = _Shards(folder, device), few_bit_experts_(model, bits=8)
+    linears = {full: (parent, name) for parent, name, full, _ in _linears(model, nn.Linear, (*skip, *ROUTERS))}
     if not linears:
         raise ModelError(what="no linear layer of this model can be stored in FP8", where=str(folder),
                          why=f"{config.model_type} has other layers", fix="method: lora")
     keys = dict.fromkeys([key for key, _ in model.named_parameters()])
     keys |= dict.fromkeys(key for key, _ in model.named_buffers() if key in model.state_dict())
     tied = _tied(model)
-    missing = [key for key in keys if key not in shards and key not in tied]
-    if missing:
-        others = f" (and {len(missing) - 1} more weights)" if len(missing) > 1 else ""
-        raise ModelError(what=f"{missing[0]} is not in its files{others}", where=str(folder),
-                         why="the weights do not belong to config.json, or are stored under other names",
-                         fix="get the model's complete files, all from the same version")
+    stacks = {f"{owner}.{name}": module for owner, module in experts.items() for name in STACKS}
+    _refuse_missing([key for key in keys if key not in tied], stacks, shards, folder)
     for done, key in enumerate(keys):
         owner, _, leaf = key.rpartition(".")
-        if key in shards and leaf == "weight" and owner in linears:
+        if key in stacks:
+            read_stack(shards, key, stacks[key], dtype)
+        elif key in shards and leaf == "weight" and owner in linears:
             parent, name = linears[owner]
             weight = shards.get(key)
             _require_shape(weight.shape, model.get_parameter(key).shape, key, folder)

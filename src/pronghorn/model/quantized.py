@@ -272,8 +272,12 @@ def dequantize_model_(
     return count
 
 
+# Where a checkpoint has another name for a part of the model, as transformers renames it on loading: Mixtral's.
+OTHER_NAMES = {".mlp.": ".block_sparse_moe."}
+
+
 class _Shards:
-    """The tensors of a checkpoint folder by name, each read when asked for, straight to the device."""
+    """The tensors of a checkpoint folder by the model's names, each read when asked for, straight to the device."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.files: dict[str, Any] = {}
@@ -293,15 +297,22 @@ class _Shards:
                                  fix="get the model's complete files") from error
             self.file_of |= dict.fromkeys(self.files[name].keys(), name)
 
+    def _name(self, key: str) -> str:
+        """As the files have it."""
+        others = (key.replace(ours, theirs) for ours, theirs in OTHER_NAMES.items())
+        return key if key in self.file_of else next((name for name in others if name in self.file_of), key)
+
     def __contains__(self, key: str) -> bool:
-        return key in self.file_of
+        return self._name(key) in self.file_of
 
     def get(self, key: str) -> Tensor:
-        tensor: Tensor = self.files[self.file_of[key]].get_tensor(key)
+        name = self._name(key)
+        tensor: Tensor = self.files[self.file_of[name]].get_tensor(name)
         return tensor
 
     def beside(self, key: str) -> dict[str, Tensor]:
         """What is stored under `key.`, without that prefix."""
+        key = self._name(key)
         return {name.removeprefix(f"{key}."): self.get(name) for name in self.file_of if name.startswith(f"{key}.")}
 
 
@@ -328,13 +339,7 @@ def load_nf4(
     keys = dict.fromkeys([key for key, _ in model.named_parameters()])
     keys |= dict.fromkeys(key for key, _ in model.named_buffers() if key in model.state_dict())
     stacks = {f"{owner}.{name}": module for owner, module in experts.items() for name in STACKS}
-    missing = [key for key in keys if key not in shards and key not in tied]
-    missing = [key for key in missing if key not in stacks or not has_stack(shards, key)]
-    if missing:
-        others = f" (and {len(missing) - 1} more weights)" if len(missing) > 1 else ""
-        raise ModelError(what=f"{missing[0]} is not in its files{others}", where=str(folder),
-                         why="the weights do not belong to config.json, or are stored under other names",
-                         fix="get the model's complete files, all from the same version")
+    _refuse_missing([key for key in keys if key not in tied], stacks, shards, folder)
     for done, key in enumerate(keys):
         if key in stacks:
             read_stack(shards, key, stacks[key], dtype)
@@ -367,6 +372,16 @@ def load_nf4(
     model.config.use_cache = False
     model.requires_grad_(False)
     return model.eval()  # type: ignore[no-any-return]
+
+
+def _refuse_missing(keys: Collection[str], stacks: Collection[str], shards: _Shards, folder: Path) -> None:
+    """`stacks`: those of the keys that are stacks of experts, which may be stored in other ways."""
+    missing = [key for key in keys if key not in shards and not (key in stacks and has_stack(shards, key))]
+    if missing:
+        others = f" (and {len(missing) - 1} more weights)" if len(missing) > 1 else ""
+        raise ModelError(what=f"{missing[0]} is not in its files{others}", where=str(folder),
+                         why="the weights do not belong to config.json, or are stored under other names",
+                         fix="get the model's complete files, all from the same version")
 
 
 def _one_weight(

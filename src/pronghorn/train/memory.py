@@ -35,6 +35,7 @@ from pronghorn.memory.forecast import (
 )
 from pronghorn.memory.gpus import GPUS, Gpu, find_gpu
 from pronghorn.memory.host_embeddings import move_embeddings, why_embeddings_stay
+from pronghorn.memory.moe_sizes import why_not_planned
 from pronghorn.memory.offload import OffloadPool
 from pronghorn.memory.plan import KEEP, Plan, host_room, make_plan, parse_budget
 from pronghorn.memory.sizes import CONTEXT_BYTES, Job, host_moments
@@ -88,10 +89,11 @@ def plan_memory(recipe: Recipe, config: Any, shapes: Shapes, device: torch.devic
 def why_no_plan(recipe: Recipe, config: Any, device: torch.device) -> str:
     if recipe.layers == "own":
         return "the recipe asks for the model's own layers, which keep what they keep"
-    if why := why_not_fast(config.get_text_config()):
+    text = config.get_text_config()
+    if why := why_not_fast(text) or why_not_planned(text):
         return why
-    if FAMILIES[config.get_text_config().model_type].experts:
-        return "the memory of experts is not planned yet: every layer keeps what backward needs"
+    if recipe.fp8 and FAMILIES[text.model_type].experts:
+        return "layers with experts do not multiply in FP8: what it stores so runs as separate operations, which keep what they keep"
     if recipe.method != "full" and (recipe.lora.dropout or recipe.lora.dora):
         return "with lora.dropout or lora.dora a layer is many operations, not one that decides what it keeps"
     return "there is no NVIDIA GPU" if device.type != "cuda" and recipe.memory.budget == "auto" else ""
