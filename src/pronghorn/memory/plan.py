@@ -16,9 +16,10 @@ Under the budget the shortest step wins; among equals the one that uses less of 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -238,7 +239,8 @@ def evaluate(problem: Problem, levels: Sequence[Level], pieces: int = 1) -> Outc
     ms = problem.rest_ms + again * (pieces - 1) * costs.piece
     for recompute in RECOMPUTES:
         alike = [level for level in levels if level.recompute == recompute]
-        ms += float(_ms(problem, recompute, np.array(len(alike)), np.array(sum(level.offload for level in alike))))
+        leaving = np.array(sum(level.offload for level in alike))
+        ms += float(_ms(costs, recompute, problem.slot(recompute), np.array(len(alike)), leaving))
     return Outcome(fixed + peak[0] + peak[1], ms, sum(slots), *peak)
 
 
@@ -250,9 +252,8 @@ def _uppermost(levels: Sequence[Level]) -> Recompute:
 Counts = npt.NDArray[Any]
 
 
-def _ms(problem: Problem, recompute: Recompute, count: Counts, leaving: Counts) -> Counts:
+def _ms(costs: LayerCosts, recompute: Recompute, slot: float, count: Counts, leaving: Counts) -> Counts:
     """Of `count` layers that recompute the same, `leaving` of them offloaded: both ways, without the rest of the step."""
-    costs, slot = problem.costs, problem.slot(recompute)
     gap, longer = np.divmod(count, np.maximum(leaving, 1))  # `longer` of the stretches have one layer more
 
     def way(compute: float, copy: float) -> Counts:
@@ -276,13 +277,12 @@ def _search(problem: Problem) -> tuple[Plan | None, Plan]:
     smallest: tuple[tuple[float, ...], _Grid, Counts] | None = None
     open_splits: list[tuple[float, int, Split]] = []
     for number, grid in enumerate(grids):
-        for split in grid.splits():
-            table = grid.table(split)
-            if table.peak.min() < limit:
-                open_splits.append((grid.fastest(split), number, split))
-            found = table.first("peak", "ms", "host", where=table.host <= grid.problem.host_left)
-            if found and (smallest is None or found[0] < smallest[0]):
-                smallest = (found[0], grid, found[1])
+        splits, table = grid.extremes()
+        least = table.peak.reshape(len(splits), -1).min(axis=1)
+        open_splits += [(grid.fastest(split), number, split) for split, peak in zip(splits, least, strict=True) if peak < limit]
+        found = table.first("peak", "ms", "host", where=table.host <= grid.problem.host_left)
+        if found and (smallest is None or found[0] < smallest[0]):
+            smallest = (found[0], grid, found[1])
     best: tuple[tuple[float, ...], _Grid, Counts] | None = None
     for lower_bound, number, split in sorted(open_splits):
         if best is not None and lower_bound > best[0][0]:
@@ -329,7 +329,7 @@ class _Grid:
         self.working = np.array([working_bytes(job, r, pieces) for r in RECOMPUTES], dtype=np.float64)
         self.slots = np.array([problem.slot(r) for r in RECOMPUTES], dtype=np.float64)
         self.forward = np.array([forward_bytes(job, r, pieces) for r in RECOMPUTES], dtype=np.float64)
-        self.top = [top_bytes(job, r, pieces) for r in RECOMPUTES]
+        self.top = np.array([top_bytes(job, r, pieces) for r in RECOMPUTES], dtype=np.float64)
         self.static, self.head = sum(static_parts(job).values()), head_bytes(job, pieces)
         self.rest = problem.rest_ms
         self.pieces_ms = [(pieces - 1) * problem.costs.piece if r != "nothing" else 0.0 for r in RECOMPUTES]
@@ -339,52 +339,56 @@ class _Grid:
     def plan(self, counts: Counts) -> Plan:
         return _plan(self.problem, counts, self.pieces)
 
-    def splits(self) -> Iterator[Split]:
-        for all_again in range(self.layers + 1):
-            for gate_up in range(self.layers - all_again + 1):
-                yield all_again, gate_up, self.layers - all_again - gate_up
+    def extremes(self) -> tuple[list[Split], _Table]:
+        """Every split, and as many rows for each: with none of a kind offloaded, all but one, which then need not wait for its
+        copy at the top, or all."""
+        splits = [(all_again, gate_up, self.layers - all_again - gate_up) for all_again in range(self.layers + 1)
+                  for gate_up in range(self.layers - all_again + 1)]
+        layers = np.repeat(np.array(splits), 27 if self.problem.host_left else 1, axis=0)
+        kinds = np.array(list(itertools.product((0, 1, 2), repeat=3)) if self.problem.host_left else [(0, 0, 0)])
+        kind = np.tile(kinds, (len(splits), 1))
+        leaving = np.where(kind == 0, 0, np.maximum(layers - (kind == 1), 0))
+        return splits, self._evaluated(layers, leaving)
 
     def fastest(self, split: Split) -> float:
         """If copies were free. A hair less, since the sums are done in another order than in `table`."""
         return self.rest + sum(n * ms for n, ms in zip(split, self.compute, strict=True)) - EQUAL_MS
 
-    def table(self, split: Split, limit: float | None = None) -> _Table:
-        """With none of a kind offloaded, all, or all but one, which then need not wait for its copy at the top. Under a limit:
-        with every number of the upper two kinds, and none or the least that fits of the lowest: more would only take more time
-        (merging two stretches of layers saves a copy) and host."""
+    def table(self, split: Split, limit: float) -> _Table:
+        """With every number of the upper two kinds offloaded, and none or the least that fits of the lowest: more would only
+        take more time (merging two stretches of layers saves a copy) and host."""
         host = bool(self.problem.host_left)
-        choices = [np.arange(n + 1) if host and limit is not None else np.unique([0, max(0, n - 1) * host, n * host])
-                   for n in split[1:]]
+        choices = [np.arange(n + 1) if host else np.zeros(1, dtype=np.int64) for n in split[1:]]
         upper = np.stack([axis.ravel() for axis in np.meshgrid(*choices, indexing="ij")], axis=1)
         lowest = [np.zeros(len(upper), dtype=np.int64)]
         if split[0] and host:
-            all_of_it = np.full(len(upper), split[0])
-            lowest += [all_of_it - 1, all_of_it] if limit is None else [self._least(split, upper, limit)]
-        return self._evaluated(split, np.concatenate([np.column_stack([first, upper]) for first in lowest]))
+            lowest.append(self._least(split, upper, limit))
+        return self._evaluated(np.array(split), np.concatenate([np.column_stack([first, upper]) for first in lowest]))
 
     def _least(self, split: Split, upper: Counts, limit: float) -> Counts:
         """How many of the lowest kind must leave, at least one."""
-        none = self._evaluated(split, np.column_stack([np.zeros(len(upper), dtype=np.int64), upper]))
+        none = self._evaluated(np.array(split), np.column_stack([np.zeros(len(upper), dtype=np.int64), upper]))
         pool = POOL_SLOTS * (np.maximum(none.slot, self.slots[0]) - none.slot)
         least: Counts = np.ceil((none.peak + pool - limit) / self.kept[0])
         return least.clip(1, split[0]).astype(np.int64)
 
-    def _evaluated(self, split: Split, leaving: Counts) -> _Table:
-        layers = np.array(split)
+    def _evaluated(self, layers: Counts, leaving: Counts) -> _Table:
+        """`layers` by kind, [n, 3] or the same for all rows of `leaving` [n, 3]."""
+        layers = np.broadcast_to(layers, leaving.shape)
         staying = layers - leaving
         below = np.cumsum(staying * self.kept, axis=1)  # kept by the layers up to the last of each kind
         largest = np.where(layers > 0, below + self.working, 0).max(axis=1)
         slot = np.where(leaving > 0, self.slots, 0).max(axis=1)
-        uppermost = int(np.flatnonzero(layers)[-1])
-        own = np.where(staying[:, uppermost] == 0, self.slots[uppermost], 0)
-        last = max(self.working[uppermost] + self.top[uppermost], self.head)
-        last = below[:, -1] + np.maximum(last, own + self.forward[layers > 0].max())
+        uppermost = 2 - np.argmax(layers[:, ::-1] > 0, axis=1)
+        own = np.where(staying[np.arange(len(staying)), uppermost] == 0, self.slots[uppermost], 0)
+        last = np.maximum((self.working + self.top)[uppermost], self.head)
+        last = below[:, -1] + np.maximum(last, own + np.where(layers > 0, self.forward, 0).max(axis=1))
         peak = self.static + POOL_SLOTS * slot + np.maximum(largest, last)
-        ms = self.rest + sum(_ms(self.problem, r, layers[i], leaving[:, i]) + layers[i] * self.pieces_ms[i]
-                             for i, r in enumerate(RECOMPUTES))
+        ms = self.rest + sum(_ms(self.problem.costs, r, self.slots[i], layers[:, i], leaving[:, i])
+                             + layers[:, i] * self.pieces_ms[i] for i, r in enumerate(RECOMPUTES))
         ms = np.round(ms / EQUAL_MS) * EQUAL_MS  # copies that hide change the last bit of a sum, and must not win by it
         counts = np.stack([staying, leaving], axis=2).reshape(len(leaving), 6)
-        return _Table(counts, peak, np.broadcast_to(ms, peak.shape), leaving @ self.slots, slot)
+        return _Table(counts, peak, ms, leaving @ self.slots, slot)
 
 
 def _plan(problem: Problem, counts: Counts, pieces: int) -> Plan:
