@@ -15,7 +15,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pronghorn.model import decoder_layer, mlp_pieces
+from pronghorn.kernels import grouped_lora
+from pronghorn.kernels.routing import Routing
+from pronghorn.model import decoder_layer, experts, mlp_pieces, moe_layer
 
 
 class Allocations(TorchDispatchMode):
@@ -80,10 +82,11 @@ def stand_in_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def rope_forward(qkv: Any, cos: Any, sin: Any, *, heads: int, kv_heads: int, head_width: int, in_place: bool, **_: Any
                      ) -> Any:
-        assert in_place
         parts = qkv.split([n * head_width for n in (heads, kv_heads, kv_heads)], dim=1)
         q, k, v = (p.unflatten(1, (n, head_width)) for p, n in zip(parts, (heads, kv_heads, kv_heads), strict=True))
-        return q, k, v, None
+        if in_place:
+            return q, k, v, None
+        return torch.empty_like(q), torch.empty_like(k), v, rows(q)[:, None].new_empty(len(q), heads + kv_heads)
 
     def activation_forward(gu: Any, kind: Any, A: Any, *, out_ext: Any) -> Any:
         return out_ext
@@ -92,10 +95,53 @@ def stand_in_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         "rms_norm_forward": norm_forward, "rms_norm_backward": norm_backward, "attention_forward": attention_forward,
         "attention_backward": attention_backward, "qk_rope_forward": rope_forward,
         "qk_rope_backward": lambda *_, **__: (None, None, None), "gated_lora_forward": activation_forward,
+        "gated_activation_forward": lambda gu, kind, *, out: out,
         "gated_lora_backward": lambda *_, **__: None, "copy_rows": lambda source, target, scale=1.0: target,
         "pick_backend": lambda *_, **__: "short",
     }
     for module in (decoder_layer, mlp_pieces):
         for name, stand_in in stand_ins.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, stand_in)
+
+
+def stand_in_for_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of mixtures of experts, beside those above."""
+
+    def routing(logits: Any, chosen: int, **_: Any) -> Routing:
+        T, E = logits.shape
+        ids, inverse = (logits.new_empty(T, chosen, dtype=torch.int32) for _ in range(2))
+        weights = logits.new_empty(T, chosen, dtype=torch.float32)
+        return Routing(ids, weights, ids.new_empty(T * chosen), inverse, ids.new_empty(E + 1))
+
+    def gather(x: Any, order: Any, chosen: int, offsets: Any = None, A: Any = None, *, out: Any = None) -> Any:
+        return x.new_empty(len(order), x.shape[1] + (0 if A is None else A.shape[1])) if out is None else out
+
+    def gated_backward(da: Any, gu: Any, activation: Any, order: Any, *, weights_TK: Any = None, need_activation: bool = True,
+                       out: Any, activation_out: Any = None, **_: Any) -> Any:
+        assert activation_out is not None or not need_activation
+        return out, weights_TK.new_empty(weights_TK.shape), activation_out
+
+    def product(x: Any, weight: Any, offsets: Any, *, out: Any = None, **_: Any) -> Any:
+        return x.new_empty(len(x), weight.shape[1]) if out is None else out
+
+    def turned(dy: Any, weight: Any, offsets: Any, *, out: Any = None) -> Any:
+        return dy.new_empty(len(dy), weight.shape[2]) if out is None else out
+
+    def of_weight(dy: Any, x: Any, offsets: Any, *, dtype: Any = None, out: Any = None, **_: Any) -> Any:
+        return x.new_empty(len(offsets) - 1, dy.shape[1], x.shape[1], dtype=dtype) if out is None else out
+
+    stand_ins: dict[str, Any] = {
+        "routing_forward": routing, "route_backward": lambda dweights, logits, *_, **__: torch.empty_like(logits),
+        "gather_rows": gather, "expert_gated_forward": lambda gu, activation, *, out, **_: out,
+        "expert_gated_backward": gated_backward, "grouped_linear_forward": product, "grouped_linear_backward_input": turned,
+        "combine": lambda y, inverse, *_, out=None, **__: y.new_empty(len(inverse), y.shape[1]) if out is None else out,
+        "grouped_linear_backward_weight": of_weight,
+        "grouped_linear_backward_bias": lambda dy, offsets, **_: dy.new_empty(len(offsets) - 1, dy.shape[1]),
+        "copy_rows": lambda source, target, scale=1.0: target,
+    }
+    own = {name: getattr(decoder_layer, name) for name in ("rms_norm_forward",)}  # what stands there by now
+    for module in (moe_layer, grouped_lora, experts):
+        for name, stand_in in (stand_ins | own).items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)

@@ -1,7 +1,8 @@
-"""Whole runs of mixtures of experts: they learn, count their experts, resume, and export what stock PEFT reads."""
+"""Whole runs of mixtures of experts: they learn, count their experts, export what stock PEFT reads, and stay within budgets."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,19 +10,25 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from test_loop import Silent
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
+from test_loop import Silent, same, weights
+from test_memory import between, curve
+from test_runs_on_a_gpu import budget
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
+from pronghorn.errors import RecipeError
 from pronghorn.model.export import export, merged_model
+from pronghorn.model.moe_layer import MoeDecoderLayer
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.report.stages import Stages
 from pronghorn.train.loop import train
+from pronghorn.train.memory import why_no_plan
 from samples import make_tokenizer
 
 SIZES: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
                          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
                          "eos_token_id": 2, "bos_token_id": None, "max_position_embeddings": 512}
+DEEP = SIZES | {"num_hidden_layers": 4}
 CONFIGS: dict[str, Any] = {
     "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2,
                                         output_router_logits=True),
@@ -57,3 +64,132 @@ def test_a_run_learns_counts_its_experts_and_exports(
             truth = stock.eval()(input_ids=ids).logits
             merged = merged_model(result.checkpoint, recipe)(input_ids=ids).logits
         assert torch.allclose(merged, truth, rtol=1e-4, atol=1e-5)
+
+
+# ---- memory that is planned ----------------------------------------------------------------------------------------------
+
+
+PLANNED: dict[str, Any] = {
+    "qwen3_moe": lambda: Qwen3MoeConfig(**DEEP, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": lambda: Qwen2MoeConfig(**DEEP, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2,
+                                        shared_expert_intermediate_size=64),
+    "gpt_oss": lambda: GptOssConfig(**DEEP, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
+    "mixtral": lambda: MixtralConfig(**DEEP, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+@pytest.fixture
+def deep_recipe(recipe_for: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Recipe]:
+    """Four layers: enough for a plan that mixes levels."""
+
+    def build(family: str, name: str, **changes: Any) -> Recipe:
+        folder = tmp_path / family
+        if not folder.exists():
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(PLANNED[family]()).save_pretrained(folder)
+            make_tokenizer().save_pretrained(folder)
+        options: dict[str, Any] = {"data": {"eval": None}, "lora": {"r": 4, "targets": ["all-linear", "experts"]},
+                                   "train": {"steps": 4}}
+        return recipe_for(**(options | {"model": str(folder), "output": str(tmp_path / name)} | changes))
+
+    return build
+
+
+@pytest.mark.parametrize(("family", "changes"), [
+    ("qwen3_moe", {}), ("qwen3_moe", {"method": "qlora"}), ("qwen2_moe", {}), ("mixtral", {"lora": {"targets": "all-linear"}}),
+    ("gpt_oss", {"method": "qlora"}), ("gpt_oss", {"method": "full"})])
+def test_a_budget_trains_the_same_numbers(family: str, changes: dict[str, Any], deep_recipe: Callable[..., Recipe]) -> None:
+    base = deep_recipe(family, "free", **changes)
+    free, levels = train(base, display=Silent()), set()
+    for share in (0.05,) if changes else (0.05, 0.6):
+        planned = train(deep_recipe(family, f"within {share}", **changes, memory=between(base, share)), display=Silent())
+        assert curve(planned) == curve(free)
+        assert free.checkpoint
+        assert planned.checkpoint
+        assert same(weights(planned.checkpoint), weights(free.checkpoint))
+        told = next(e for e in read_log(planned.folder) if e["event"] == "plan")["plan"]
+        levels |= set(told["levels"])
+        assert told["measured_costs"]
+        assert told["pieces"] == 1
+        assert told["peak_bytes"] <= told["budget"]
+    assert levels - {"keep"}
+
+
+def test_experts_that_leave_for_the_host_train_the_same_numbers(deep_recipe: Callable[..., Recipe],
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the layers of each kind, whatever the planner would choose."""
+    from pronghorn.memory.plan import Level, plan_of
+    from pronghorn.train.memory import RunMemory
+
+    free, real = train(deep_recipe("qwen2_moe", "free"), display=Silent()), RunMemory._install
+
+    def install(self: RunMemory, engine: Any) -> None:
+        levels = [Level("layer", True), Level("gate_up", True), Level("gate_up"), Level("nothing", True)]
+        self.plan = plan_of(self.plan.problem, levels, 1)
+        real(self, engine)
+
+    monkeypatch.setattr(RunMemory, "_install", install)
+    away = train(deep_recipe("qwen2_moe", "away", memory={"budget": "2GB"}), display=Silent())
+    assert curve(away) == curve(free)
+    assert next(e for e in read_log(away.folder) if e["event"] == "plan")["pinned_bytes"] > 0
+
+
+def test_memory_that_runs_out_leads_to_a_lower_plan(deep_recipe: Callable[..., Recipe],
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = deep_recipe("gpt_oss", "a", memory={"budget": "2GB"})
+    undisturbed, real, seen = train(recipe, display=Silent()), MoeDecoderLayer.forward, [0]
+
+    def forward(self: MoeDecoderLayer, *args: Any, **options: Any) -> Any:
+        if self.index == 2 and len(args[0]) > 100:  # not the few tokens that show whether documents are apart
+            seen[0] += 1
+            if seen[0] == 4:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has none")
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(MoeDecoderLayer, "forward", forward)
+    disturbed = train(deep_recipe("gpt_oss", "b", memory={"budget": "2GB"}), display=Silent())
+    assert curve(disturbed) == curve(undisturbed)
+    first, second = (e["plan"] for e in read_log(disturbed.folder) if e["event"] == "plan")
+    assert set(first["levels"]) == {"keep"} != set(second["levels"])
+    assert second["peak_bytes"] < first["peak_bytes"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(("family", "method"), [("qwen3_moe", "lora"), ("gpt_oss", "lora"), ("gpt_oss", "qlora")])
+def test_a_budget_is_kept_on_a_gpu(family: str, method: str, recipes: Callable[..., Recipe], tmp_path: Path) -> None:
+    wide = DEEP | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    chosen = {"num_experts_per_tok": 2} | ({"num_local_experts": 8, "sliding_window": 16} if family == "gpt_oss" else
+                                           {"moe_intermediate_size": 512, "num_experts": 8})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **wide, **chosen)).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+
+    def recipe(name: str, **changes: Any) -> Recipe:
+        return recipes(model=str(tmp_path / "model"), method=method, precision="bf16", data={"eval": None},
+                       lora={"r": 16, "targets": ["all-linear", "experts"]}, output=str(tmp_path / name), **changes,
+                       train={"capacity": 4096, "batch_tokens": 8192, "epochs": 8, "lr": 1e-3})
+
+    free = curve(train(recipe("free"), display=Silent()))
+    planned_recipe = recipe("planned", memory=budget(recipe("look"), 0.3))
+    gc.collect()  # the run before, whose captured step refers to itself
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    planned = train(planned_recipe, display=Silent())
+    assert torch.cuda.max_memory_allocated() - before < float(planned_recipe.memory.budget.removesuffix("MB")) * 1e6
+    (told,) = [e for e in read_log(planned.folder) if e["event"] == "plan"]
+    assert set(told["plan"]["levels"]) != {"keep"}
+    for ours, theirs in zip(curve(planned), free, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-2)  # a token may choose another expert by a bit of noise
+
+
+def test_what_is_not_planned_says_so(deep_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    unlike = Qwen3MoeConfig(**DEEP, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[1])
+    recipe, cuda = deep_recipe("qwen3_moe", "run"), torch.device("cuda")
+    assert "some have none" in why_no_plan(recipe, unlike, cuda)
+    config = PLANNED["qwen3_moe"]()
+    assert why_no_plan(recipe, config, cuda) == ""
+    assert "FP8" in why_no_plan(deep_recipe("qwen3_moe", "run", method="fp8"), config, cuda)
+    with pytest.raises(RecipeError, match="smallest that works"):
+        train(deep_recipe("qwen3_moe", "tiny", memory={"budget": "1MB"}), display=Silent())

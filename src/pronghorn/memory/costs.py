@@ -28,11 +28,11 @@ ATTENTION = {True: (0.63, 0.55), False: (0.36, 0.31)}  # of the bf16 rate, forwa
 ATTENTION_TILE, SHORT_TILE = 512, 700
 LAUNCH_MS = 0.002  # between two kernels of a graph
 KERNELS = (20, 40)  # of a layer, forward and backward
-MOE_KERNELS = (30, 55)  # with a router, a sort and experts
+EXPERT_KERNELS = (10, 15)  # more, for a router, a sort and experts
 # Products of rows sorted by expert, of the bf16 rate; of experts in 4 bits, dequantized where they are multiplied (not measured
-# yet: half of that is assumed); and adapters' products, an expert at a time, of the bandwidth. Set with the steps of Qwen3-30B-A3B
-# and gpt-oss-20B in view, cut to 4 layers: 35.2, 39.1, 67.5 and 71.7 ms, of which grouped and other products alone take 26.4,
-# 26.8, 52.7 and 52.8.
+# yet: half of that is assumed); and adapters' products, an expert at a time, of the bandwidth. Set with the steps of
+# Qwen3-30B-A3B and gpt-oss-20B in view, cut to 4 layers: 35.2, 39.1 (with adapters on the experts), 67.5 and 71.7 ms, of which
+# products alone are 26.4, 26.8, 52.7 and 52.8.
 GROUPED, GROUPED_4_BITS, GROUPED_THIN = 0.76, 0.38, 0.5
 
 
@@ -204,8 +204,8 @@ class Model:
 
 
 class MixtureModel(Model):
-    """Of layers with experts (model/moe_layer.py): attention, and a shared expert if there is one, are any layer's; to them come
-    the products of the K experts that each token chose, and what sorts its K rows and adds them up."""
+    """Of layers with experts (model/moe_layer.py): attention, and a shared expert if there is one, are any layer's; beside them
+    are the products of the K experts that each token chose, and what sorts its K rows and adds them up."""
 
     def __init__(self, job: Job, gpu: Gpu) -> None:
         super().__init__(job, gpu)
@@ -217,7 +217,7 @@ class MixtureModel(Model):
     def grouped(self, *stacks: moe_sizes.Stack) -> float:
         """One product of all rows with their experts; either way, since they are as large. Weights of all experts are read."""
         share = GROUPED_4_BITS if self.job.method == "qlora" else GROUPED
-        rate, moved, total = self.plain_rate * share / PRODUCTS, 0.0, 0.0
+        rate, total = self.plain_rate * share / PRODUCTS, 0.0
         for stack in stacks:
             inner, outputs = stack.inputs + stack.extra, stack.outputs
             weights = stack.weights * (0.53 if self.job.method == "qlora" else self.job.element)
@@ -230,19 +230,18 @@ class MixtureModel(Model):
         return self.move(elements * self.mixture.chosen)
 
     def with_experts(self, parts: Parts, products: float, elementwise: float, thin: float, kernels: int) -> Parts:
-        more = max(0, kernels - (KERNELS[0] if kernels == MOE_KERNELS[0] else KERNELS[1])) * LAUNCH_MS
-        return replace(parts, products=parts.products + products, launches=parts.launches + more, thin=parts.thin + thin,
-                       elementwise=parts.elementwise + elementwise)
+        return replace(parts, products=parts.products + products, elementwise=parts.elementwise + elementwise,
+                       thin=parts.thin + thin, launches=parts.launches + kernels * LAUNCH_MS)
 
     def forward(self) -> Parts:
         D, F, E = self.job.shape.width, self.mixture.width, self.mixture.experts
         # Rows gathered (a token's is read once: the next time it is in L2), activation, rows added up; logits written, read by
         # the choice, and by who counts.
         elementwise = (self.rows(D + 3 * F + D) + self.move(2 * D + 3 * E)) / ELEMENTWISE
-        thin = self.rows(self.down.inputs) / GROUPED_THIN if self.down.rank else 0.0
+        thin = self.rows(F) / GROUPED_THIN if self.down.rank else 0.0
         router = self.product(self.job.capacity, D, E)
         return self.with_experts(super().forward(), self.grouped(self.up, self.down) + router, elementwise, thin,
-                                 MOE_KERNELS[0])
+                                 EXPERT_KERNELS[0])
 
     def backward(self) -> Parts:
         D, F, E = self.job.shape.width, self.mixture.width, self.mixture.experts
@@ -253,7 +252,7 @@ class MixtureModel(Model):
         thin = self.rows(2 * F + (D + F) + (D + 2 * F)) / GROUPED_THIN if self.up.rank else 0.0
         products = self.grouped(self.up, self.down) * (2 if trains else 1)
         router = self.product(self.job.capacity, E, D)
-        return self.with_experts(super().backward(), products + router, elementwise, thin, MOE_KERNELS[1])
+        return self.with_experts(super().backward(), products + router, elementwise, thin, EXPERT_KERNELS[1])
 
     def recompute(self, what: Recompute) -> float:
         s = self.job.shape
@@ -263,7 +262,8 @@ class MixtureModel(Model):
             return self.grouped(self.up) + (self.rows(s.width) + self.move(3 * s.width)) / ELEMENTWISE + 6 * LAUNCH_MS
         whole = self.forward()
         behind = self.grouped(self.down) + self.rows(3 * self.mixture.width + s.width) / ELEMENTWISE + self.products("down")
-        return whole.total - whole.unpack - behind - (self.rows(self.down.inputs) / GROUPED_THIN if self.down.rank else 0.0)
+        behind += self.rows(self.mixture.width) / GROUPED_THIN if self.down.rank else 0.0
+        return whole.total - whole.unpack - behind
 
     def piece(self) -> float:
         """They do all rows at once."""

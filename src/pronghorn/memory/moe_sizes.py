@@ -1,4 +1,4 @@
-"""Bytes of layers whose MLP is a mixture of experts (model/moe_layer.py), where they differ from those of sizes.py and working.py.
+"""Bytes of layers whose MLP is a mixture of experts (model/moe_layer.py), where they are not those of sizes.py and working.py.
 
 T = tokens of a micro-batch, D = model width, E = experts, K = experts a token, S = T * K rows sorted by expert, F = width of an
 expert, R = extra columns that carry a stack's adapters, r = their rank, e = bytes of an activation.
@@ -161,12 +161,13 @@ def _of_the_mlp(parts: dict[str, int]) -> int:
 
 
 def forward(job: Job) -> int:
-    """The most that a layer's forward holds beside all that could be kept: behind the product with down."""
+    """The most that a layer's forward holds beside all that could be kept: behind the product with down, where the shared
+    expert's result, if there is one, and the residual stream with it wait to be added."""
     s, m, T, e = job.shape, job.shape.mixture, job.capacity, job.element
     assert m is not None
     S, down = T * m.chosen, stacks(job)[1]
-    shared = T * (s.mlp_width + job.groups()["down"].extra + 2 * s.width) if s.mlp_width else 0
-    return (S * (m.width + down.extra + s.width) + shared + T * s.width) * e
+    then = max(s.mlp_width + job.groups()["down"].extra + s.width, 3 * s.width) if s.mlp_width else s.width
+    return (S * (m.width + down.extra + s.width) + T * then) * e
 
 
 def working(job: Job, recompute: Recompute, parts: dict[str, int], sums: int) -> int:
@@ -176,6 +177,8 @@ def working(job: Job, recompute: Recompute, parts: dict[str, int], sums: int) ->
     S, D, F, (up, down) = T * m.chosen, s.width, m.width, stacks(job)
     d, gu, trains = T * D * e, parts["gu"], job.method == "full"
     down_grads, up_grads = (_gradients(stack, job) for stack in (down, up))
+    down_turned, up_turned = (grads and stack.experts * stack.rank * stack.outputs * FP32  # dB, into PEFT's layout
+                              for stack, grads in ((down, down_grads), (up, up_grads)))
     fresh = 0 if recompute == "nothing" else gu
     own_dgu = S * (2 * F + up.extra) * e if up.extra else 0  # else it takes gate and up's place
     sorted_rows = S * (D + up.extra) * e
@@ -183,20 +186,24 @@ def working(job: Job, recompute: Recompute, parts: dict[str, int], sums: int) ->
     if fresh:  # gate and up once more
         moments.append(fresh + d + sorted_rows + parts.get("xa2", 0))
     own_a = S * (F + down.extra) * e if down.extra else 0  # else the activation takes its gradient's place
-    moments.append(fresh + S * (D + down.extra + F) * e + own_a + own_dgu + 2 * down_grads)
-    after = fresh + (own_dgu - gu if own_dgu else 0) + down_grads + d + T * m.experts * e  # dx2, dlogits
+    through = fresh + S * (D + down.extra + F) * e + own_a + own_dgu  # the activation
+    gu_goes = gu if own_dgu else 0
+    moments += [through, through - gu_goes + down_grads + down_turned]
+    after = fresh + own_dgu - gu_goes + down_grads + d + T * m.experts * e  # dx2, dlogits
+    shared_grads, out_grads = (sum(g[name].weights for name in names) * FP32 if trains else 0
+                               for names in (("gate_up", "down"), ("out",)))
     if s.mlp_width:
-        moments.append(after + T * (s.mlp_width + 2 * D) * e)
-        after += d  # the shared expert's part of dx2
+        moments.append(after + T * (max(s.mlp_width, D) + D) * e + shared_grads)
+        after += d + shared_grads  # the shared expert's part of dx2
     moments.append(after + S * D * e)
     if up.rank or trains:
-        moments.append(after + d + max(sorted_rows, T * D * FP32 if trains else 0) + 2 * up_grads)
+        moments.append(after + d + max(sorted_rows, T * D * FP32 if trains else 0) + up_grads + up_turned)
     dh = T * (D + g["down"].extra) * e
     in_one_buffer = g["down"].extra and g["down"].extra == g["out"].extra
     more_dh = 0 if in_one_buffer else T * (D + g["out"].extra) * e + (0 if g["out"].extra else d)
     attention = T * (s.out_width + (0 if job.in_place else s.qkv_width + g["qkv"].extra)) * e + sums + more_dh
     free = _of_the_mlp(parts) - (gu if recompute != "nothing" else 0)
-    moments.append(attention - free + down_grads + up_grads)
+    moments.append(attention - free + down_grads + up_grads + shared_grads + out_grads)
     again = sum(parts.values()) - parts["h"] - gu if recompute == "layer" else 0
     return again + dh + max(moments)
 

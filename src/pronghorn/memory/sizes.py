@@ -4,8 +4,9 @@ T = tokens of a micro-batch (capacity), D = model width, N = query heads, K = ke
 X = (N + 2K) H, F = MLP width, V = vocabulary, R = extra columns that carry adapters, e = bytes of an activation.
 
 What a layer keeps is written down as `Kept` in model/kept.py holds it; a test compares the two, byte for byte. What comes and
-goes beside that is in working.py; what is different in a mixture of experts, in moe_sizes.py. The peak of a step is at one of three moments (plan.py: `evaluate`): in the head, when every
-layer has kept its share; in the forward of a layer; or in a layer's backward, when the layers above it have given theirs back:
+goes beside that is in working.py; what is different in a mixture of experts, in moe_sizes.py. The peak of a step is at one of
+three moments (plan.py: `evaluate`): in the head, when every layer has kept its share; in the forward of a layer; or in the
+backward of one, when the layers above it have given theirs back:
 
     static + sum of kept over the layers up to this one + the largest working set of this one's backward
 """
@@ -80,11 +81,12 @@ def shape_of(config: Any) -> ModelShape:
     sliding = [i for i in range(layers) if layer_type(config, i) == "sliding_attention"]
     slots = ("before_attention", "after_attention", "before_mlp", "after_mlp")
     mixture = moe_sizes.mixture_of(config)
+    mlp_width = moe_sizes.shared_width(config) if mixture else int(config.intermediate_size)
     return ModelShape(
         layers=layers, width=int(config.hidden_size), heads=heads,
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_width=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
-        mlp_width=moe_sizes.shared_width(config) if mixture else int(config.intermediate_size), vocabulary=int(config.vocab_size),
+        mlp_width=mlp_width, vocabulary=int(config.vocab_size),
         tied=bool(getattr(config, "tie_word_embeddings", False)), qk_norm=family.qk_norm,
         norms=tuple(slot for slot in slots if getattr(family.norms, slot)), qkv=family.qkv, gate_up=family.gate_up,
         windows=tuple(int(config.sliding_window) for _ in sliding), mixture=mixture,

@@ -93,7 +93,7 @@ def why_no_plan(recipe: Recipe, config: Any, device: torch.device) -> str:
     if why := why_not_fast(text) or why_not_planned(text):
         return why
     if recipe.fp8 and FAMILIES[text.model_type].experts:
-        return "layers with experts do not multiply in FP8: what it stores so runs as separate operations, which keep what they keep"
+        return "the memory of experts in FP8 is not planned yet: every layer keeps what backward needs"
     if recipe.method != "full" and (recipe.lora.dropout or recipe.lora.dora):
         return "with lora.dropout or lora.dora a layer is many operations, not one that decides what it keeps"
     return "there is no NVIDIA GPU" if device.type != "cuda" and recipe.memory.budget == "auto" else ""
