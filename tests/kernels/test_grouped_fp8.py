@@ -8,6 +8,7 @@ from fp8_interpreter import interpreter_casts_as_a_gpu
 
 from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows
 from pronghorn.kernels.grouped_fp8 import (
+    Fp8ExpertGroup,
     fp8_cast_grad_rows,
     fp8_cast_grad_rows_reference,
     fp8_gather_rows,
@@ -16,6 +17,7 @@ from pronghorn.kernels.grouped_fp8 import (
     fp8_turned_stack,
 )
 from pronghorn.kernels.grouped_gemm import grouped_linear_backward_input, grouped_linear_reference
+from pronghorn.kernels.grouped_lora import ExpertAdapter
 from pronghorn.kernels.routing import sort_by_expert
 
 
@@ -80,3 +82,34 @@ def test_both_ways(device: str) -> None:
     assert float((dx.float() - true).norm() / true.norm()) < 0.03
     if device == "cpu":
         torch.testing.assert_close(true, grouped_linear_backward_input(dy.float(), dense, offsets))
+
+
+def test_an_experts_adapter_is_added_to_both_products(device: str) -> None:
+    """Against the same group without one: what is more is the adapter's own product, in 16 bits."""
+    if device == "cuda" and fp8_grouped_supported("cuda") is not None:
+        pytest.skip("this GPU has no grouped FP8 products")
+    T, K, E, D, outputs, rank = 20, 2, 4, 64, 48, 20
+    ids, order, offsets = routed(T, K, E, device)
+    q, scale = fp8_cast_rows(torch.randn(E * outputs, D, device=device).bfloat16() / D**0.5)
+    q, scale = q.view(E, outputs, D), scale.view(E, outputs)
+    A, B = torch.randn(E * rank, D, device=device) / D**0.5, torch.randn(outputs, rank * E, device=device)
+    adapter = ExpertAdapter(A, B, E, 0.5)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    plain, group = Fp8ExpertGroup(q, scale, None, dtype), Fp8ExpertGroup(q, scale, adapter, dtype)
+    assert group.R == 32
+    x, dy = torch.randn(T * K, D, device=device).to(dtype), torch.randn(T * K, outputs, device=device).to(dtype)
+    x8, dy8 = fp8_cast_rows(x), fp8_cast_grad_rows(dy, scale, ids, order, gather=False)
+    xa = grouped_linear_reference(x, group.A_ERD, offsets)
+    dyb = grouped_linear_backward_input(dy, group.sB_EOR, offsets)
+    buffer = torch.empty(group.turned_bytes + 256, dtype=E4M3, device=device)
+    A_ErD, B_EOr = adapter.by_expert()
+    delta = torch.bmm(B_EOr, A_ErD) * adapter.scale
+    true_y = grouped_linear_reference(x.float(), delta, offsets)
+    for found, without, true in (
+        (group.forward(*x8, xa, offsets), plain.forward(*x8, None, offsets), true_y),
+        (group.backward_input(*dy8, dyb, offsets, buffer), plain.backward_input(*dy8, None, offsets, buffer),
+         grouped_linear_reference(dy.float(), delta.transpose(1, 2), offsets)),
+    ):
+        more = found.float() - without.float()
+        assert float((more - true).norm() / true.norm()) < (2e-2 if dtype == torch.bfloat16 else 1e-4)
+        assert float(true.norm()) > 0.1 * float(without.float().norm())

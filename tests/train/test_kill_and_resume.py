@@ -1,4 +1,4 @@
-"""The promise that nothing is lost, at six random instants for each way of loading (the script takes any number)."""
+"""The promise that nothing is lost, at four random instants for each way of loading (the script takes any number)."""
 
 from __future__ import annotations
 

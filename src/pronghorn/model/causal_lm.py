@@ -25,9 +25,9 @@ from pronghorn.model.expert_load import ExpertCounts, ExpertLoad, padding_mask
 from pronghorn.model.families import FAMILIES, layer_type, num_experts, why_not_fast
 from pronghorn.model.final_norm import final_norm
 from pronghorn.model.fp8_layer import fast_layer
+from pronghorn.model.fp8_moe_layer import expert_layer
 from pronghorn.model.fp8_projections import Fp8Projections, Fp8Workspace
 from pronghorn.model.kept import Elsewhere, GradientRoom
-from pronghorn.model.moe_layer import MoeDecoderLayer
 
 IGNORED = -100  # the label of what is not trained on
 ENGINE = "_pronghorn_engine"  # attribute of the model instance
@@ -52,7 +52,7 @@ class FastCausalLM:
         self.expert_layers: list[int] = []  # numbers of those whose MLP is a mixture of experts
         for i, layer in enumerate(self.backbone.layers):
             if family.experts and hasattr(layer.mlp, "experts"):
-                self.layers.append(MoeDecoderLayer(layer, family, config, i, len(self.expert_layers)))
+                self.layers.append(expert_layer(layer, family, config, i, len(self.expert_layers), shared))
                 self.expert_layers.append(i)
             else:
                 self.layers.append(fast_layer(layer, family, config, i, shared, fp8=fp8))

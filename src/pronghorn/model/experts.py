@@ -6,7 +6,8 @@ stack, R = extra columns that carry its adapter, r = the adapter's rank.
 
 The modules stay the model's own; PEFT wraps them around the parameters it adapts (`target_parameters`), one wrapper around
 another. With an adapter the stack moves into one buffer with it (kernels/grouped_lora.py), and the model's parameter becomes a
-view of that, so it is stored once and keeps its name.
+view of that, so it is stored once and keeps its name. A stack in few bits (few_bit_experts.py) stays where it is; one in FP8 is
+multiplied in FP8 where the chip has such products, with the rows cast before each.
 """
 
 from __future__ import annotations
@@ -17,13 +18,28 @@ import torch
 from peft.tuners.lora import ParamWrapper
 from torch import Tensor, nn
 
-from pronghorn.kernels.grouped_gemm import grouped_linear_backward_bias, grouped_linear_backward_weight
+from pronghorn.kernels.dispatch import say_once
+from pronghorn.kernels.fp8_cast import fp8_cast_rows
+from pronghorn.kernels.grouped_fp8 import (
+    WIDTH_MULTIPLE,
+    Fp8ExpertGroup,
+    fp8_cast_grad_rows,
+    fp8_gather_rows,
+    fp8_grouped_supported,
+)
+from pronghorn.kernels.grouped_gemm import (
+    grouped_linear_backward_bias,
+    grouped_linear_backward_weight,
+    grouped_linear_forward,
+)
 from pronghorn.kernels.grouped_lora import ExpertAdapter, ExpertGroup
 from pronghorn.kernels.grouped_quantized import QuantizedExpertGroup, QuantizedStack
 from pronghorn.kernels.lora_collect import CollectJob
 from pronghorn.kernels.lora_linear import Adapter
 from pronghorn.kernels.lora_refresh import CopyJob
+from pronghorn.kernels.moe_gather import gather_rows
 from pronghorn.kernels.routing import Routing
+from pronghorn.model.fp8_projections import SharedBytes
 
 
 class Adapted:
@@ -148,12 +164,13 @@ class Router(Adapted):
 class ExpertStack(Adapted):
     """All experts' gate and up, or all experts' down: one grouped product, its bias left to the kernels around it."""
 
-    def __init__(self, parent: nn.Module, parameter: str, *, transposed: bool) -> None:
-        """`transposed`: the model keeps [E, D, O] instead of [E, O, D]."""
+    def __init__(self, parent: nn.Module, parameter: str, *, transposed: bool, turned: SharedBytes) -> None:
+        """`transposed`: the model keeps [E, D, O] instead of [E, O, D]. `turned`: where stacks in FP8 are turned round for
+        backward, shared by all layers."""
         super().__init__(parent, "experts")
-        self.parameter, self.transposed = parameter, transposed
+        self.parameter, self.transposed, self.turned = parameter, transposed, turned
         self.bias_EO: Tensor | None = None
-        self.group: ExpertGroup | QuantizedExpertGroup
+        self.group: ExpertGroup | QuantizedExpertGroup | Fp8ExpertGroup
         self._built_for: tuple[Any, ...] = ()
         self._sums: tuple[Tensor, Tensor] | None = None
 
@@ -208,7 +225,7 @@ class ExpertStack(Adapted):
         for adapter in self.adapters:
             its = ExpertAdapter(adapter.A_RD, adapter.B_OR, self.experts, adapter.scale)
         if stack is not None:
-            self.group = QuantizedExpertGroup(stack, its, dtype)
+            self.group = self._few_bit_group(stack, its, dtype)
         else:
             assert self._weight is not None
             self.group = ExpertGroup(self._usual(self._weight.detach()), its)
@@ -216,6 +233,17 @@ class ExpertStack(Adapted):
         self._built_for = self._identity(dtype)
         self.add_up_in(self._sums)
         return True
+
+    def _few_bit_group(self, stack: QuantizedStack, adapter: ExpertAdapter | None, dtype: torch.dtype
+                       ) -> QuantizedExpertGroup | Fp8ExpertGroup:
+        if stack.format != "fp8":
+            return QuantizedExpertGroup(stack, adapter, dtype)
+        if why := why_16_bit_products(stack, dtype):
+            say_once(f"experts stay stored in FP8 and are multiplied in 16 bits: {why}")
+            return QuantizedExpertGroup(stack, adapter, dtype)
+        group = Fp8ExpertGroup(stack.values, stack.scales, adapter, dtype)
+        self.turned.reserve(group.turned_bytes)
+        return group
 
     @property
     def experts(self) -> int:
@@ -267,12 +295,56 @@ class ExpertStack(Adapted):
         return [CollectJob(self._sums[0], adapter.A_RD.grad),
                 CollectJob(self._sums[1], adapter.B_OR.grad, scale=adapter.scale, transposed=True)]
 
-    # ---- backward ------------------------------------------------------------------------------------------------
+    # ---- products ------------------------------------------------------------------------------------------------
 
-    def backward_parameters(self, dy_ext: Tensor, x_ext: Tensor | None, routing: Routing, *, weighted: bool
+    def forward_tokens(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
+        """(y_SO, x A^T of each row or None): tokens' rows are gathered in the order of their experts."""
+        group, order, offsets, K = self.group, routing.order_S, routing.offsets_E1, routing.ids_TK.shape[1]
+        if isinstance(group, Fp8ExpertGroup):  # cast once a token, gathered as bytes
+            xa_SR = grouped_linear_forward(x_TD, group.A_ERD, offsets, order_S=order, K=K) if group.R else None
+            return group.forward(*fp8_gather_rows(x_TD, order, K), xa_SR, offsets), xa_SR
+        x_ext = gather_rows(x_TD, order, K, offsets, group.A_ERD if group.R else None)
+        return group.forward(x_ext, offsets), x_ext[:, group.D :].clone() if group.R else None
+
+    def forward_rows(self, x_ext: Tensor, routing: Routing) -> Tensor:
+        """y_SO of sorted rows, after `group.extend`."""
+        group = self.group
+        if isinstance(group, Fp8ExpertGroup):
+            return group.forward(*fp8_cast_rows(x_ext[:, : group.D]), x_ext[:, group.D :], routing.offsets_E1)
+        return group.forward(x_ext, routing.offsets_E1)
+
+    def backward_tokens(self, dy_TO: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
+        """(dx_SD, [dy | dy sB] of each row): dy is of tokens. The latter is None where no parameter's gradient needs it."""
+        group, order, offsets, K = self.group, routing.order_S, routing.offsets_E1, routing.ids_TK.shape[1]
+        in_fp8 = isinstance(group, Fp8ExpertGroup)
+        dy_ext = None
+        if not in_fp8 or self.adapters or any(p.requires_grad for p in self.parameters):
+            dy_ext = gather_rows(dy_TO, order, K, offsets, group.sB_EOR.transpose(1, 2) if group.R else None)
+        if isinstance(group, Fp8ExpertGroup):
+            cast = fp8_cast_grad_rows(dy_TO, group.scale_EO, routing.ids_TK, order, gather=True)
+            dyb_SR = dy_ext[:, group.outputs :] if dy_ext is not None else None
+            return group.backward_input(*cast, dyb_SR, offsets, self._room(group)), dy_ext
+        assert dy_ext is not None
+        return group.backward_input(dy_ext, offsets), dy_ext
+
+    def backward_rows(self, dy_ext: Tensor, routing: Routing) -> Tensor:
+        """dx_SD of sorted rows, after `group.extend_grad`."""
+        group, offsets = self.group, routing.offsets_E1
+        if isinstance(group, Fp8ExpertGroup):
+            dy_SO, dyb_SR = dy_ext[:, : group.outputs], dy_ext[:, group.outputs :]
+            cast = fp8_cast_grad_rows(dy_SO, group.scale_EO, routing.ids_TK, routing.order_S, gather=False)
+            return group.backward_input(*cast, dyb_SR, offsets, self._room(group))
+        return group.backward_input(dy_ext, offsets)
+
+    def _room(self, group: Fp8ExpertGroup) -> Tensor:
+        return self.turned.take(group.q_EOD.device)
+
+    def backward_parameters(self, dy_ext: Tensor | None, x_ext: Tensor | None, routing: Routing, *, weighted: bool
                             ) -> list[Tensor | None]:
         """Gradients of `parameters`, None where frozen. x_ext: [x | x A^T]; dy_ext: [dy | dy sB]. `weighted`: dy lacks the
         routing weights, and x_ext has them."""
+        if dy_ext is None:
+            return [None] * len(self.parameters)
         offsets, outputs = routing.offsets_E1, self.group.outputs
         grads: list[Tensor | None] = []
         if self._weight is not None:
@@ -299,3 +371,15 @@ class ExpertStack(Adapted):
         assert self._weight is not None
         one, other = (x_SD, dy_SO) if self.transposed else (dy_SO, x_SD)
         return grouped_linear_backward_weight(one, other, offsets_E1, dtype=self._weight.dtype)
+
+
+def why_16_bit_products(stack: QuantizedStack, dtype: torch.dtype) -> str:
+    """Why a stack stored in FP8 is not multiplied in FP8; empty if it is."""
+    device = stack.values.device
+    if why := fp8_grouped_supported(device):
+        return why
+    if device.type == "cuda" and dtype != torch.bfloat16:
+        return f"FP8 products give bf16, and this model computes in {str(dtype).removeprefix('torch.')}"
+    if any(width % WIDTH_MULTIPLE for width in stack.shape[1:]):
+        return f"an expert's weight is {stack.shape[1]} x {stack.shape[2]}, and FP8 products take multiples of {WIDTH_MULTIPLE}"
+    return ""

@@ -171,15 +171,20 @@ def dequantize_fp8_(model: nn.Module, dtype: torch.dtype, device: torch.device |
     return dequantize_model_(model, dtype, device, kind=Fp8Linear)
 
 
+def refuse_quantized(config: Any, where: str) -> None:
+    """FP8 is made of 16 bits."""
+    refuse_other_quantization(config, where)
+    if getattr(config, "quantization_config", None):
+        raise ModelError(what="the checkpoint is stored in 4 bits", where=where, why="they are trained on as they are",
+                         fix="set method: qlora, or use the 16-bit model")
+
+
 def load_fp8(folder: Path, dtype: torch.dtype, device: torch.device, *, skip: Collection[str] = SKIP,
              progress: Progress | None = None) -> PreTrainedModel:
     """A model from a folder with its linears quantized to FP8 as they are read. Never more than the result and one 16-bit
     weight on the device, and nothing on the host: each tensor is read on its own."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    refuse_other_quantization(config, str(folder))
-    if hasattr(config, "quantization_config"):
-        raise ModelError(what="the checkpoint is stored in 4 bits", where=str(folder), why="they are trained on as they are",
-                         fix="set method: qlora, or use the 16-bit model")
+    refuse_quantized(config, str(folder))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     shards, experts = _Shards(folder, device), few_bit_experts_(model, bits=8)

@@ -22,7 +22,7 @@ from pronghorn.errors import RecipeError
 from pronghorn.kernels.fp8 import Fp8Group
 from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows, fp8_rows, fp8_transpose
 from pronghorn.kernels.fp8_lora import SplitJob
-from pronghorn.kernels.lora_linear import Adapter, NormOf, linear_backward_weight
+from pronghorn.kernels.lora_linear import Adapter, NormOf, linear_backward_weight, product
 from pronghorn.kernels.nf4 import NF4Tensor
 from pronghorn.kernels.nf4_fp8 import nf4_fp8_scales, nf4_to_fp8
 from pronghorn.model.fp8_linear import Fp8Linear, fits, require_fp8
@@ -191,6 +191,10 @@ class Fp8Projections(Projections):
         group.load()
         xa_TR = group.extend(*x)
         return group.forward(x.bytes_ext, x.scale_T, bias_O=self._bias), xa_TR
+
+    def forward_adapters(self, x_TD: Tensor) -> Tensor | None:
+        """x A^T alone, as `product` gives it."""
+        return product(x_TD, self.group.A_RD.T) if self.group.R else None
 
     # ---- backward ------------------------------------------------------------------------------------------------
 

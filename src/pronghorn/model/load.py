@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PreTrain
 from transformers.utils import logging
 
 from pronghorn.errors import ModelError, RecipeError
-from pronghorn.model.families import why_not_fast
-from pronghorn.model.fp8_linear import load_fp8, require_fp8
+from pronghorn.model.families import FAMILIES, why_not_fast
+from pronghorn.model.fp8_linear import load_fp8, refuse_quantized, require_fp8
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.quantized import SKIP, load_nf4, refuse_other_quantization
-from pronghorn.recipe import Lora
+from pronghorn.recipe import Lora, Recipe
 
 Precision = Literal["bf16", "fp16", "fp32"]
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -67,10 +67,23 @@ def require_fp8_precision(device: torch.device, precision: Precision) -> None:
                           fix="set precision: bf16 (in Python: dtype=torch.bfloat16)")
 
 
-def inspect_model(name: str, lora: Lora | None = None, *, four_bit: bool = False) -> ModelFacts:
+def require_fp8_products(recipe: Recipe, facts: ModelFacts) -> None:
+    """Before anything is loaded: experts are multiplied in FP8 where they are stored so, and made FP8 for no product."""
+    family = FAMILIES.get(facts.model_type)
+    if recipe.compute != "fp8" or recipe.method == "fp8" or family is None or family.experts is None:
+        return
+    why = "experts in 4 bits" if recipe.method == "qlora" else "experts that are trained"
+    instead = ", or set method: fp8, which stores the experts in FP8 and multiplies them so" if recipe.method == "qlora" else ""
+    raise RecipeError(what=f"compute: fp8 does not go with method: {recipe.method} for {facts.model_type}",
+                      why=f"{why} are multiplied in 16 bits", fix=f"leave compute out{instead}")
+
+
+def inspect_model(name: str, lora: Lora | None = None, *, four_bit: bool = False, fp8: bool = False) -> ModelFacts:
     """Reads the config, allocates nothing. With `lora`, also counts the adapter and refuses targets that match nothing."""
     _refuse_unreadable_folder(name)
     config = _config(name, four_bit)
+    if fp8:
+        refuse_quantized(config, name)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # sizes are those of the model it was made from
     with torch.device("meta"):
@@ -80,6 +93,7 @@ def inspect_model(name: str, lora: Lora | None = None, *, four_bit: bool = False
     linears = [module for path, module in model.named_modules()
                if type(module) is torch.nn.Linear and path.rsplit(".", 1)[-1] not in SKIP]
     linear_parameters = sum(linear.weight.numel() for linear in linears)
+    linear_parameters += sum(p.numel() for p in model.parameters() if p.ndim == 3)  # stacks of experts
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     if lora:
         with torch.device("meta"):
@@ -106,7 +120,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, four_bit:
     """The family's own layers, weights from safetensors only. No code from the model's folder is ever run.
 
     `four_bit`: its linears are stored as NF4, or read from a checkpoint that is (model/quantized.py). `fp8`: its linears are
-    stored in FP8 (model/fp8_linear.py).
+    stored in FP8 (model/fp8_linear.py). Stacks of experts are stored as the linears are (model/few_bit_experts.py).
     """
     _refuse_unreadable_folder(name)
     stored = getattr(_config(name, four_bit), "quantization_config", None) or {}

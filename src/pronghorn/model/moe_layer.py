@@ -40,8 +40,9 @@ from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, rows_like
 from pronghorn.model.expert_load import BalancedLogits
 from pronghorn.model.experts import ExpertStack, Router
 from pronghorn.model.families import Family
-from pronghorn.model.kept import Input, Kept, Left, Level, come_back
-from pronghorn.model.projections import Projections
+from pronghorn.model.fp8_projections import Fp8Workspace
+from pronghorn.model.kept import Attended, Input, Kept, Left, Level, come_back
+from pronghorn.model.projections import Group, Projections
 
 Grads = list[Tensor | None]
 SILU = ExpertActivation("silu")
@@ -62,6 +63,7 @@ class MoeKept(Kept):
     shared_xa3: Tensor | None = None
     shared_weight: Tensor | None = None  # [T, 1]: the sigmoid of the shared expert's gate
     gate_xa: Tensor | None = None
+    xa_o: Tensor | None = None  # behind attention, where o_ext has no columns for it (fp8_moe_layer.py)
 
     @property
     def routing(self) -> Routing:
@@ -71,32 +73,37 @@ class MoeKept(Kept):
 
     def release(self, *names: str) -> None:
         """With gate and up go all the others of the MLP."""
-        own = [f.name for f in fields(self) if not hasattr(Kept, f.name) and f.name not in _OF_ANY_LAYER]
-        super().release(*names, *(own if "gu" in names else ()))
+        own = {f.name for f in fields(self)} - _OF_ATTENTION if "gu" in names else ()
+        super().release(*names, *own)
 
 
-_OF_ANY_LAYER = {f.name for f in fields(Kept)}
+_OF_ATTENTION = {f.name for f in fields(Kept)} | {"xa_o"}
 
 
 class MoeDecoderLayer(FastDecoderLayer):
-    def __init__(self, layer: Any, family: Family, config: Any, index: int, slot: int) -> None:
-        """`slot`: its number among the layers with experts."""
+    def __init__(self, layer: Any, family: Family, config: Any, index: int, slot: int, workspace: Fp8Workspace) -> None:
+        """`slot`: its number among the layers with experts. `workspace`: shared by all layers, for stacks in FP8."""
         super().__init__(layer, family, config, index)
         assert family.experts
         mlp, experts = layer.mlp, family.experts
         self.slot, self.K = slot, int(config.num_experts_per_tok)
         self.normalise = bool(getattr(config, "norm_topk_prob", True))
         self.router = Router(mlp, experts.router)
-        self.expert_gate_up = ExpertStack(mlp, "gate_up_proj", transposed=experts.transposed)
-        self.expert_down = ExpertStack(mlp, "down_proj", transposed=experts.transposed)
+        self.expert_gate_up, self.expert_down = (
+            ExpertStack(mlp, name, transposed=experts.transposed, turned=workspace.turned)
+            for name in ("gate_up_proj", "down_proj"))
         self.has_shared = hasattr(mlp, "shared_expert")
         self.shared_gate = Projections(mlp, ("shared_expert_gate",) if self.has_shared else ())
-        self.groups = (self.qkv, self.out, self.gate_up, self.down, self.shared_gate, self.router, self.expert_gate_up,
-                       self.expert_down)
+        self.groups = self._in_order()
         own = self.expert_down.module()
         self.expert_activation = SILU
         if experts.activation == "clamped":
             self.expert_activation = ExpertActivation("clamped", float(own.limit), float(own.alpha))
+
+    def _in_order(self) -> tuple[Group, ...]:
+        """As backward returns their gradients."""
+        return (self.qkv, self.out, self.gate_up, self.down, self.shared_gate, self.router, self.expert_gate_up,
+                self.expert_down)
 
     def _mlp_projections(self, mlp: Any) -> tuple[Projections, Projections]:
         """The shared expert's, of no linears where there is none."""
@@ -124,12 +131,16 @@ class MoeDecoderLayer(FastDecoderLayer):
 
     def _to_gate_up(self, h: Tensor, documents: Documents, rows: Tensor | None) -> MoeKept:
         seen = self.attended(h, documents, rows)
-        x2_ext, h2, y1 = self._to_mlp(seen.o_ext, seen.h_rows, seen.rstd)
+        x2_ext, h2, _ = self._to_mlp(seen.o_ext, seen.h_rows, seen.rstd)
+        return self._routed(h, seen, x2_ext, h2)
+
+    def _routed(self, h: Tensor, seen: Attended, x2_ext: Tensor, h2: Tensor) -> MoeKept:
+        """From the MLP's input to gate and up."""
         x2 = x2_ext[:, : h2.shape[1]]
         logits = self.router.forward(x2)
         routing = routing_forward(logits, self.K, normalise=self.normalise)
-        gu, xa2 = self._expert_gate_up(x2, routing)
-        kept = MoeKept(**vars(seen.kept(h, h2, gu=gu, xa2=xa2, y1=y1)), logits=logits, ids=routing.ids_TK,
+        gu, xa2 = self.expert_gate_up.forward_tokens(x2, routing)
+        kept = MoeKept(**vars(seen.kept(h, h2, gu=gu, xa2=xa2)), logits=logits, ids=routing.ids_TK,
                        weights=routing.weights_TK, order=routing.order_S, inverse=routing.inverse_TK,
                        offsets=routing.offsets_E1)
         if self.has_shared:
@@ -141,16 +152,6 @@ class MoeDecoderLayer(FastDecoderLayer):
             kept.shared_gu, kept.shared_xa2 = self.gate_up_of(x2_ext)
         return kept
 
-    def _sorted(self, x2: Tensor, routing: Routing) -> Tensor:
-        """[x | x A^T] of each row."""
-        group = self.expert_gate_up.group
-        return gather_rows(x2, routing.order_S, self.K, routing.offsets_E1, group.A_ERD if group.R else None)
-
-    def _expert_gate_up(self, x2: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
-        group = self.expert_gate_up.group
-        x_ext = self._sorted(x2, routing)
-        return group.forward(x_ext, routing.offsets_E1), x_ext[:, group.D :].clone() if group.R else None
-
     def _behind_gate_up(self, kept: MoeKept) -> Tensor:
         routing, down = kept.routing, self.expert_down.group
         assert kept.gu is not None
@@ -158,29 +159,35 @@ class MoeDecoderLayer(FastDecoderLayer):
         expert_gated_forward(kept.gu, self.expert_activation, bias_EG=self.expert_gate_up.bias_EO, ids_TK=routing.ids_TK,
                              order_S=routing.order_S, out=a_ext[:, : down.D])
         down.extend(a_ext, routing.offsets_E1)
-        y = down.forward(a_ext, routing.offsets_E1)
+        y = self.expert_down.forward_rows(a_ext, routing)
         base = kept.h2
         if self.has_shared:
             assert kept.shared_gu is not None
             assert kept.shared_weight is not None
-            shared_ext = self.activated(kept.shared_gu)
-            out, _ = self.down.forward(shared_ext, extended=True)
-            kept.shared_xa3 = self.behind_down(shared_ext)
+            out, kept.shared_xa3 = self._shared_down(kept.shared_gu)
             base = torch.addcmul(kept.h2, out, kept.shared_weight.to(out.dtype))
         return combine(y, routing.inverse_TK, routing.weights_TK, bias_ED=self.expert_down.bias_EO, ids_TK=routing.ids_TK,
                        add_TD=base)
+
+    def _shared_down(self, gu_ext: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(the shared expert's output, a A^T of its down's adapter)"""
+        a_ext = self.activated(gu_ext)
+        return self.down.forward(a_ext, extended=True)[0], self.behind_down(a_ext)
+
+    def _shared_xa3(self, gu_ext: Tensor) -> Tensor | None:
+        return self.behind_down(self.activated(gu_ext))
 
     def again(self, left: Left, documents: Documents, rows: Tensor | None) -> Kept:
         found = come_back(left, self.index, self.offload)
         if isinstance(found, Input):
             kept = self._to_gate_up(found.h, documents, rows)
-            if self.has_shared and self.down.extra:
+            if self.has_shared and self.down.adapters:
                 assert kept.shared_gu is not None
-                kept.shared_xa3 = self.behind_down(self.activated(kept.shared_gu))
+                kept.shared_xa3 = self._shared_xa3(kept.shared_gu)
             return kept
         assert isinstance(found, MoeKept)
         if found.gu is None:
-            found.gu, _ = self._expert_gate_up(self._mlp_input(found), found.routing)
+            found.gu, _ = self.expert_gate_up.forward_tokens(self._mlp_input(found), found.routing)
         return found
 
     def _mlp_input(self, kept: Kept) -> Tensor:
@@ -207,7 +214,7 @@ class MoeDecoderLayer(FastDecoderLayer):
             dx2 += dshared
         up = self.expert_gate_up.group
         up.extend_grad(dgu_ext, routing.offsets_E1)
-        dx2 = combine(up.backward_input(dgu_ext, routing.offsets_E1), routing.inverse_TK, add_TD=dx2, out=dx2)
+        dx2 = combine(self.expert_gate_up.backward_rows(dgu_ext, routing), routing.inverse_TK, add_TD=dx2, out=dx2)
         x2 = self._mlp_input(kept) if self.router.needs_input or self.expert_gate_up.needs_input else None
         router_grads = self.router.backward_parameters(dlogits, x2 if self.router.needs_input else None)
         x_ext = None
@@ -223,8 +230,7 @@ class MoeDecoderLayer(FastDecoderLayer):
         """(dgu with room for gate and up's extra columns, the routing weights' gradient, those of down's parameters)"""
         down, up, offsets = self.expert_down.group, self.expert_gate_up.group, routing.offsets_E1
         assert kept.gu is not None
-        dy_ext = gather_rows(dh3, routing.order_S, self.K, offsets, down.sB_EOR.transpose(1, 2) if down.R else None)
-        da = down.backward_input(dy_ext, offsets)
+        da, dy_ext = self.expert_down.backward_tokens(dh3, routing)
         dgu_ext = rows_like(da, up.grad_width) if up.R else kept.gu
         needs_a = self.expert_down.needs_input
         a_ext = rows_like(da, down.input_width) if down.R else da
@@ -259,24 +265,35 @@ class MoeDecoderLayer(FastDecoderLayer):
         gate, gu_ext = kept.shared_weight, kept.shared_gu
         assert gate is not None
         assert gu_ext is not None
+        dx, dgate, grads = self._backward_shared_mlp(dh3, gate, gu_ext, kept, documents, norm_grads)
+        dlogit_ext = rows_like(dh3, 1 + self.shared_gate.extra)
+        dlogit_ext[:, :1] = dgate * gate * (1 - gate)
+        dx += self.shared_gate.backward_input(dlogit_ext)
+        gate_grads = self.parameters_behind_norm(self.shared_gate, dlogit_ext, kept.h2, kept.gate_xa, kept.rstd, "before_mlp")
+        return dx, [*grads, *gate_grads]
+
+    def _backward_shared_mlp(self, dh3: Tensor, gate: Tensor, gu_ext: Tensor, kept: MoeKept, documents: Documents,
+                             norm_grads: dict[str, Tensor | None]) -> tuple[Tensor, Tensor, Grads]:
+        """(its input's gradient, the gate's, those of gate and up, and down)"""
         dy_ext = dh3
         if self.down.extra:
             dy_ext, _ = self.into_branch(dh3, None, None, kept.rstd, "after_mlp", norm_grads, self.down, documents.room)
         da = self.down.backward_input(dy_ext)
         gu = gu_ext[:, : 2 * da.shape[1]]
-        each = torch.arange(len(da), dtype=torch.int32, device=da.device)
-        _, dgate, _ = expert_gated_backward(da, gu, SILU, each, weights_TK=gate, need_activation=self.down.needs_input, out=gu,
-                                            activation_out=da)
-        assert dgate is not None
+        dgate = self._through_shared_activation(da, gu, gate)
         xa3 = None if kept.shared_xa3 is None else kept.shared_xa3 * gate.to(kept.shared_xa3.dtype)
         down_grads = self.down.backward_parameters(dy_ext, da, xa3)
         dx = self.gate_up.backward_input(gu_ext)
         up_grads = self.parameters_behind_norm(self.gate_up, gu_ext, kept.h2, kept.shared_xa2, kept.rstd, "before_mlp")
-        dlogit_ext = rows_like(dh3, 1 + self.shared_gate.extra)
-        dlogit_ext[:, :1] = dgate * gate * (1 - gate)
-        dx += self.shared_gate.backward_input(dlogit_ext)
-        gate_grads = self.parameters_behind_norm(self.shared_gate, dlogit_ext, kept.h2, kept.gate_xa, kept.rstd, "before_mlp")
-        return dx, [*up_grads, *down_grads, *gate_grads]
+        return dx, dgate, [*up_grads, *down_grads]
+
+    def _through_shared_activation(self, da: Tensor, gu: Tensor, gate: Tensor) -> Tensor:
+        """The gate's gradient. dgu takes gu's place, and the activation times the gate takes da's."""
+        each = torch.arange(len(da), dtype=torch.int32, device=da.device)
+        _, dgate, _ = expert_gated_backward(da, gu, SILU, each, weights_TK=gate, need_activation=self.down.needs_input, out=gu,
+                                            activation_out=da)
+        assert dgate is not None
+        return dgate
 
     # ---- as separate ops ---------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pronghorn.errors import ModelError
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.fp8_layer import Fp8DecoderLayer
+from pronghorn.model.fp8_layer import Fp8Attention
 
 DOCUMENTS = (37, 5, 64, 1, 20)  # tokens; short enough for any model, odd enough to show a wrong boundary
 # Relative difference of the loss, and smallest cosine of a gradient with its counterpart. float32 differs by the order of
@@ -94,7 +94,7 @@ def verify(model: Any, seed: int = 0) -> Verdict:
     finally:
         model.train(was_training)
     dtype = next(engine.backbone.parameters()).dtype
-    in_fp8 = any(isinstance(layer, Fp8DecoderLayer) for layer in engine.layers)
+    in_fp8 = any(isinstance(layer, Fp8Attention) for layer in engine.layers)
     verdict = _compare(own, fast, dtype, FP8_TOLERANCE if in_fp8 else TOLERANCES[dtype])
     if wrong := verdict.wrong():
         raise ModelError(what=f"the fast layers do not compute what this model computes: {wrong[0]}",

@@ -18,6 +18,7 @@ from pronghorn.model.load import (
     inspect_model,
     pick_device,
     require_fp8_precision,
+    require_fp8_products,
     require_tokenizer_fits,
     resolve_precision,
 )
@@ -87,7 +88,9 @@ def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Fac
     precision = resolve_precision(recipe.precision, device)
     if recipe.fp8:
         require_fp8_precision(device, precision)
-    facts = inspect_model(recipe.model, None if recipe.method == "full" else recipe.lora, four_bit=recipe.method == "qlora")
+    facts = inspect_model(recipe.model, None if recipe.method == "full" else recipe.lora, four_bit=recipe.method == "qlora",
+                          fp8=recipe.method == "fp8")
+    require_fp8_products(recipe, facts)
     tokenizer = load_tokenizer(recipe.model, recipe.data.chat_template)
     require_tokenizer_fits(tokenizer, facts.vocabulary, recipe.model)
     data = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())

@@ -1,0 +1,90 @@
+"""Whole runs of mixtures whose experts are in few bits, through the command: they learn, resume, talk and export."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from test_loop import Silent, same, weights
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
+
+from pronghorn.cli import main
+from pronghorn.errors import RecipeError
+from pronghorn.model.few_bit_experts import FewBitExperts
+from pronghorn.recipe import Recipe
+from pronghorn.report.run_log import history, read_log
+from pronghorn.train import setup
+from pronghorn.train.check import check_run
+from pronghorn.train.loop import train
+from pronghorn.train.trained_run import Chat, evaluate_run, export_run
+from samples import make_tokenizer
+
+RecipeFor = Callable[..., Recipe]
+SIZES: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 2,
+                         "bos_token_id": None, "max_position_embeddings": 512}
+CONFIGS: dict[str, Any] = {
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": lambda: Qwen2MoeConfig(**SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2,
+                                        shared_expert_intermediate_size=64),
+}
+
+
+def saved(family: str, folder: Path) -> str:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS[family]()).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(("family", "method"), [("mixtral", "qlora"), ("qwen2_moe", "fp8")])
+def test_the_command_trains_resumes_and_exports(
+    family: str, method: str, recipe_for: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    loaded: list[Any] = []
+    build = setup._build_model
+    monkeypatch.setattr(setup, "_build_model", lambda *rest: loaded.append(build(*rest)) or loaded[-1])
+    model = saved(family, tmp_path / "model")
+    recipe = recipe_for(model=model, method=method, lora={"targets": ["all-linear", "experts"]}, train={"steps": 6},
+                        eval={"every": 6})
+    file, run = tmp_path / "recipe.yaml", Path(recipe.output)
+    file.write_text(json.dumps(recipe.model_dump(exclude={"eval": {"stop"}})))  # JSON is YAML
+    assert main(["train", str(file), "--json"]) == 0
+    (run / "checkpoint-6").rename(tmp_path / "first")
+    assert main(["train", str(file), "--json"]) == 0  # from step 3 on
+    assert [e["resumed_from"] for e in read_log(run) if e["event"] == "start"] == [None, 3]
+    assert same(weights(run / "checkpoint-6"), weights(tmp_path / "first"))
+    capsys.readouterr()
+    assert all(any(isinstance(module, FewBitExperts) for module in each.modules()) for each in loaded)
+    events = history(read_log(run))
+    losses = [e["loss"] for e in events if e["event"] == "step"]
+    assert losses[-1] < losses[0] - 0.05
+    figures = evaluate_run(run, "last", data=None, report=lambda *_: None)
+    assert figures["loss"] == pytest.approx([e["loss"] for e in events if e["event"] == "eval"][-1], rel=1e-6)
+    assert isinstance(Chat(run, "last", max_tokens=4).answer("add 1 and 2"), str)
+    for kind in ("adapter", "merged"):
+        export_run(run, "last", tmp_path / kind, kind)  # type: ignore[arg-type]
+    stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    ids = torch.arange(3, 23)[None]
+    with torch.no_grad():  # the base in 16 bits is near what was trained on, and the merged model is that
+        apart = (stock.eval()(input_ids=ids).logits - merged(input_ids=ids).logits).norm() / merged(input_ids=ids).logits.norm()
+    assert 0 < apart < 0.2
+
+
+@pytest.mark.parametrize("method", ["qlora", "full"])
+def test_experts_that_are_not_stored_in_fp8_are_not_multiplied_so(recipe_for: RecipeFor, tmp_path: Path, method: str) -> None:
+    recipe = recipe_for(model=saved("mixtral", tmp_path / "model"), method=method, compute="fp8",
+                        data={"train": ["nowhere.jsonl"]})
+    for command in (lambda: check_run(recipe, report=lambda *_: None),
+                    lambda: train(recipe, display=Silent())):
+        with pytest.raises(RecipeError, match="compute: fp8 does not go with method") as caught:
+            command()
+        assert "16 bits" in caught.value.why
+        assert "leave compute out" in caught.value.fix
