@@ -24,10 +24,11 @@ from pronghorn.model.decoder_layer import FastDecoderLayer
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.train import setup
+from pronghorn.train.forecast import cached_data, forecast
 from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.graphed_step import GraphedStep, raise_if_out_of_memory
 from pronghorn.train.loop import RunResult, train
-from pronghorn.train.memory import RunMemory, cached_data, evaluation_capacity, forecast, plan_memory, run_job
+from pronghorn.train.memory import RunMemory, evaluation_capacity, plan_memory, run_job
 from pronghorn.train.setup import Session, set_up
 
 RecipeFor = Callable[..., Recipe]

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pronghorn.kernels.grouped_lora import RANK_MULTIPLE
 from pronghorn.kernels.grouped_quantized import triton_rank
 from pronghorn.kernels.nf4 import BLOCK, NESTED_BLOCK
-from pronghorn.model.families import FAMILIES, num_experts
-from pronghorn.model.lora import EXPERTS
+from pronghorn.model.families import EXPERTS, FAMILIES, num_experts
 
 if TYPE_CHECKING:
     from pronghorn.memory.sizes import Job, Recompute

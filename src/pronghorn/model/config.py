@@ -1,14 +1,39 @@
-"""A model's config by name or folder: all that a plan needs, so no weights have to be there."""
+"""A model's config by name or folder: all that a plan needs, so neither weights nor what loads them has to be there."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import AutoConfig
 
-from pronghorn.model.load import _guarded, _place
+from pronghorn.errors import ModelError
 
 
 def read_config(name: str) -> Any:
     """Hugging Face's config object. No code from the model's folder is ever run."""
-    return _guarded(name, lambda: AutoConfig.from_pretrained(_place(name), trust_remote_code=False))
+    return guarded(name, lambda: AutoConfig.from_pretrained(place(name), trust_remote_code=False))
+
+
+def place(name: str) -> str:
+    """`~` opened, which transformers would take for part of a hub name."""
+    folder = Path(name).expanduser()
+    return str(folder) if folder.is_dir() else name
+
+
+def guarded(name: str, load: Any) -> Any:
+    """transformers' own words for what a user can cause, in our form."""
+    try:
+        return load()
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        text = str(error)
+        if "trust_remote_code" in text:
+            raise ModelError(what="this model wants to run code from its own repository", where=name,
+                             why="no file can make Pronghorn run code",
+                             fix="use a model type that transformers has itself") from error
+        first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+        raise ModelError(
+            what="cannot load the model", where=name, why=first[:300],
+            fix="check the name; without a network, the model must be a folder or already in the hub cache",
+        ) from error

@@ -12,6 +12,8 @@ from typing import Any, Literal
 from pronghorn.kernels.gated_mlp import Kind
 from pronghorn.kernels.moe_gated import ExpertKind
 
+EXPERTS = "experts"  # among lora.targets: every stack of experts
+
 ACTIVATIONS: dict[str, Kind] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 

@@ -16,10 +16,11 @@ from torch import Tensor
 from pronghorn.errors import CommandError, ModelError
 from pronghorn.kernels.dispatch import say_once
 from pronghorn.model.causal_lm import base_of
+from pronghorn.model.families import EXPERTS
 from pronghorn.model.few_bit_experts import FewBitExperts
 from pronghorn.model.fp8_linear import Fp8Linear
 from pronghorn.model.load import without_progress_bars
-from pronghorn.model.lora import EXPERTS, expert_stacks, linear_names
+from pronghorn.model.lora import expert_stacks, linear_names
 from pronghorn.model.quantized import NF4Linear
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",

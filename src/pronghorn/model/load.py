@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
+from transformers import AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
 from transformers.utils import logging
 
 from pronghorn.errors import ModelError, RecipeError
+from pronghorn.model.config import guarded, place, read_config
 from pronghorn.model.families import FAMILIES, why_not_fast
 from pronghorn.model.fp8_linear import load_fp8, refuse_quantized, require_fp8
 from pronghorn.model.lora import add_adapter
@@ -87,7 +87,7 @@ def inspect_model(name: str, lora: Lora | None = None, *, four_bit: bool = False
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # sizes are those of the model it was made from
     with torch.device("meta"):
-        model = _guarded(name, lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+        model = guarded(name, lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     text = config.get_text_config()
     parameters = sum(p.numel() for p in model.parameters())
     linears = [module for path, module in model.named_modules()
@@ -128,14 +128,14 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, four_bit:
     if four_bit or fp8:
         folder, load = local_folder(name), load_fp8 if fp8 else load_nf4
         _refuse_unreadable_folder(str(folder))
-        model = _guarded(name, lambda: load(folder, dtype, device, progress=progress))
-        model.config._name_or_path = model.name_or_path = _place(name)  # adapters name their base by it
+        model = guarded(name, lambda: load(folder, dtype, device, progress=progress))
+        model.config._name_or_path = model.name_or_path = place(name)  # adapters name their base by it
         return model  # type: ignore[no-any-return]
     with without_progress_bars():
-        model, found = _guarded(
+        model, found = guarded(
             name,
             lambda: AutoModelForCausalLM.from_pretrained(
-                _place(name), dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+                place(name), dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
                 **({"quantization_config": Mxfp4Config(dequantize=True)} if method == "mxfp4" else {}),
             ),
@@ -176,7 +176,7 @@ def local_folder(name: str, token: str | None = None) -> Path:
 
 def _config(name: str, four_bit: bool) -> Any:
     """Refused where the weights are stored in a form that this way of loading does not read."""
-    config = _guarded(name, lambda: AutoConfig.from_pretrained(_place(name), trust_remote_code=False))
+    config = read_config(name)
     if four_bit:
         refuse_other_quantization(config, name)
     elif (found := getattr(config, "quantization_config", None)) is not None:
@@ -221,12 +221,6 @@ def _refuse_made_up_weights(name: str, found: dict[str, Any]) -> None:
                          fix="get the model's complete files, all from the same version")
 
 
-def _place(name: str) -> str:
-    """`~` opened, which transformers would take for part of a hub name."""
-    folder = Path(name).expanduser()
-    return str(folder) if folder.is_dir() else name
-
-
 def _refuse_unreadable_folder(name: str) -> None:
     folder = Path(name).expanduser()
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or folder.exists()
@@ -250,20 +244,3 @@ def _refuse_unreadable_folder(name: str) -> None:
             fix="get the model's safetensors files, or convert them where you trust their origin",
         )
     raise ModelError(what="this folder holds no *.safetensors", where=name, fix="download the model's weights into it")
-
-
-def _guarded(name: str, load: Any) -> Any:
-    """transformers' own words for what a user can cause, in our form."""
-    try:
-        return load()
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        text = str(error)
-        if "trust_remote_code" in text:
-            raise ModelError(what="this model wants to run code from its own repository", where=name,
-                             why="no file can make Pronghorn run code",
-                             fix="use a model type that transformers has itself") from error
-        first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
-        raise ModelError(
-            what="cannot load the model", where=name, why=first[:300],
-            fix="check the name; without a network, the model must be a folder or already in the hub cache",
-        ) from error

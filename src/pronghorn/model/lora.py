@@ -10,9 +10,8 @@ from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dic
 from safetensors.torch import load_file
 
 from pronghorn.errors import RecipeError
+from pronghorn.model.families import EXPERTS
 from pronghorn.recipe import Lora
-
-EXPERTS = "experts"  # among lora.targets: every stack of experts
 
 
 def add_adapter(model: torch.nn.Module, lora: Lora, seed: int) -> PeftModel:

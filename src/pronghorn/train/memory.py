@@ -16,38 +16,22 @@ from typing import Any
 import torch
 
 from pronghorn.data.batches import PackedBatch, Shapes
-from pronghorn.data.prepare import hold_out, prepare
-from pronghorn.data.tokens import TokenizerFiles
-from pronghorn.errors import CommandError, EnvironmentFault, PronghornError, RecipeError
+from pronghorn.errors import CommandError, EnvironmentFault, RecipeError
 from pronghorn.kernels.attention import gradients_in_place, pick_backend
 from pronghorn.memory.calibrate import calibrate
 from pronghorn.memory.costs import predicted_costs
-from pronghorn.memory.forecast import (
-    Forecast,
-    comparison,
-    job_of,
-    level_table,
-    longest_report,
-    memory_lines,
-    picture,
-    plan_report,
-    problem_of,
-)
+from pronghorn.memory.forecast import job_of, level_table, memory_lines, picture, problem_of
 from pronghorn.memory.gpus import GPUS, Gpu, find_gpu
 from pronghorn.memory.host_embeddings import move_embeddings, why_embeddings_stay
-from pronghorn.memory.moe_sizes import why_not_planned
 from pronghorn.memory.offload import OffloadPool
 from pronghorn.memory.plan import KEEP, Plan, host_room, make_plan, parse_budget
 from pronghorn.memory.sizes import CONTEXT_BYTES, Job, host_moments
 from pronghorn.memory.working import evaluation_bytes, head_share
 from pronghorn.model.causal_lm import engine_of
-from pronghorn.model.config import read_config
 from pronghorn.model.decoder_layer import Documents
-from pronghorn.model.families import FAMILIES, why_not_fast
 from pronghorn.model.load import DTYPES, Precision
 from pronghorn.recipe import Recipe
-
-__all__ = ["RunMemory", "comparison", "evaluation_capacity", "forecast", "plan_memory"]
+from pronghorn.train.forecast import why_no_plan
 
 ANY_GPU = GPUS["h200"]  # stands in where the GPU is not known, until one is measured: sizes do not depend on it
 EVALUATION_TOKENS = 4096  # of a pack without gradients: enough to keep a GPU busy, and a quarter of a training pack's memory
@@ -84,19 +68,6 @@ def plan_memory(recipe: Recipe, config: Any, shapes: Shapes, device: torch.devic
                           fix="set train.optimizer: paged_adamw_8bit or adamw_8bit, or free host memory")
     return RunMemory(make_plan(problem), device, gpu is not None, recipe.train.batch_tokens // recipe.train.capacity,
                      explicit=recipe.memory.budget != "auto", remark=remark)
-
-
-def why_no_plan(recipe: Recipe, config: Any, device: torch.device) -> str:
-    if recipe.layers == "own":
-        return "the recipe asks for the model's own layers, which keep what they keep"
-    text = config.get_text_config()
-    if why := why_not_fast(text) or why_not_planned(text):
-        return why
-    if recipe.fp8 and FAMILIES[text.model_type].experts:
-        return "the memory of experts in FP8 is not planned yet: every layer keeps what backward needs"
-    if recipe.method != "full" and (recipe.lora.dropout or recipe.lora.dora):
-        return "with lora.dropout or lora.dora a layer is many operations, not one that decides what it keeps"
-    return "there is no NVIDIA GPU" if device.type != "cuda" and recipe.memory.budget == "auto" else ""
 
 
 def run_job(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision) -> Job:
@@ -298,75 +269,3 @@ class RunMemory:
 def out_of_memory(step: int, where: str, why: str, recipe: Recipe) -> EnvironmentFault:
     return EnvironmentFault(what=f"step {step}: out of GPU memory", where=where, why=why,
                             fix=f"lower train.capacity (now {recipe.train.capacity:,}) and start with --fresh")
-
-
-# ---- `pronghorn plan` --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DataFacts:
-    """What a forecast wants to know of the rows."""
-
-    tokens: int  # of the whole run
-    loss_share: float
-    attended: int
-
-
-class _NotPrepared(Exception):
-    """The rows were not tokenized yet."""
-
-
-class _CachedOnly(TokenizerFiles):
-    def load(self) -> Any:
-        raise _NotPrepared
-
-
-def cached_data(recipe: Recipe) -> DataFacts | None:
-    """From rows that some earlier command tokenized; None where that would have to be done first."""
-    try:
-        table = prepare(recipe.data.train, recipe.data, _CachedOnly(recipe.model, recipe.data.chat_template)).tokens
-    except (_NotPrepared, PronghornError):
-        return None
-    if isinstance(recipe.data.eval, float):
-        table, _ = hold_out(table, recipe.data.eval, recipe.train.seed)
-    lengths = table.lengths.astype("int64")
-    tokens = int(lengths.sum())
-    return DataFacts(tokens * recipe.train.epochs, float(table.loss_counts.sum()) / max(1, tokens),
-                     int((lengths * lengths).sum()) // max(1, tokens))
-
-
-def forecast(recipe: Recipe, *, gpu: str | None, price: float | None = None, tokens: int | None = None,
-             longest: bool = False) -> list[Forecast]:
-    """On the GPU that is named, on this machine's, or, where there is none, on each of the table that the run fits into.
-    `longest`: of the same run on the longest document that fits."""
-    if price is not None and price < 0:
-        raise CommandError(what=f"--price {price:g} is negative", fix="give the price of one GPU for an hour, in USD")
-    if tokens is not None and tokens < 1:
-        raise CommandError(what=f"--tokens {tokens} is no amount", fix="give the tokens of the whole run, over all epochs")
-    chosen = find_gpu(gpu) if gpu else None  # refused before anything is read
-    if chosen is None and torch.cuda.is_available():
-        chosen = find_gpu(torch.cuda.get_device_name())
-    config, data = read_config(recipe.model), cached_data(recipe)
-    if why := why_no_plan(recipe, config, torch.device("cuda")):
-        raise RecipeError(what="this run cannot be planned", why=why, fix="change what stands against it")
-    known = data.tokens if data and not recipe.train.steps else None
-    if longest:
-        if chosen is None:
-            raise CommandError(what="--longest needs a GPU to plan for",
-                               fix="name one with --gpu, and memory.budget if not all of its memory is to be used")
-        return [longest_report(recipe, config, gpu=chosen, price=price, loss_share=data.loss_share if data else 1.0)]
-    options: dict[str, Any] = {"tokens": tokens or known, "price": price}
-    if data is not None:
-        options |= {"attended": data.attended, "loss_share": data.loss_share}
-    if chosen is not None:
-        return [plan_report(recipe, config, gpu=chosen, **options)]
-    found: list[Forecast] = []
-    problem: PronghornError | None = None
-    for one in GPUS.values():
-        try:
-            found.append(plan_report(recipe, config, gpu=one, **options))
-        except (RecipeError, CommandError) as error:
-            problem = error
-    if not found and problem is not None:
-        raise problem
-    return found

@@ -1,0 +1,102 @@
+"""`pronghorn plan`: what a run would take and cost on a GPU that need not be there. Imports nothing that loads a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pronghorn.data.prepare import hold_out, prepare
+from pronghorn.data.tokens import TokenizerFiles
+from pronghorn.errors import CommandError, PronghornError, RecipeError
+from pronghorn.memory.forecast import Forecast, comparison, longest_report, plan_report
+from pronghorn.memory.gpus import GPUS, find_gpu
+from pronghorn.memory.moe_sizes import why_not_planned
+from pronghorn.model.config import read_config
+from pronghorn.model.families import FAMILIES, why_not_fast
+from pronghorn.recipe import Recipe
+
+__all__ = ["comparison", "forecast"]
+
+
+def why_no_plan(recipe: Recipe, config: Any, device: torch.device) -> str:
+    if recipe.layers == "own":
+        return "the recipe asks for the model's own layers, which keep what they keep"
+    text = config.get_text_config()
+    if why := why_not_fast(text) or why_not_planned(text):
+        return why
+    if recipe.fp8 and FAMILIES[text.model_type].experts:
+        return "the memory of experts in FP8 is not planned yet: every layer keeps what backward needs"
+    if recipe.method != "full" and (recipe.lora.dropout or recipe.lora.dora):
+        return "with lora.dropout or lora.dora a layer is many operations, not one that decides what it keeps"
+    return "there is no NVIDIA GPU" if device.type != "cuda" and recipe.memory.budget == "auto" else ""
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What a forecast wants to know of the rows."""
+
+    tokens: int  # of the whole run
+    loss_share: float
+    attended: int
+
+
+class _NotPrepared(Exception):
+    """The rows were not tokenized yet."""
+
+
+class _CachedOnly(TokenizerFiles):
+    def load(self) -> Any:
+        raise _NotPrepared
+
+
+def cached_data(recipe: Recipe) -> DataFacts | None:
+    """From rows that some earlier command tokenized; None where that would have to be done first."""
+    try:
+        table = prepare(recipe.data.train, recipe.data, _CachedOnly(recipe.model, recipe.data.chat_template)).tokens
+    except (_NotPrepared, PronghornError):
+        return None
+    if isinstance(recipe.data.eval, float):
+        table, _ = hold_out(table, recipe.data.eval, recipe.train.seed)
+    lengths = table.lengths.astype("int64")
+    tokens = int(lengths.sum())
+    return DataFacts(tokens * recipe.train.epochs, float(table.loss_counts.sum()) / max(1, tokens),
+                     int((lengths * lengths).sum()) // max(1, tokens))
+
+
+def forecast(recipe: Recipe, *, gpu: str | None, price: float | None = None, tokens: int | None = None,
+             longest: bool = False) -> list[Forecast]:
+    """On the GPU that is named, on this machine's, or, where there is none, on each of the table that the run fits into.
+    `longest`: of the same run on the longest document that fits."""
+    if price is not None and price < 0:
+        raise CommandError(what=f"--price {price:g} is negative", fix="give the price of one GPU for an hour, in USD")
+    if tokens is not None and tokens < 1:
+        raise CommandError(what=f"--tokens {tokens} is no amount", fix="give the tokens of the whole run, over all epochs")
+    chosen = find_gpu(gpu) if gpu else None  # refused before anything is read
+    if chosen is None and torch.cuda.is_available():
+        chosen = find_gpu(torch.cuda.get_device_name())
+    config, data = read_config(recipe.model), cached_data(recipe)
+    if why := why_no_plan(recipe, config, torch.device("cuda")):
+        raise RecipeError(what="this run cannot be planned", why=why, fix="change what stands against it")
+    known = data.tokens if data and not recipe.train.steps else None
+    if longest:
+        if chosen is None:
+            raise CommandError(what="--longest needs a GPU to plan for",
+                               fix="name one with --gpu, and memory.budget if not all of its memory is to be used")
+        return [longest_report(recipe, config, gpu=chosen, price=price, loss_share=data.loss_share if data else 1.0)]
+    options: dict[str, Any] = {"tokens": tokens or known, "price": price}
+    if data is not None:
+        options |= {"attended": data.attended, "loss_share": data.loss_share}
+    if chosen is not None:
+        return [plan_report(recipe, config, gpu=chosen, **options)]
+    found: list[Forecast] = []
+    problem: PronghornError | None = None
+    for one in GPUS.values():
+        try:
+            found.append(plan_report(recipe, config, gpu=one, **options))
+        except (RecipeError, CommandError) as error:
+            problem = error
+    if not found and problem is not None:
+        raise problem
+    return found
