@@ -114,9 +114,8 @@ def test_loss_and_every_gradient_equal_transformers(family: str, method: str) ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_is_within_1e_5_of_transformers(family: str) -> None:
     """As test_decoder_layer.py has it: or within four times transformers' own distance from float64. Queries' and keys'
-    gradients are sums of cancelling terms; seen in them: 1.7e-5 (gpt_oss, LoRA on experts, q_proj A; transformers' own error
-    is 2.6e-6), 1.2e-5 (qwen2_moe, full, q_proj's bias; 2.6e-6). Over all gradients of a model the geometric mean of our error
-    over transformers' is 0.9 to 1.5."""
+    gradients are sums of cancelling terms; the worst seen beyond that is 1.2e-5 (qwen2_moe, full, q_proj's bias; transformers'
+    own error is 2.6e-6). Over all gradients of a model the geometric mean of our error over transformers' is 0.9 to 1.5."""
     for method in METHODS:
         for batch in (packed_batch(), single_batch()):
             model = model_of(family, method, torch.float32)
@@ -129,7 +128,7 @@ def test_float32_is_within_1e_5_of_transformers(family: str) -> None:
             assert ours.keys() == theirs.keys()
             assert apart(fast.detach(), own.detach()) < 1e-6
             for name, gradient in ours.items():
-                least = 3e-5 if "q_proj" in name or "k_proj" in name else 1e-5
+                least = 1.5e-5 if "q_proj" in name or "k_proj" in name else 1e-5
                 allowed = max(least, 4 * apart(theirs[name], truth[name]))
                 assert apart(gradient, theirs[name]) <= allowed, f"{method}: {name}"
 

@@ -82,7 +82,6 @@ class PlainTorch:
     def forward(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: Packed, out: Tensor | None) -> tuple[Tensor, Tensor]:
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device) if out is None else out
         lse_NT = torch.empty(q_TNH.shape[1::-1], dtype=_compute_dtype(q_TNH), device=q_TNH.device)
-        plain = []  # documents whose kernel knows no sinks
         for start, end in packed.documents():
             rows = slice(start, end)
             if _has_torch_kernel(q_TNH, packed, end - start):
@@ -91,13 +90,9 @@ class PlainTorch:
                 )
                 out_TNH[rows] = out_KGLH.permute(2, 0, 1, 3).flatten(1, 2)
                 lse_NT[:, rows] = lse_KGL.flatten(0, 1)
-                plain.append(rows)
             else:
                 for block, keys in _blocks(start, end, packed.window):
                     _forward_block(q_TNH, k_TKH, v_TKH, packed, block, keys, out_TNH, lse_NT)
-        if packed.sinks_N is not None:
-            for rows in plain:
-                lse_NT[:, rows] = apply_sinks(out_TNH[rows], lse_NT[:, rows], packed.sinks_N)
         return out_TNH, lse_NT
 
     @staticmethod
@@ -139,9 +134,11 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def _has_torch_kernel(q: Tensor, packed: Packed, length: int) -> bool:
-    """Whether torch's CPU kernel computes this document. Half types go in blocks, in fp32, rounded once at the end."""
+    """Whether torch's CPU kernel computes this document. Half types go in blocks, in fp32, rounded once at the end; so do
+    sinks, which that kernel does not know, and which put in afterwards cost queries' gradients a digit in fp32."""
     whole = packed.window is None or packed.window >= length
-    return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and packed.softcap is None and whole
+    plain = packed.softcap is None and packed.sinks_N is None
+    return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and plain and whole
 
 
 def _heads_first(x_LNH: Tensor, kv_heads: int) -> Tensor:
