@@ -15,6 +15,23 @@ import pytest
 
 from samples import chat_rows, make_model, make_tokenizer, write_rows
 
+KERNELS = Path(__file__).parent / "kernels"
+
+
+def _interpreted_kernels(config: pytest.Config, wanted: bool) -> None:
+    plugin = config.pluginmanager.get_plugin(str(KERNELS / "conftest.py"))
+    if plugin is not None:  # the kernel tests are among those of this session
+        plugin.use_interpreted(wanted)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Test files are imported now: those of kernels beside interpreted kernels, all others beside the usual ones."""
+    _interpreted_kernels(collector.config, KERNELS in (collector.path, *collector.path.parents))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _interpreted_kernels(session.config, False)
+
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:

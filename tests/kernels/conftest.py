@@ -11,8 +11,9 @@ import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from types import ModuleType
 
 import pytest
 import torch
@@ -20,24 +21,31 @@ import torch
 CUDA = torch.cuda.is_available()
 
 
-def _import_interpreted_kernels() -> None:
-    """Triton chooses between compiler and interpreter when it is imported and when a kernel is decorated.
+def _kernels_and_triton() -> dict[str, ModuleType]:
+    """Loaded modules that exist once for the compiler and once for the interpreter; triton._C registers its types once."""
+    return {name: module for name, module in sys.modules.items()
+            if name.startswith("pronghorn.kernels.") or (name.split(".")[0] == "triton" and not name.startswith("triton._C"))}
 
-    Other tests of this process may have imported Triton as it is, so it is imported afresh, together with our kernels.
-    The variable is taken back afterwards: elsewhere in this process CPU tensors keep going through plain torch.
-    """
-    for name in list(sys.modules):
-        ours = name.startswith("pronghorn.kernels.")
-        if ours or (name.split(".")[0] == "triton" and not name.startswith("triton._C")):  # _C registers its types once
-            del sys.modules[name]
-            if ours:  # `from pronghorn.kernels import x` would find the old module as the package's attribute
-                delattr(sys.modules["pronghorn.kernels"], name.rpartition(".")[2])
+
+def _import_kernels() -> dict[str, ModuleType]:
+    package = importlib.import_module("pronghorn.kernels")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"pronghorn.kernels.{module.name}")
+    return _kernels_and_triton()
+
+
+def _import_interpreted_kernels() -> dict[str, ModuleType]:
+    """Triton chooses between compiler and interpreter when it is imported and when a kernel is decorated, so it is imported
+    afresh, together with our kernels. The variable is taken back afterwards: elsewhere in this process CPU tensors keep going
+    through plain torch."""
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        package = importlib.import_module("pronghorn.kernels")
-        for module in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"pronghorn.kernels.{module.name}")
+        for name in _kernels_and_triton():
+            del sys.modules[name]
+            if name.startswith("pronghorn.kernels."):  # else `from pronghorn.kernels import x` would find the old one
+                delattr(sys.modules["pronghorn.kernels"], name.rpartition(".")[2])
+        return _import_kernels()
     finally:
         if before is None:
             del os.environ["TRITON_INTERPRET"]
@@ -45,8 +53,26 @@ def _import_interpreted_kernels() -> None:
             os.environ["TRITON_INTERPRET"] = before
 
 
+BOTH: dict[bool, dict[str, ModuleType]] = {}  # the modules by whether they are interpreted
 if not CUDA and find_spec("triton") is not None:
-    _import_interpreted_kernels()
+    BOTH[False] = _import_kernels()
+    BOTH[True] = _import_interpreted_kernels()
+
+
+def use_interpreted(wanted: bool) -> None:
+    """Kernel tests see the interpreted modules; whatever else is in this process sees those it was built with."""
+    if BOTH and sys.modules["pronghorn.kernels.dispatch"] is not BOTH[wanted]["pronghorn.kernels.dispatch"]:
+        sys.modules.update(BOTH[wanted])
+        for name, module in BOTH[wanted].items():
+            if name.startswith("pronghorn.kernels."):  # `from pronghorn.kernels import x` finds the package's attribute
+                setattr(sys.modules["pronghorn.kernels"], name.rpartition(".")[2], module)
+
+
+@pytest.fixture(autouse=True)
+def _interpreted() -> Iterator[None]:
+    use_interpreted(True)
+    yield
+    use_interpreted(False)
 
 
 @pytest.fixture(params=["torch", "triton"])
