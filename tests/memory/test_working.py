@@ -122,7 +122,8 @@ def test_pieces_are_not_too_small() -> None:
     assert pieces_worth_trying(Job(shape, 16384)) == (1, 2, 4, 8)
     assert pieces_worth_trying(Job(shape, 3000)) == (1,)
     assert pieces_worth_trying(Job(shape, 2**20)) == (1, 2, 4, 8, 16, 32)
-    assert pieces_worth_trying(Job(shape, 16384, method="fp8")) == (1,)
+    assert pieces_worth_trying(Job(shape, 16384, method="fp8")) == (1, 2, 4, 8)
+    assert pieces_worth_trying(Job(shape, 16384, method="full", compute="fp8")) == (1,)
 
 
 @pytest.mark.gpu

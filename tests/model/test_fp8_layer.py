@@ -36,6 +36,7 @@ from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
 from pronghorn.model.fp8_layer import Fp8DecoderLayer
 from pronghorn.model.fp8_linear import dequantize_fp8_, quantize_linears_fp8_
+from pronghorn.model.kept import Input
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.quantized import dequantize_model_, quantize_model_
 from pronghorn.recipe import Lora
@@ -164,14 +165,16 @@ def test_without_the_rounding_nothing_differs(family: str, monkeypatch: pytest.M
 
     monkeypatch.setitem(group, "fp8_transpose", transpose)
     batch = batch_of()
-    ours = result_of(model_of(family, stored="nf4"), batch)
-    reference = model_of(family, stored="nf4", fast=False)
+    reference, model = model_of(family, stored="nf4", fast=False), model_of(family, stored="nf4")
     dequantize_model_(reference, torch.float32)
     truth = gradients(reference, own_loss(reference, batch))
-    assert ours[0] == pytest.approx(truth[0], rel=1e-6)
-    assert ours[1].keys() == truth[1].keys()
-    for name in truth[1]:
-        assert error(ours, truth, name) < 1e-4, name
+    for levels, pieces in ((["nothing"] * 3, 1), (["layer", "gate_up", "layer"], 3)):
+        set_layers(model, levels, pieces)
+        ours = result_of(model, batch)
+        assert ours[0] == pytest.approx(truth[0], rel=1e-6)
+        assert ours[1].keys() == truth[1].keys()
+        for name in truth[1]:
+            assert error(ours, truth, name) < 1e-4, name
 
 
 def test_in_bf16() -> None:
@@ -218,6 +221,94 @@ def test_every_level_gives_the_same_bits(family: str) -> None:
                 layer.level, layer.offload = level, place  # type: ignore[assignment]
             assert_same(gradients(model, fast_loss(model, batch)), expected)
             pool.finish()
+
+
+def set_layers(model: Any, levels: list[str], pieces: int, place: OffloadPool | None = None) -> None:
+    for layer, level in zip(engine(model).layers, levels, strict=True):
+        layer.level, layer.pieces, layer.offload = level, pieces, place  # type: ignore[assignment]
+
+
+def assert_close(one: Result, other: Result) -> None:
+    """To the rounding of fp32 sums in another order: 9e-7 of the largest of a gradient seen."""
+    assert one[0] == other[0]  # every row is rounded to the same bytes
+    assert one[1].keys() == other[1].keys()
+    for name, expected in other[1].items():
+        assert float((one[1][name] - expected).abs().max()) <= 3e-6 * float(expected.abs().max()), name
+
+
+@pytest.mark.parametrize(("family", "stored"), [*((family, "fp8") for family in [*FEW, "granite", "llama, every bias"]),
+                                                ("llama", "nf4")])
+def test_the_mlp_in_pieces_gives_the_same_gradients(family: str, stored: str) -> None:
+    model, batch = model_of(family, stored=stored), batch_of()
+    rows, tokens = len(batch.loss_rows), len(batch.ids_T)  # of the last layer's MLP, and of the others'
+    assert rows % 3
+    assert tokens % 7
+    expected = gradients(model, fast_loss(model, batch))
+    pool = OffloadPool(3, 8_000_000, torch.device("cpu"))
+    for pieces, place in ((3, None), (7, pool)):
+        for levels in (["gate_up"] * 3, ["layer", "nothing", "layer"]):
+            set_layers(model, levels, pieces, place)
+            assert_close(result_of(model, batch), expected)
+            pool.finish()
+    with torch.no_grad():
+        assert float(fast_loss(model, batch)) == expected[0]
+
+
+def test_pieces_add_to_the_adapters_sums() -> None:
+    model, batches = model_of("llama"), [batch_of(seed=seed) for seed in range(2)]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for p in trained.values():
+        p.grad = torch.zeros_like(p)
+    sums, found = AdapterSums(engine(model), torch.float32), []
+    for pieces in (1, 3):
+        set_layers(model, ["layer", "gate_up", "layer"], pieces)
+        sums.buffer.zero_()
+        for batch in batches:
+            fast_loss(model, batch).backward()
+        sums.collect()
+        found.append((0.0, {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}))
+    assert all(float(grad.norm()) > 0 for grad in found[0][1].values())
+    assert_close(found[1], found[0])
+
+
+def test_pieces_hold_a_part_of_gate_and_up_and_write_the_gradient_where_it_was() -> None:
+    model, batch = model_of("llama"), batch_of()
+    set_layers(model, ["layer"] * 3, 4)
+    layer = engine(model).layers[0]
+    documents = engine(model).documents(batch.cu_seqlens, batch.longest, batch.positions_T)
+    engine(model).prepare(torch.float32)
+    seen: list[int] = []
+    assert isinstance(layer, Fp8DecoderLayer)
+    real = layer.gate_up.product
+
+    def product(x: Any) -> Any:
+        seen.append(len(x.values))
+        return real(x)
+
+    layer.gate_up.product = product  # type: ignore[method-assign]
+    with torch.no_grad():
+        h = engine(model).embed(batch.ids_T)
+        documents.room.buffer = torch.randn_like(h)
+        dh, buffer = documents.room.buffer.clone(), documents.room.buffer
+        kept = layer.forward_at("layer", h, documents)[1]
+        assert isinstance(kept, Input)
+        ours, _ = layer.backward(buffer, layer.again(kept, documents, None), documents)
+        assert not torch.equal(buffer, dh)  # the gradient of h2
+        theirs, _ = layer.backward(dh.clone(), layer.again(kept, documents, None), documents)
+    assert ours is not None
+    assert theirs is not None
+    assert torch.equal(ours, theirs)
+    assert max(seen) == -(-len(h) // 4)
+    assert sum(seen) == 3 * len(h)
+
+
+def test_who_can_do_the_mlp_in_pieces() -> None:
+    assert engine(model_of("llama")).has_pieces
+    assert engine(model_of("llama", stored="nf4")).has_pieces
+    trained = AutoModelForCausalLM.from_config(FAMILIES["llama"])
+    assert install(trained, fp8=True) == ""
+    assert all(isinstance(layer, Fp8DecoderLayer) for layer in engine(trained).layers)
+    assert not engine(trained).has_pieces
 
 
 def test_a_kept_turned_weight_gives_the_same_bits_and_follows_the_adapters() -> None:
@@ -331,6 +422,11 @@ def test_on_a_gpu(config: Any, stored: str, monkeypatch: pytest.MonkeyPatch) -> 
         again = result_of(model, batch)
         assert again[0] == ours[0]
         assert all(cosine(again[1][name], ours[1][name]) > 0.9999 for name in ours[1])  # sums in attention have no fixed order
+        set_layers(model, [level] * 3, 3)
+        in_pieces = result_of(model, batch)  # products of fewer rows may sum in another order, which turns some roundings
+        assert in_pieces[0] == pytest.approx(ours[0], rel=1e-3)
+        assert all(cosine(in_pieces[1][name], ours[1][name]) > 0.999 for name in ours[1])
+        set_layers(model, [level] * 3, 1)
 
 
 @on_a_gpu

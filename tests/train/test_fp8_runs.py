@@ -12,12 +12,14 @@ import pytest
 import torch
 from test_graphed_step import DEVICE, SMALL, eager, graphed, mixed_table, steps_of
 from test_loop import Silent
-from test_memory import between
+from test_memory import between, set_up_silently
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from pronghorn.cli import main
 from pronghorn.errors import EnvironmentFault, RecipeError
+from pronghorn.memory import working
+from pronghorn.memory.plan import smallest_budget
 from pronghorn.model import fp8_linear
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of, install
 from pronghorn.model.export import trained_model
@@ -176,6 +178,22 @@ def test_every_budget_trains_the_same_numbers(recipe_for: RecipeFor, tmp_path: P
         (told,) = [e for e in read_log(planned.folder) if e["event"] == "plan"]
         kinds |= set(told["plan"]["levels"])
     assert kinds - {"keep"}
+
+
+def test_the_smallest_budget_does_the_mlp_in_pieces(recipe_for: RecipeFor, tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same run to the rounding of sums in another order, which turns some roundings to FP8."""
+    monkeypatch.setattr(working, "SMALLEST_PIECE", 32)
+    folder = saved(tmp_path / "deep", num_hidden_layers=4)
+    changes = RUNS["qlora"][0] | {"model": folder, "train": {"steps": 4, "lr": 1e-3}, "data": {"eval": None}}
+    free = curve(train(recipe_for(**changes, output=str(tmp_path / "free")), display=Silent()))
+    nearly = set_up_silently(recipe_for(**changes, memory=between(recipe_for(**changes), 0.0))).memory
+    assert nearly is not None
+    tight = {"budget": f"{smallest_budget(nearly.plan.problem) / 1e6:.6f}MB"}
+    planned = train(recipe_for(**changes, memory=tight, output=str(tmp_path / "tight")), display=Silent())
+    (told,) = [e for e in read_log(planned.folder) if e["event"] == "plan"]
+    assert told["plan"]["pieces"] > 1
+    assert curve(planned) == pytest.approx(free, rel=5e-4)  # as graphed and eager steps
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------------

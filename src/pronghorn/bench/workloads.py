@@ -150,8 +150,8 @@ WORKLOADS = {workload.name: workload for workload in (
     Workload("llama-8b-fp8", "llama-8b", 16384, systems=_UNSLOTH, ours="fp8"),
     Workload("qwen3-14b-fp8", "qwen3-14b", 8192, systems=_UNSLOTH, method="qlora", ours="fp8"),
     Workload("qwen3-14b-qlora-fp8", "qwen3-14b", 8192, systems=_UNSLOTH, method="qlora", compute="fp8"),
-    Workload("qwen3-14b-qlora-fp8-13gb", "qwen3-14b", 8192, systems=("pronghorn", "unsloth-ckpt"), method="qlora",
-             compute="fp8", budget="13GB"),  # 12.1 GiB, of which the plan takes 11.9: Unsloth's 12.0
+    Workload("qwen3-14b-qlora-fp8-12gib", "qwen3-14b", 8192, systems=("pronghorn", "unsloth-ckpt"), method="qlora",
+             compute="fp8", budget="12GiB"),
     # Mixtures of experts at full width. transformers' gpt-oss lets packed documents see each other, so it is padded there.
     Workload("gpt-oss-20b-4layers", "gpt-oss-20b-4layers", 8192, systems=(*_UNSLOTH, "padded"), adapters="attention"),
     Workload("gpt-oss-20b-4layers-experts", "gpt-oss-20b-4layers", 8192, systems=(*_UNSLOTH, "padded"), adapters="experts"),

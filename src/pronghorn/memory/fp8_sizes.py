@@ -2,6 +2,7 @@
 
 O, D = outputs and inputs of a group, R = its adapters' ranks together, to the next 16, E = 3R columns and rows that carry them
 in the group's matrix (kernels/fp8.py); T = tokens of a micro-batch, e = bytes of a 16- or 32-bit value. An FP8 value is a byte.
+"_in_pieces": with the MLP's rows done in several turns, of `rows` each (model/mlp_pieces.py).
 """
 
 from __future__ import annotations
@@ -64,3 +65,46 @@ def working(job: Job, recompute: Recompute, sums: int) -> int:
     behind = again + 3 * D * e + grad  # dh3, dx2, dh2
     attention = (2 * D + s.out_width + s.qkv_width) * e - (2 * F * e if recompute == "nothing" else 0)
     return T * ranks + max(T * activation, T * behind, T * attention + sums)
+
+
+def _input(group: Group) -> int:
+    """Bytes of a row of its input in FP8."""
+    return fp8_pitch(group.inputs + 3 * group.extra)
+
+
+def _grad(group: Group) -> int:
+    """Bytes of a row of its output's gradient in FP8."""
+    return fp8_pitch(sum(group.outputs) + 3 * group.extra)
+
+
+def forward_in_pieces(job: Job, recompute: Recompute, rows: int, parts: dict[str, int]) -> int:
+    """The most that a layer's forward holds beside what it will keep and what is shared. `parts`: of what it could keep."""
+    s, T, e, g = job.shape, job.capacity, job.element, job.groups()
+    D, F, o8 = s.width * e, s.mlp_width * e, _input(g["out"])
+    ranks = T * sum(group.extra for group in g.values()) * e
+    mlp = rows * (2 * F + max(D + _input(g["gate_up"]), F + _input(g["down"])))
+    if recompute == "gate_up":
+        branch = D if "after_mlp" in s.norms else 0  # kept; not there yet of the last piece, then twice, to be one tensor
+        return ranks + max(T * D + max(mlp - rows * branch, T * branch), T * o8)
+    heads = parts["qkv"] + parts.get("q, k", 0) + parts["lse"]
+    branch = max(o8 + D, 2 * D if "after_attention" in s.norms else 0)
+    return ranks + parts["rstd"] + max(T * D + mlp, heads + T * max(D + _input(g["qkv"]), s.out_width * e + branch))
+
+
+def working_in_pieces(job: Job, recompute: Recompute, rows: int, sums: int, parts: dict[str, int]) -> int:
+    """As `working`, with what level "layer" computes again. The gradient of h2 takes the place of that of h3; attention begins
+    without h2 and the MLP's output, and what it kept is free before the norm of its input has its turn."""
+    s, T, e, g = job.shape, job.capacity, job.element, job.groups()
+    D, F, X, dgu8 = s.width * e, s.mlp_width * e, s.qkv_width * e, _grad(g["gate_up"])
+    norm_of_mlp, norm_of_attention = (D if slot in s.norms else 0 for slot in ("after_mlp", "after_attention"))
+    attended = sum(parts.get(name, 0) for name in ("qkv", "q, k", "lse", "o"))
+    again = attended + parts["h2"] + parts["rstd"] + T * norm_of_attention if recompute == "layer" else 0
+    branch = norm_of_mlp if recompute == "layer" else 0  # the MLP's output, once more, for its norm
+    freed = parts["h2"] + T * (norm_of_mlp - branch)
+    gate_up = max(D + _input(g["gate_up"]), branch and branch + max(F + _input(g["down"]), D))
+    back = branch + max(norm_of_mlp + F + max(dgu8, _grad(g["down"])), dgu8 + D)
+    mlp = rows * (2 * F + max(gate_up, back))
+    attention = T * (s.out_width * e + norm_of_attention + max(X, _grad(g["out"]))) + sums
+    behind = T * (X + D + max(D, _grad(g["qkv"]))) - attended
+    ranks = T * sum(group.extra for group in g.values()) * e
+    return again + ranks + T * D + max(mlp, T * _input(g["out"]), max(attention, behind) - freed)

@@ -27,8 +27,9 @@ SUMS_PROGRAMS = 8  # partial sums of the adapters' gradients in the activation's
 
 
 def pieces_worth_trying(job: Job) -> tuple[int, ...]:
-    """FP8 layers do their MLP at once, and so do mixtures: rows of a piece would be too few for most experts."""
-    counts, pieces, at_once = [1], 2, job.fp8 or job.shape.mixture is not None
+    """Mixtures do their MLP at once: rows of a piece would be too few for most experts. So do FP8 layers that are trained
+    themselves."""
+    counts, pieces, at_once = [1], 2, job.shape.mixture is not None or (job.fp8 and job.method == "full")
     while pieces <= MOST_PIECES and job.capacity // pieces >= SMALLEST_PIECE and not at_once:
         counts.append(pieces)
         pieces *= 2
@@ -72,6 +73,8 @@ def forward_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
         later_dropped = sum(parts.values()) - kept_bytes(job, recompute)
         in_fp8 = job.capacity * (job.shape.mlp_width + 3 * job.groups()["down"].extra) if job.fp8 else 0
         return later_dropped + max(whole.x2_ext, whole.a_ext + whole.d + in_fp8) + unpacked_bytes(job)
+    if job.fp8:
+        return fp8_sizes.forward_in_pieces(job, recompute, -(-job.capacity // pieces), parts) + unpacked_bytes(job)
     mlp = whole.d + piece.gu_ext + max(piece.x2_ext, piece.a_ext + (piece.d if "after_mlp" in job.shape.norms else 0))
     if recompute == "gate_up":
         return mlp + unpacked_bytes(job)
@@ -87,6 +90,9 @@ def working_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
     if s.mixture:
         return moe_sizes.working(job, recompute, parts, _sums_of_attention(job)) + unpacked_bytes(job)
     trained = max(group.weights for group in g.values()) * FP32 if job.method == "full" else 0
+    if job.fp8 and pieces > 1 and recompute != "nothing":
+        return unpacked_bytes(job) + fp8_sizes.working_in_pieces(job, recompute, -(-job.capacity // pieces),
+                                                                 _sums_of_attention(job), parts)
     if job.fp8:
         again = kept_bytes(job, "nothing") - parts["gu"] - kept_bytes(job, "layer") if recompute == "layer" else 0
         return again + fp8_sizes.working(job, recompute, _sums_of_attention(job)) + unpacked_bytes(job) + trained

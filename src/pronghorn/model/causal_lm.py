@@ -26,7 +26,7 @@ from pronghorn.model.families import FAMILIES, layer_type, num_experts, why_not_
 from pronghorn.model.final_norm import final_norm
 from pronghorn.model.fp8_layer import fast_layer
 from pronghorn.model.fp8_moe_layer import expert_layer
-from pronghorn.model.fp8_projections import Fp8Projections, Fp8Workspace
+from pronghorn.model.fp8_projections import Fp8Projections, Fp8Workspace, trains_whole
 from pronghorn.model.kept import Elsewhere, GradientRoom
 
 IGNORED = -100  # the label of what is not trained on
@@ -85,9 +85,11 @@ class FastCausalLM:
 
     @property
     def has_pieces(self) -> bool:
-        """Whether the layers can do their MLP in several turns (model/mlp_pieces.py); those in FP8 do it at once."""
-        in_fp8 = any(isinstance(group, Fp8Projections) for layer in self.layers for group in layer.groups)
-        return not in_fp8 and not self.expert_layers
+        """Whether the layers can do their MLP in several turns (model/mlp_pieces.py): not mixtures, nor, in FP8, weights that
+        are trained, whose gradients of all pieces together the planner does not count."""
+        trained = any(isinstance(group, Fp8Projections) and any(map(trains_whole, group.modules()))
+                      for layer in self.layers for group in layer.groups)
+        return not trained and not self.expert_layers
 
     def embed(self, ids_T: Tensor) -> Tensor:
         if self.host_embeddings:

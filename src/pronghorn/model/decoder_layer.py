@@ -42,7 +42,7 @@ from pronghorn.kernels.rope import qk_rope_backward, qk_rope_forward
 from pronghorn.model.expert_load import ExpertLoad
 from pronghorn.model.families import ACTIVATIONS, Family, activation_name, layer_type, window
 from pronghorn.model.kept import Attended, Elsewhere, GradientRoom, Input, Kept, Left, Level, come_back, leave
-from pronghorn.model.mlp_pieces import again_up_to_the_mlp, backward_in_pieces, forward_in_pieces
+from pronghorn.model.mlp_pieces import PlainSteps, again_up_to_the_mlp, backward_in_pieces, forward_in_pieces
 from pronghorn.model.projections import Group, Projections
 
 
@@ -172,7 +172,7 @@ class FastDecoderLayer:
         """The residual stream after the layer, and what a level holds on to, at least."""
         if not self.in_pieces(level):
             return self.forward(h, documents, rows)
-        return forward_in_pieces(self, level, h, documents, rows)
+        return forward_in_pieces(PlainSteps(self), level, h, documents, rows)
 
     def forward(self, h: Tensor, documents: Documents, rows: Tensor | None = None) -> tuple[Tensor, Kept]:
         kept = self._to_gate_up(h, documents, rows)
@@ -219,7 +219,7 @@ class FastDecoderLayer:
         found = come_back(left, self.index, self.offload)
         if isinstance(found, Input):
             if self.pieces > 1:
-                return again_up_to_the_mlp(self, found, documents, rows)
+                return again_up_to_the_mlp(PlainSteps(self), found, documents, rows)
             kept = self._to_gate_up(found.h, documents, rows)
             kept.xa3 = found.xa3
             if self.after_mlp is not None and kept.gu is not None:
@@ -306,7 +306,7 @@ class FastDecoderLayer:
         """The gradient of the layer's input (of all tokens, if it is needed), and of `parameters()` in their order."""
         norm_grads: dict[str, Tensor | None] = {}
         if kept.gu is None:
-            dh2, mlp_grads = backward_in_pieces(self, dh3, kept, documents, norm_grads)
+            dh2, mlp_grads = backward_in_pieces(PlainSteps(self), dh3, kept, documents, norm_grads)
         else:
             dh2, mlp_grads = self._backward_mlp(dh3, kept, documents, norm_grads)
         kept.release("h2", "gu", "xa2", "xa3", "y2")

@@ -34,7 +34,17 @@ from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm, _sp
 from pronghorn.model.families import Family
 from pronghorn.model.fp8_linear import Fp8Linear
 from pronghorn.model.fp8_projections import Fp8Projections, Fp8Workspace, Rows, trains_whole
-from pronghorn.model.kept import Attended, Input, Kept, Left, come_back
+from pronghorn.model.kept import Attended, GradientRoom, Input, Kept, Left, Level, come_back
+from pronghorn.model.mlp_pieces import (
+    Grads,
+    NormGrads,
+    Piece,
+    Rstd,
+    again_up_to_the_mlp,
+    backward_in_pieces,
+    forward_in_pieces,
+    out_of_norm_in_place,
+)
 from pronghorn.model.quantized import NF4Linear
 
 
@@ -90,6 +100,7 @@ class Fp8Attention(FastDecoderLayer):
             do, dh = _spread(do, rows, len(kept.h)), _spread(dh2, rows, len(kept.h))
         dqkv, dsinks = self._grad_of_attention(do, kept, documents, norm_grads)
         del do, dy
+        kept.release("q", "k", "v", "o", "o_ext", "lse", "qkv", "y1")
         if need_dh or (self.before_attention and self.before_attention.trains()):
             dx, dyb = self.qkv.product_back(dqkv)
             assert dh is not None
@@ -153,48 +164,63 @@ class Fp8DecoderLayer(Fp8Attention):
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
+    def forward_at(self, level: Level, h: Tensor, documents: Documents, rows: Tensor | None = None
+                   ) -> tuple[Tensor, Kept | Input]:
+        if not self.in_pieces(level):
+            return self.forward(h, documents, rows)
+        return forward_in_pieces(Fp8Steps(self), level, h, documents, rows)
+
     def forward(self, h: Tensor, documents: Documents, rows: Tensor | None = None) -> tuple[Tensor, Kept]:
         kept = self._to_gate_up(h, documents, rows)
         assert kept.gu is not None
-        y, kept.xa3 = self.down.product(self._activated_rows(kept.gu))
+        y, kept.xa3 = self.down.product(self.activated_rows(kept.gu))
         h3, kept.y2 = self._added(y, kept.h2, self.after_mlp, kept.rstd, "after_mlp")
         return h3, kept
 
     def _to_gate_up(self, h: Tensor, documents: Documents, rows: Tensor | None) -> Fp8Kept:
+        kept = self.up_to_the_mlp(h, documents, rows)
+        kept.gu, kept.xa2 = self.gate_up_rows(kept.h2, kept.h_rows, kept.rstd)
+        kept.h_rows = None
+        return kept
+
+    def up_to_the_mlp(self, h: Tensor, documents: Documents, rows: Tensor | None) -> Fp8Kept:
+        """`h2` is the attention branch's output where the norm before the MLP adds `h_rows` to it."""
         seen = self.attended(h, documents, rows)
         y, xa_o = self.out.product(seen.o_ext)
-        rstd, h_rows = seen.rstd, seen.h_rows
-        y1, norm = None, self.before_mlp
-        if norm is None or self.after_attention is not None:
-            h2, y1 = self._added(y, h_rows, self.after_attention, rstd, "after_attention")
-            x2 = self._normed_rows(norm, h2, self.gate_up, rstd, "before_mlp")
-        else:  # residual, norm and cast in one pass; h2 takes y's place
-            x2, h2 = self._normed_sum(norm, y, h_rows, rstd)
-        gu, xa2 = self.gate_up.product(x2)
-        return Fp8Kept(**vars(seen.kept(h, h2, gu=gu, xa2=xa2, y1=y1)), xa_o=xa_o)
+        if self.before_mlp is not None and self.after_attention is None:
+            return Fp8Kept(**vars(seen.kept(h, y, h_rows=seen.h_rows)), xa_o=xa_o)
+        h2, y1 = self._added(y, seen.h_rows, self.after_attention, seen.rstd, "after_attention")
+        return Fp8Kept(**vars(seen.kept(h, h2, y1=y1)), xa_o=xa_o)
+
+    def gate_up_rows(self, y: Tensor, h: Tensor | None, rstd: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """(gu, x A^T) of norm(h + y), with h + y in y's place: residual, norm and cast in one pass; of norm(y) without h."""
+        if h is None or self.before_mlp is None:
+            return self.gate_up.product(self._normed_rows(self.before_mlp, y, self.gate_up, rstd, "before_mlp"))
+        return self.gate_up.product(self._normed_sum(self.before_mlp, y, h, rstd))
 
     def again(self, left: Left, documents: Documents, rows: Tensor | None) -> Kept:
         found = come_back(left, self.index, self.offload)
         if isinstance(found, Input):
+            if self.pieces > 1:
+                return again_up_to_the_mlp(Fp8Steps(self), found, documents, rows)
             kept = self._to_gate_up(found.h, documents, rows)
             kept.xa3 = found.xa3
             if self.after_mlp is not None and kept.gu is not None:
-                y = self.down.product(self._activated_rows(kept.gu))[0]
+                y = self.down.product(self.activated_rows(kept.gu))[0]
                 _, kept.y2 = self._added(y, kept.h2, self.after_mlp, kept.rstd, "after_mlp")
             return kept
-        if found.gu is None:
-            x2 = self._normed_rows(self.before_mlp, found.h2, self.gate_up, found.rstd, "before_mlp")
-            found.gu = self.gate_up.product(x2)[0]
+        if found.gu is None and self.pieces == 1:
+            found.gu = self.gate_up_rows(found.h2, None, found.rstd)[0]
         return found
 
-    def _normed_sum(self, norm: Norm, y: Tensor, h: Tensor, rstd: dict[str, Tensor]) -> tuple[Rows, Tensor]:
+    def _normed_sum(self, norm: Norm, y: Tensor, h: Tensor, rstd: dict[str, Tensor]) -> Rows:
         room = self.gate_up.room(h)
         normed = rms_norm_fp8_forward(
             y, norm.weight, norm.eps, one_plus=norm.one_plus, residual_TD=h, multiplier=self.multiplier, h_out=y,
             bound=self.gate_up.group.bound, out8=room[:, : h.shape[1]],
         )
         rstd["before_mlp"] = normed.rstd_T
-        return Rows(normed.y_TD, room, normed.scale_T), normed.h_TD
+        return Rows(normed.y_TD, room, normed.scale_T)
 
     def _added(self, y: Tensor, h: Tensor, norm: Norm | None, rstd: dict[str, Tensor], name: str
                ) -> tuple[Tensor, Tensor | None]:
@@ -204,7 +230,7 @@ class Fp8DecoderLayer(Fp8Attention):
         out, rstd[name] = rms_norm_then_add_forward(y, norm.weight, norm.eps, h, one_plus=norm.one_plus)
         return out, y
 
-    def _activated_rows(self, gu: Tensor) -> Rows:
+    def activated_rows(self, gu: Tensor) -> Rows:
         room = self.down.room(gu)
         a, _, scale = gated_activation_fp8_forward(gu, self.activation, bound=self.down.group.bound,
                                                    out8=room[:, : gu.shape[1] // 2])
@@ -216,33 +242,77 @@ class Fp8DecoderLayer(Fp8Attention):
                  ) -> tuple[Tensor | None, list[Tensor | None]]:
         assert isinstance(kept, Fp8Kept)
         dh3 = dh3 if dh3.stride(-1) == 1 else dh3.contiguous()
-        norm_grads: dict[str, Tensor | None] = {}
-        dy = self._grad_of_branch(dh3, kept.y2, self.after_mlp, kept.rstd, "after_mlp", norm_grads)
-        da, dyb = self.down.product_back(dy)
-        dgu = self._grad_of_activation(da, kept)  # da is a now
-        down_grads = self.down.parameter_grads(dy, dyb, da, kept.xa3)
-        del da, dy
-        dx2, dyb = self.gate_up.product_back(dgu)
-        dh2 = self._out_of_norm(self.before_mlp, dx2, kept.h2, dh3, kept.rstd, "before_mlp", norm_grads, self.out,
-                                documents.room)
-        gate_up_grads = self._grads_behind_norm(self.gate_up, dgu.values, dyb, kept.h2, kept.xa2, kept.rstd, "before_mlp")
-        del dgu, dx2
-
+        norm_grads: NormGrads = {}
+        if kept.gu is None:
+            dh2, mlp_grads = backward_in_pieces(Fp8Steps(self), dh3, kept, documents, norm_grads)
+        else:
+            dx2, mlp_grads = self.backward_mlp_rows(dh3, kept.h2, kept.gu, kept, norm_grads)
+            kept.release("gu")
+            dh2 = self._out_of_norm(self.before_mlp, dx2, kept.h2, dh3, kept.rstd, "before_mlp", norm_grads, self.out,
+                                    documents.room)
+            del dx2
+        kept.release("h2", "xa2", "xa3", "y2")
         dh, attention_grads, _ = self._backward_attention(dh2, kept, kept.xa_o, documents, rows, need_dh, norm_grads)
         ordered = [norm_grads.get(name) for name in self.norms]
-        return dh, [*attention_grads, *gate_up_grads, *down_grads, *ordered]
+        return dh, [*attention_grads, *mlp_grads, *ordered]
 
-    def _grad_of_activation(self, da: Tensor, kept: Kept) -> Rows:
+    def backward_mlp_rows(self, dh3: Tensor, h2: Tensor, gu: Tensor, rest: Kept | Piece, norm_grads: NormGrads
+                          ) -> tuple[Tensor, Grads]:
+        """(the gradient of what gate and up read, the gradients of their parameters and of down's). gu is lost."""
+        dy = self._grad_of_branch(dh3, rest.y2, self.after_mlp, rest.rstd, "after_mlp", norm_grads)
+        da, dyb = self.down.product_back(dy)
+        dgu = self._grad_of_activation(da, gu)  # da is a now
+        down_grads = self.down.parameter_grads(dy, dyb, da, rest.xa3)
+        del da, dy
+        dx2, dyb = self.gate_up.product_back(dgu)
+        gate_up_grads = self._grads_behind_norm(self.gate_up, dgu.values, dyb, h2, rest.xa2, rest.rstd, "before_mlp")
+        return dx2, [*gate_up_grads, *down_grads]
+
+    def _grad_of_activation(self, da: Tensor, gu: Tensor) -> Rows:
         """dgu takes gu's place, and a, where down's adapter needs it again, takes da's."""
-        assert kept.gu is not None
         room = self.gate_up.room_grad(da)
         group = self.gate_up.group
         dgu, _, scale, _ = gated_activation_fp8_backward(
-            da, kept.gu, self.activation, group.scale_O, bound=group.bound_grad, need_activation=self.down.needs_input,
-            out=kept.gu, out8=room[:, : group.O], activation_out=da,
+            da, gu, self.activation, group.scale_O, bound=group.bound_grad, need_activation=self.down.needs_input,
+            out=gu, out8=room[:, : group.O], activation_out=da,
         )
-        kept.gu = None
         return Rows(dgu, room, scale)
+
+
+class Fp8Steps:
+    """The MLP of such a layer some rows at a time (mlp_pieces.py)."""
+
+    def __init__(self, layer: Fp8DecoderLayer) -> None:
+        self.layer = layer
+
+    def up_to_the_mlp(self, h: Tensor, documents: Documents, rows: Tensor | None) -> Kept:
+        return self.layer.up_to_the_mlp(h, documents, rows)
+
+    def gate_up(self, y: Tensor, h: Tensor | None, rstd: Rstd) -> tuple[Tensor, Tensor | None]:
+        return self.layer.gate_up_rows(y, h, rstd)
+
+    def activated(self, gu: Tensor) -> Rows:
+        return self.layer.activated_rows(gu)
+
+    def down(self, a: Rows) -> tuple[Tensor, Tensor | None]:
+        return self.layer.down.product(a)
+
+    def down_add(self, a: Rows, h2: Tensor, h3: Tensor) -> Tensor | None:
+        y, xa3 = self.layer.down.product(a)
+        torch.add(h2, y, alpha=self.layer.multiplier, out=h3)
+        return xa3
+
+    def own_buffer(self, dh3: Tensor, room: GradientRoom) -> Tensor | None:
+        """No columns are put behind the rows, so they are all of it."""
+        own = room.buffer
+        if own is None or own.shape != dh3.shape or own.data_ptr() != dh3.data_ptr() or own.stride() != dh3.stride():
+            return None
+        return own
+
+    def backward(self, piece: Piece, norm_grads: NormGrads) -> Grads:
+        dx2, grads = self.layer.backward_mlp_rows(piece.dh3, piece.h2, piece.gu, piece, norm_grads)
+        out_of_norm_in_place(self.layer.before_mlp, dx2, piece, norm_grads)
+        return grads
 
 
 def fast_layer(layer: Any, family: Family, config: Any, index: int, workspace: Fp8Workspace, *, fp8: bool) -> FastDecoderLayer:
