@@ -9,7 +9,7 @@ demo: $(READY)
 	$(BIN)/pronghorn demo
 
 test: lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The promise that nothing is lost, at four random instants for each way of loading (the script takes any number)."""
+"""The promise that nothing is lost, at three random instants for each way of loading (the script takes any number)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 @pytest.mark.parametrize("workers", [0, 2])
 def test_kill_9_at_any_instant_changes_nothing(tiny_model: Path, tmp_path: Path, workers: int) -> None:
     script = Path(__file__).parent / "kill_and_resume.py"
-    words = [str(tiny_model), str(tmp_path), "--kills", "4", "--workers", str(workers), "--seed", str(workers)]
+    words = [str(tiny_model), str(tmp_path), "--kills", "3", "--workers", str(workers), "--seed", str(workers)]
     done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout)
-    assert result["kills"] == 4
+    assert result["kills"] == 3
     assert len(set(result["resumed_from"])) >= 3  # the instants really were spread over the run
