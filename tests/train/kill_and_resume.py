@@ -84,11 +84,12 @@ def main() -> None:
     expected = weights(arguments.scratch / "whole")
     chance = random.Random(arguments.seed)
     landed = []
-    for _ in range(arguments.kills):
+    for number in range(arguments.kills):
         run = arguments.scratch / "killed"
         shutil.rmtree(run, ignore_errors=True)
         child = start(recipe("killed"))
-        time.sleep(chance.uniform(0.0, duration))
+        # spread over the run, which is a little shorter than the first one: its rows are tokenized already
+        time.sleep((number + chance.random()) / arguments.kills * 0.9 * duration)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         newest = latest_checkpoint(run)
