@@ -187,7 +187,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 def plan(arguments: argparse.Namespace) -> None:
     recipe = _recipe(arguments)
-    from pronghorn.train.forecast import comparison, forecast
+    from pronghorn.train.run_forecast import comparison, forecast
 
     found = forecast(recipe, gpu=arguments.gpu, price=arguments.price, tokens=arguments.tokens, longest=arguments.longest)
     if arguments.longest:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +11,8 @@ import pytest
 import torch
 from test_loop import Silent, same, weights
 
-from pronghorn.cli import main
 from pronghorn.data.batches import Shapes
-from pronghorn.errors import CommandError, EnvironmentFault, Interrupted, RecipeError
+from pronghorn.errors import EnvironmentFault, Interrupted, RecipeError
 from pronghorn.memory import working
 from pronghorn.memory.costs import LayerCosts
 from pronghorn.memory.plan import KEEP, smallest_budget
@@ -24,7 +22,6 @@ from pronghorn.model.decoder_layer import FastDecoderLayer
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.train import setup
-from pronghorn.train.forecast import cached_data, forecast
 from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.graphed_step import GraphedStep, raise_if_out_of_memory
 from pronghorn.train.loop import RunResult, train
@@ -399,65 +396,3 @@ def test_evaluation_is_paid_for_where_a_captured_step_keeps_its_memory(recipe_fo
     problem = memory.plan.problem
     aside = replace(problem, aside=10**8)
     assert smallest_budget(aside) == pytest.approx(smallest_budget(problem) + 10**8 / 0.99, abs=2)
-
-
-# ---- `pronghorn plan` --------------------------------------------------------------------------------------------------------
-
-
-def test_a_forecast_needs_neither_gpu_nor_weights_nor_data(recipe_for: RecipeFor, tmp_path: Path) -> None:
-    recipe = recipe_for()
-    assert cached_data(recipe) is None
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    (bare / "config.json").write_bytes((Path(recipe.model) / "config.json").read_bytes())
-    (found,) = forecast(recipe_for(model=str(bare)), gpu="rtx4090", price=0.5, tokens=10**9)
-    assert (found.gpu.name, found.price, found.tokens) == ("rtx4090", 0.5, 10**9)
-    if not torch.cuda.is_available():
-        assert {one.gpu.name for one in forecast(recipe, gpu=None)} >= {"rtx3090", "h100", "b200"}
-    with pytest.raises(CommandError, match="no GPU is known as 'rtx4091'") as caught:
-        forecast(recipe, gpu="rtx4091")
-    assert "did you mean rtx4090?" in caught.value.fix
-    for wrong in ({"price": -1.0}, {"tokens": 0}):
-        with pytest.raises(CommandError):
-            forecast(recipe, gpu="h200", **wrong)  # type: ignore[arg-type]
-
-
-def test_rows_that_were_tokenized_before_are_counted(recipe_for: RecipeFor) -> None:
-    recipe = recipe_for(train={"epochs": 3})
-    result = train(recipe, display=Silent())
-    start = read_log(result.folder)[0]["data"]
-    (found,) = forecast(recipe, gpu="h200")
-    assert found.tokens == 3 * start["tokens"]
-    data = cached_data(recipe)
-    assert data is not None
-    assert data.loss_share == pytest.approx(start["loss_tokens"] / start["tokens"])
-    (steps,) = forecast(recipe_for(train={"steps": 7}), gpu="h200")
-    assert steps.tokens == 7 * recipe.train.batch_tokens
-
-
-def test_the_verb_says_it_to_people_and_to_machines(recipe_for: RecipeFor, tmp_path: Path,
-                                                    capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "recipe.yaml"
-    file.write_text(json.dumps(recipe_for().model_dump(mode="json")), encoding="utf-8")
-    assert main(["plan", str(file), "--gpu", "a100-80"]) == 0
-    text = capsys.readouterr().out
-    for part in ("A100 80 GB", "tokens/s", "peak", "USD", "█ keeps everything", "tokens unknown"):
-        assert part in text
-    assert main(["plan", str(file), "--gpu", "h200", "--tokens", "1000000", "--price", "2", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["tokens"] == 1_000_000
-    assert told["cost"] == pytest.approx(told["hours"] * 2)
-    assert main(["plan", str(file), "memory.budget=200MB", "--gpu", "h200", "--longest"]) == 0
-    text = capsys.readouterr().out
-    tokens = int(text.rpartition("train.capacity=")[2].split()[0])
-    assert tokens % 1024 == 0
-    assert f"one document of {tokens:,} tokens" in text
-    if not torch.cuda.is_available():
-        assert main(["plan", str(file), "--longest"]) == 2
-        assert "name one with --gpu" in capsys.readouterr().err
-        assert main(["plan", str(file)]) == 0
-        shown = capsys.readouterr().out
-        assert "b200" in shown
-        assert "USD an hour" in shown
-    assert main(["plan", str(file), "--gpu", "h20"]) == 2
-    assert "did you mean" in capsys.readouterr().err

@@ -21,8 +21,8 @@ from pronghorn.model.moe_layer import MoeDecoderLayer
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.report.stages import Stages
-from pronghorn.train.forecast import why_no_plan
 from pronghorn.train.loop import train
+from pronghorn.train.run_forecast import why_no_plan
 from samples import make_tokenizer
 
 SIZES: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,

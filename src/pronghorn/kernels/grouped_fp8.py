@@ -33,7 +33,7 @@ from pronghorn.kernels.fp8_cast import (
     fp8_transpose,
 )
 from pronghorn.kernels.grouped_gemm import grouped_linear_forward
-from pronghorn.kernels.grouped_lora import RANK_MULTIPLE, AdaptedExperts, ExpertAdapter, ExpertAdapterSums
+from pronghorn.kernels.grouped_lora import RANK_MULTIPLE, AdaptedBesideExperts, ExpertAdapter
 from pronghorn.kernels.moe_gather import gather_rows
 
 BLOCK = 2048  # columns of one step through a row
@@ -138,7 +138,7 @@ def fp8_grouped_product(
     return product
 
 
-class Fp8ExpertGroup(AdaptedExperts):
+class Fp8ExpertGroup(AdaptedBesideExperts):
     """`grouped_lora.ExpertGroup` with frozen experts in FP8, multiplied so both ways: its products take rows that are cast."""
 
     def __init__(
@@ -147,18 +147,7 @@ class Fp8ExpertGroup(AdaptedExperts):
         self.q_EOD, self.scale_EO, self.dtype = q_EOD, scale_EO, dtype
         self.E, self.outputs, self.D = q_EOD.shape
         self.R = 0 if adapter is None else -(-adapter.rank // RANK_MULTIPLE) * RANK_MULTIPLE
-        self._A_ERD = torch.zeros(self.E, self.R, self.D, dtype=dtype, device=q_EOD.device)
-        self._sB_EOR = torch.zeros(self.E, self.outputs, self.R, dtype=dtype, device=q_EOD.device)
-        self.adapters = None if adapter is None else ExpertAdapterSums(adapter, self.A_ERD, self.sB_EOR)
-        self.refresh()
-
-    @property
-    def A_ERD(self) -> Tensor:  # noqa: N802
-        return self._A_ERD
-
-    @property
-    def sB_EOR(self) -> Tensor:  # noqa: N802
-        return self._sB_EOR
+        self.adapt(adapter, dtype, q_EOD.device)
 
     @property
     def turned_bytes(self) -> int:

@@ -140,6 +140,26 @@ class AdaptedExperts:
         return dy_ext[:, self.outputs :]
 
 
+class AdaptedBesideExperts(AdaptedExperts):
+    """The adapter has tensors of its own, because the weights are in few bits."""
+
+    E: int
+
+    def adapt(self, adapter: ExpertAdapter | None, dtype: torch.dtype, device: torch.device) -> None:
+        self._A_ERD = torch.zeros(self.E, self.R, self.D, dtype=dtype, device=device)
+        self._sB_EOR = torch.zeros(self.E, self.outputs, self.R, dtype=dtype, device=device)
+        self.adapters = None if adapter is None else ExpertAdapterSums(adapter, self.A_ERD, self.sB_EOR)
+        self.refresh()
+
+    @property
+    def A_ERD(self) -> Tensor:  # noqa: N802
+        return self._A_ERD
+
+    @property
+    def sB_EOR(self) -> Tensor:  # noqa: N802
+        return self._sB_EOR
+
+
 class ExpertGroup(AdaptedExperts):
     """The stack of one projection (all experts' gate and up, or all experts' down), with or without an adapter.
 

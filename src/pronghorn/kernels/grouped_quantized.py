@@ -31,7 +31,7 @@ from pronghorn.kernels.grouped_gemm import (
     grouped_linear_reference,
     precision_of,
 )
-from pronghorn.kernels.grouped_lora import RANK_MULTIPLE, AdaptedExperts, ExpertAdapter, ExpertAdapterSums
+from pronghorn.kernels.grouped_lora import RANK_MULTIPLE, AdaptedBesideExperts, ExpertAdapter
 from pronghorn.kernels.mxfp4 import MXFP4Tensor, mxfp4_dequantize_reference, mxfp4_level, mxfp4_power
 from pronghorn.kernels.nf4 import NF4Tensor, _shuffled_levels, nf4_dequantize_reference
 
@@ -271,7 +271,7 @@ def grouped_quantized_backward(
     return dx_SD
 
 
-class QuantizedExpertGroup(AdaptedExperts):
+class QuantizedExpertGroup(AdaptedBesideExperts):
     """`grouped_lora.ExpertGroup` with frozen experts in 4 or 8 bits: the same calls."""
 
     def __init__(
@@ -280,18 +280,7 @@ class QuantizedExpertGroup(AdaptedExperts):
         self.stack = stack
         self.E, self.outputs, self.D = stack.shape
         self.R = 0 if adapter is None else triton_rank(adapter.rank)
-        self._A_ERD = torch.zeros(self.E, self.R, self.D, dtype=dtype, device=stack.values.device)
-        self._sB_EOR = torch.zeros(self.E, self.outputs, self.R, dtype=dtype, device=stack.values.device)
-        self.adapters = None if adapter is None else ExpertAdapterSums(adapter, self.A_ERD, self.sB_EOR)
-        self.refresh()
-
-    @property
-    def A_ERD(self) -> Tensor:  # noqa: N802
-        return self._A_ERD
-
-    @property
-    def sB_EOR(self) -> Tensor:  # noqa: N802
-        return self._sB_EOR
+        self.adapt(adapter, dtype, stack.values.device)
 
     def forward(self, x_ext: Tensor, offsets_E1: Tensor) -> Tensor:
         return grouped_quantized_forward(x_ext, self.stack, offsets_E1, self.sB_EOR if self.R else None)

@@ -31,7 +31,7 @@ from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.decoder_layer import Documents
 from pronghorn.model.load import DTYPES, Precision
 from pronghorn.recipe import Recipe
-from pronghorn.train.forecast import why_no_plan
+from pronghorn.train.run_forecast import why_no_plan
 
 ANY_GPU = GPUS["h200"]  # stands in where the GPU is not known, until one is measured: sizes do not depend on it
 EVALUATION_TOKENS = 4096  # of a pack without gradients: enough to keep a GPU busy, and a quarter of a training pack's memory

@@ -1,0 +1,87 @@
+"""`pronghorn plan`: what a run would take, from config and recipe alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from test_loop import Silent
+
+from pronghorn.cli import main
+from pronghorn.errors import CommandError
+from pronghorn.recipe import Recipe
+from pronghorn.report.run_log import read_log
+from pronghorn.train.loop import train
+from pronghorn.train.run_forecast import cached_data, forecast
+
+RecipeFor = Callable[..., Recipe]
+
+
+def test_nothing_that_loads_a_model_is_imported() -> None:
+    """PEFT alone is 4 of 10 seconds."""
+    code = "import sys, pronghorn.train.run_forecast; sys.exit('peft' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
+def test_a_forecast_needs_neither_gpu_nor_weights_nor_data(recipe_for: RecipeFor, tmp_path: Path) -> None:
+    recipe = recipe_for()
+    assert cached_data(recipe) is None
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((Path(recipe.model) / "config.json").read_bytes())
+    (found,) = forecast(recipe_for(model=str(bare)), gpu="rtx4090", price=0.5, tokens=10**9)
+    assert (found.gpu.name, found.price, found.tokens) == ("rtx4090", 0.5, 10**9)
+    if not torch.cuda.is_available():
+        assert {one.gpu.name for one in forecast(recipe, gpu=None)} >= {"rtx3090", "h100", "b200"}
+    with pytest.raises(CommandError, match="no GPU is known as 'rtx4091'") as caught:
+        forecast(recipe, gpu="rtx4091")
+    assert "did you mean rtx4090?" in caught.value.fix
+    for wrong in ({"price": -1.0}, {"tokens": 0}):
+        with pytest.raises(CommandError):
+            forecast(recipe, gpu="h200", **wrong)  # type: ignore[arg-type]
+
+
+def test_rows_that_were_tokenized_before_are_counted(recipe_for: RecipeFor) -> None:
+    recipe = recipe_for(train={"epochs": 3})
+    result = train(recipe, display=Silent())
+    start = read_log(result.folder)[0]["data"]
+    (found,) = forecast(recipe, gpu="h200")
+    assert found.tokens == 3 * start["tokens"]
+    data = cached_data(recipe)
+    assert data is not None
+    assert data.loss_share == pytest.approx(start["loss_tokens"] / start["tokens"])
+    (steps,) = forecast(recipe_for(train={"steps": 7}), gpu="h200")
+    assert steps.tokens == 7 * recipe.train.batch_tokens
+
+
+def test_the_verb_says_it_to_people_and_to_machines(recipe_for: RecipeFor, tmp_path: Path,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(recipe_for().model_dump(mode="json")), encoding="utf-8")
+    assert main(["plan", str(file), "--gpu", "a100-80"]) == 0
+    text = capsys.readouterr().out
+    for part in ("A100 80 GB", "tokens/s", "peak", "USD", "█ keeps everything", "tokens unknown"):
+        assert part in text
+    assert main(["plan", str(file), "--gpu", "h200", "--tokens", "1000000", "--price", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["tokens"] == 1_000_000
+    assert told["cost"] == pytest.approx(told["hours"] * 2)
+    assert main(["plan", str(file), "memory.budget=200MB", "--gpu", "h200", "--longest"]) == 0
+    text = capsys.readouterr().out
+    tokens = int(text.rpartition("train.capacity=")[2].split()[0])
+    assert tokens % 1024 == 0
+    assert f"one document of {tokens:,} tokens" in text
+    if not torch.cuda.is_available():
+        assert main(["plan", str(file), "--longest"]) == 2
+        assert "name one with --gpu" in capsys.readouterr().err
+        assert main(["plan", str(file)]) == 0
+        shown = capsys.readouterr().out
+        assert "b200" in shown
+        assert "USD an hour" in shown
+    assert main(["plan", str(file), "--gpu", "h20"]) == 2
+    assert "did you mean" in capsys.readouterr().err
