@@ -73,9 +73,12 @@ def test_the_command_trains_resumes_and_exports(
     stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "adapter")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     ids = torch.arange(3, 23)[None]
-    with torch.no_grad():  # the base in 16 bits is near what was trained on, and the merged model is that
-        apart = (stock.eval()(input_ids=ids).logits - merged(input_ids=ids).logits).norm() / merged(input_ids=ids).logits.norm()
-    assert 0 < apart < 0.2
+    with torch.no_grad():  # stock PEFT has the base in 16 bits, near what was trained on; the merged model is that
+        truth, with_adapter = merged(input_ids=ids).logits, stock.eval()(input_ids=ids).logits
+        with stock.disable_adapter():
+            without = stock(input_ids=ids).logits
+    apart, base_apart = ((x - truth).norm() / truth.norm() for x in (with_adapter, without))
+    assert 0 < apart < base_apart / 5  # seen: 0.074 and 0.025 of 1.0 and 1.1
 
 
 @pytest.mark.parametrize("method", ["qlora", "full"])
