@@ -34,6 +34,9 @@ from pronghorn.bench.workloads import (
 from pronghorn.data.packing import pack
 
 PADDED_DOCUMENTS = 8  # in a padded micro-batch; a step accumulates as many of them as make the workload's tokens
+# Unsloth's trainer ignores `packing` for these ("unsupported model type"), and takes rows for documents: it gets as many in one
+# padded micro-batch as make the workload's tokens, since small ones leave the GPU waiting for the host.
+UNSLOTH_PADS = ("gpt_oss",)
 CUDA = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 Rows = list[npt.NDArray[Any]]
@@ -112,13 +115,14 @@ def _unsloth(system: System, workload: Workload, meter: Meter, lengths: Path | N
         random_state=SEED, use_gradient_checkpointing="unsloth" if system.checkpointing else False,
     )
     meter.mark("model")
-    rows = dataset.from_list([{"input_ids": ids.tolist()} for ids in documents(workload, meter.total, lengths)])
+    rows, packs = documents(workload, meter.total, lengths), workload.config["model_type"] not in UNSLOTH_PADS
     settings = _arguments(workload, meter) | {
-        "per_device_train_batch_size": workload.tokens // workload.row, "gradient_accumulation_steps": 1, "packing": True,
-        "max_length": workload.row, "dataset_num_proc": 1,
+        "per_device_train_batch_size": workload.tokens // workload.row if packs else _documents_a_step(rows, workload),
+        "gradient_accumulation_steps": 1, "packing": packs, "max_length": workload.row, "dataset_num_proc": 1,
     }
-    trainer = trl.SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=trl.SFTConfig(**settings))
-    return trainer, {"trainer": "trl", "precision": _precision()}
+    trainer = trl.SFTTrainer(model=model, processing_class=tokenizer, args=trl.SFTConfig(**settings),
+                             train_dataset=dataset.from_list([{"input_ids": ids.tolist()} for ids in rows]))
+    return trainer, {"trainer": "trl", "batches": "packed" if packs else "padded", "precision": _precision()}
 
 
 def _transformers(system: System, workload: Workload, meter: Meter, lengths: Path | None) -> tuple[Any, dict[str, Any]]:
@@ -133,7 +137,7 @@ def _transformers(system: System, workload: Workload, meter: Meter, lengths: Pat
     rows = documents(workload, meter.total, lengths)
     data: list[Any]
     if system.padded:
-        fitting = max(1, round(workload.tokens * len(rows) / sum(len(row) for row in rows)))
+        fitting = _documents_a_step(rows, workload)
         data, size = rows, min(PADDED_DOCUMENTS, fitting)
         accumulate = max(1, round(fitting / size))
         collate: Any = _pad
@@ -147,6 +151,11 @@ def _transformers(system: System, workload: Workload, meter: Meter, lengths: Pat
     }
     trainer = Trainer(model=model, args=TrainingArguments(**settings), train_dataset=data, data_collator=collate)
     return trainer, {"trainer": "transformers", "attention": attention, "precision": _precision()}
+
+
+def _documents_a_step(rows: Rows, workload: Workload) -> int:
+    """How many make the workload's tokens, padding not counted."""
+    return max(1, round(workload.tokens * len(rows) / sum(len(row) for row in rows)))
 
 
 def _names(workload: Workload) -> tuple[str, ...]:

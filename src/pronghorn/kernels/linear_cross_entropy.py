@@ -49,12 +49,12 @@ class Tile(NamedTuple):
     group: int = 0
 
 
-# One program a row. 8,192 columns on 16 warps is 16 values a thread and 57 registers, so two programs fit a multiprocessor.
-# 2,048 rows of 128,256 take 0.42 ms on an H200; reading them twice and writing them once would take 0.37, and the last of these
-# takes 0.36 (benchmarks/results/sweep-linear_cross_entropy.json). The second read goes backwards, to find a row's end in L2.
+# One program a row. 16,384 columns on 16 warps with two more blocks of them on their way: 2,048 rows of 128,256 take 0.36 ms on
+# an H200, as long as reading them twice and writing them once (0.37; benchmarks/results/sweep-linear_cross_entropy.json; 8,192
+# columns, one block after the other: 0.42). The second read goes backwards, to find a row's end in L2.
 CONFIGS = [Tile(*config) for config in (
-    (8192, 16), (4096, 8), (16384, 32), (8192, 16, 1, 8), (8192, 16, 2, 8), (8192, 16, 3, 8), (4096, 8, 3, 8),
-    (16384, 32, 1, 8), (16384, 32, 2, 8), (16384, 32, 3, 8), (16384, 16, 3, 8),
+    (16384, 16, 3, 8), (8192, 16), (4096, 8), (16384, 32), (8192, 16, 1, 8), (8192, 16, 2, 8), (8192, 16, 3, 8), (4096, 8, 3, 8),
+    (16384, 32, 1, 8), (16384, 32, 2, 8), (16384, 32, 3, 8),
 )]  # fmt: skip
 CONFIG = CONFIGS[0]
 
