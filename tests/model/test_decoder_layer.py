@@ -31,8 +31,10 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from samples import random_table
 
+# Weights of about 1/sqrt(width), as large as trained ones. With transformers' initial 0.02 all scores at a width of 32 are nearly the
+# same, and the gradients of queries and keys are what is left of large terms that cancel: a test of float32, not of the layer.
 SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "initializer_range": 0.15}
 GEMMA: dict[str, Any] = {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8}
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 32}
@@ -186,21 +188,11 @@ def test_rows_without_a_loss_are_left_out_of_the_last_layer(family: str, method:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_is_within_1e_5_of_transformers(family: str) -> None:
-    """The loss always is. A gradient is too, unless transformers' own is as far from the truth.
-
-    A gradient that is a sum of cancelling terms has an error in float32 that no order of adding avoids. Measured, relative
-    (difference; ours from float64, transformers' from float64), in the worst of each kind:
-      full, Llama with biases, key's bias        5.9e-5; 6.1e-5, 5.6e-5   (one document: query's bias 8.9e-5; 2.1e-4, 1.4e-4)
-      LoRA on some, Llama with biases, q_proj A  6.7e-5; 4.8e-5, 5.2e-5
-      LoRA, Gemma 3, q_proj A                    1.7e-5; 1.6e-5, 7.8e-6   (one document: 1.2e-5; 3.5e-5, 2.3e-5)
-      everything else                            below 1e-5
-    Neither is the better one: over 24 draws of weights and data the geometric mean of ours / transformers' over all LoRA
-    gradients is 1.05 for Gemma 3 and 1.01 for OLMo 2, and 95 % of the ratios are below 2.1.
-    """
+    """The worst seen is 3e-6. From weights of 0.02 (see SMALL) Gemma 3's q_proj A is 1.7e-5 apart and a Llama's bias of k_proj
+    1e-4, where transformers' own float32 is 8e-6 and 6e-5 from its float64: docs/findings.md."""
     for method in METHODS:
         for batch in (packed_batch(), single_batch()):
             model = model_of(family, method, torch.float32)
-            _, truth = true_gradients(model, batch)
             own = own_loss(model, batch)
             theirs = gradients(model, own)
             assert not install(model)
@@ -209,8 +201,7 @@ def test_float32_is_within_1e_5_of_transformers(family: str) -> None:
             assert ours.keys() == theirs.keys()
             assert apart(fast.detach(), own.detach()) < 1e-6
             for name, gradient in ours.items():
-                allowed = max(1e-5, 4 * apart(theirs[name], truth[name]))
-                assert apart(gradient, theirs[name]) <= allowed, f"{method}: {name}"
+                assert apart(gradient, theirs[name]) < 1e-5, f"{method}: {name}"
 
 
 def test_one_node_serves_a_layer_and_dora_does_not_take_it() -> None:

@@ -113,13 +113,10 @@ def test_loss_and_every_gradient_equal_transformers(family: str, method: str) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_is_within_1e_5_of_transformers(family: str) -> None:
-    """As test_decoder_layer.py has it: or within four times transformers' own distance from float64. Queries' and keys'
-    gradients are sums of cancelling terms; the worst seen beyond that is 1.2e-5 (qwen2_moe, full, q_proj's bias; transformers'
-    own error is 2.6e-6). Over all gradients of a model the geometric mean of our error over transformers' is 0.9 to 1.5."""
+    """The worst seen is 3.8e-6. A token whose two best experts are nearly as good may choose otherwise in float32; none does."""
     for method in METHODS:
         for batch in (packed_batch(), single_batch()):
             model = model_of(family, method, torch.float32)
-            _, truth = true_gradients(model, batch)
             own = own_loss(model, batch)
             theirs = gradients(model, own)
             assert not install(model)
@@ -128,9 +125,7 @@ def test_float32_is_within_1e_5_of_transformers(family: str) -> None:
             assert ours.keys() == theirs.keys()
             assert apart(fast.detach(), own.detach()) < 1e-6
             for name, gradient in ours.items():
-                least = 1.5e-5 if "q_proj" in name or "k_proj" in name else 1e-5
-                allowed = max(least, 4 * apart(theirs[name], truth[name]))
-                assert apart(gradient, theirs[name]) <= allowed, f"{method}: {name}"
+                assert apart(gradient, theirs[name]) < 1e-5, f"{method}: {name}"
 
 
 # ---- the routers' auxiliary loss ---------------------------------------------------------------------------------------
@@ -166,7 +161,7 @@ def test_the_auxiliary_loss_is_transformers_without_padding(family: str, method:
     assert apart(loss.detach(), plain_loss) > 1e-3
     assert ours.keys() == truth.keys()
     for name, gradient in ours.items():
-        assert apart(gradient, truth[name]) < 1e-6, name
+        assert apart(gradient, truth[name]) < 3e-6, name
     with torch.no_grad():  # held-out loss is that of the text alone
         assert apart(fast_loss(model, batch), plain_loss) < 1e-8  # DoRA runs the family's router, in float32
 
