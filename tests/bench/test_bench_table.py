@@ -41,3 +41,12 @@ def test_a_ceiling_that_failed_is_told() -> None:
     lines = {line[1]: line for line in cells(rows) if line[0] == "llama-1b"}
     assert lines["matrix products alone"][2] == "timed out: not done after 5 s"
     assert lines["Pronghorn"][4] == ""
+
+
+def test_unsloths_speed_is_that_of_the_same_work_under_another_name() -> None:
+    ours = {"workload": "llama-1b-fp8", "system": "pronghorn", "status": "measured", "tokens_per_second": 200_000.0,
+            "seconds_to_first_step": 10.0, "loss_last": 12.0, "warmup": 2, "steps": 3}
+    (line,) = [line for line in cells([*several(), ours]) if line[0] == "llama-1b-fp8"]
+    assert line[3] == "2.50"  # of llama-1b's 80,000
+    (line,) = [line for line in cells([ours]) if line[0] == "llama-1b-fp8"]
+    assert line[3] == ""

@@ -59,7 +59,8 @@ def test_demands_are_held_against_the_right_run() -> None:
 
     found = {(one["form"], one["against"]): one["holds"] for one in verdicts(
         [run("fp32", 2.0), run("bf16", 2.005), run("fp8", 2.02), run("nf4-base", 2.1), run("nf4", 2.11)])}
-    assert found == {("bf16", "fp32"): False, ("fp8", "bf16"): True, ("nf4", "nf4-base"): True, ("nf4", "bf16"): False}
+    assert found == {("bf16", "fp32"): False, ("fp8", "bf16"): True, ("nf4", "nf4-base"): True, ("nf4-base", "bf16"): True}
+    assert not verdicts([run("bf16", 2.0), run("fp8", 2.021)])[0]["holds"]
 
 
 def test_the_picture_has_a_line_for_each_run_in_both_panels(result: dict[str, Any]) -> None:

@@ -316,6 +316,24 @@ def test_the_step_that_runs_ahead_is_repeated_too(deep_recipe: RecipeFor, tmp_pa
     assert same(weights(disturbed.checkpoint), weights(undisturbed.checkpoint))
 
 
+def test_a_lower_plan_whose_own_buffers_find_no_room_is_not_the_last_word(deep_recipe: RecipeFor,
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no still lower one here, and that is what is said."""
+    real, tried = RunMemory._install, []
+
+    def install(self: RunMemory, engine: Any) -> None:
+        tried.append(self.plan.peak_bytes)
+        if len(tried) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        real(self, engine)
+
+    monkeypatch.setattr(RunMemory, "_install", install)
+    fails_at(monkeypatch, {8})
+    with pytest.raises(EnvironmentFault, match="step 4: out of memory, and no plan takes less"):
+        train(deep_recipe(memory={"budget": "2GB"}), display=Silent())
+    assert tried[1] < tried[0]
+
+
 def test_without_a_lower_plan_the_run_stops_and_goes_on_later(deep_recipe: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = deep_recipe(memory={"budget": "2GB"})
     fails_at(monkeypatch, set(range(8, 1000)))

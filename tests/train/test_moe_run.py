@@ -173,6 +173,7 @@ def test_a_budget_is_kept_on_a_gpu(family: str, method: str, recipes: Callable[.
     free = curve(train(recipe("free"), display=Silent()))
     planned_recipe = recipe("planned", memory=budget(recipe("look"), 0.3))
     gc.collect()  # the run before, whose captured step refers to itself
+    torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]  # 33.5 MB a stream, of a budget of some 250
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pronghorn.bench.results import CEILING, Row, best_rate, by_workload, rate
-from pronghorn.bench.workloads import SYSTEMS, WORKLOADS
+from pronghorn.bench.workloads import SYSTEMS, WORKLOADS, Workload
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -21,12 +21,20 @@ def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     for workload, group in by_workload(rows, WORKLOADS, SYSTEMS).items():
         limit = next((row for row in rows if row["workload"] == workload and row["system"] == CEILING), None)
         ceiling = rate(limit)
-        unsloth = best_rate(group, "unsloth")
+        unsloth = best_rate(group, "unsloth") or best_rate(_same_for_peers(rows, workload), "unsloth")
         lines += [(workload, SYSTEMS[row["system"]].label, *_figures(row, ceiling, unsloth)) for row in group]
         if limit:
             figures = (f"{ceiling:,.0f}", *_ratio(ceiling, unsloth), "100 %") if ceiling else (why_not(limit), "", "")
             lines.append((workload, "matrix products alone", *figures, "", "", ""))
     return lines
+
+
+def _same_for_peers(rows: Sequence[Row], name: str) -> list[Row]:
+    """Of workloads in which only our side's arithmetic or budget is another."""
+    def work(workload: Workload) -> tuple[object, ...]:
+        return workload.model, workload.tokens, workload.document, workload.method, workload.adapters
+
+    return [row for row in rows if row["workload"] in WORKLOADS and work(WORKLOADS[row["workload"]]) == work(WORKLOADS[name])]
 
 
 def _figures(row: Row, ceiling: float | None, unsloth: float | None) -> tuple[str, ...]:

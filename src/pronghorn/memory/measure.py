@@ -20,7 +20,7 @@ from pronghorn.memory.costs import LayerCosts
 Work = Callable[[], Any]
 WARM_UP = 2  # runs that compile kernels and fill caches
 REPEATS = 5
-COPY_BYTES = 256 << 20  # 5 ms at 55 GB/s: long enough to reach the link's rate
+COPY_BYTES = 64 << 20  # 1.2 ms at 55 GB/s: long enough for the link's rate, and room for it in any budget
 LEAST_MS = 1e-6  # a clock may not see shorter work
 LEAST_PIECE_MS = 0.01  # five launches: without a need for memory, one turn is better than two
 

@@ -218,13 +218,17 @@ class RunMemory:
         where the MLP is done in more pieces, to the rounding of sums in another order."""
         engine = engine_of(model)
         assert engine is not None
-        lower = self.plan.one_notch_lower()
+        self.plan = self.plan.one_notch_lower()  # or says that there is none
         self.pool = engine.offload = None
         for layer in engine.layers:
             layer.offload = None
         self._empty_cache()
-        self.plan = lower
-        self._install(engine)
+        try:
+            self._install(engine)
+            return
+        except torch.OutOfMemoryError:  # not even the pool's buffers
+            pass  # outside of the handler, so that the failed attempt's frames are gone
+        self.lower(model)
 
     # ---- what there is to say ------------------------------------------------------------------------------------------------
 
