@@ -31,8 +31,9 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from samples import random_table
 
-# Weights of about 1/sqrt(width), as large as trained ones. With transformers' initial 0.02 all scores at a width of 32 are nearly the
-# same, and the gradients of queries and keys are what is left of large terms that cancel: a test of float32, not of the layer.
+# Weights of about 1/sqrt(width), as large as trained ones. With transformers' initial 0.02 all scores at a width of 32 are
+# nearly the same, and the gradients of queries and keys are what is left of large terms that cancel: a test of float32, not of
+# the layer.
 SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
                          "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "initializer_range": 0.15}
 GEMMA: dict[str, Any] = {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8}

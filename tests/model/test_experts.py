@@ -113,7 +113,7 @@ def test_loss_and_every_gradient_equal_transformers(family: str, method: str) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_is_within_1e_5_of_transformers(family: str) -> None:
-    """The worst seen is 3.8e-6. A token whose two best experts are nearly as good may choose otherwise in float32; none does."""
+    """The worst seen is 3.8e-6. A token with two experts that are nearly as good may choose otherwise; here, none does."""
     for method in METHODS:
         for batch in (packed_batch(), single_batch()):
             model = model_of(family, method, torch.float32)
