@@ -12,7 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_decoder_layer import SMALL, InDouble, apart, fast_loss, gradients, packed_batch, single_batch
+from test_decoder_layer import (
+    SMALL,
+    InDouble,
+    apart,
+    assert_float32_is_near,
+    fast_loss,
+    gradients,
+    packed_batch,
+    single_batch,
+)
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from pronghorn.data.batches import IGNORED, PackedBatch
@@ -116,16 +125,7 @@ def test_float32_is_within_1e_5_of_transformers(family: str) -> None:
     """The worst seen is 3.8e-6. A token with two experts that are nearly as good may choose otherwise; here, none does."""
     for method in METHODS:
         for batch in (packed_batch(), single_batch()):
-            model = model_of(family, method, torch.float32)
-            own = own_loss(model, batch)
-            theirs = gradients(model, own)
-            assert not install(model)
-            fast = fast_loss(model, batch)
-            ours = gradients(model, fast)
-            assert ours.keys() == theirs.keys()
-            assert apart(fast.detach(), own.detach()) < 1e-6
-            for name, gradient in ours.items():
-                assert apart(gradient, theirs[name]) < 1e-5, f"{method}: {name}"
+            assert_float32_is_near(model_of(family, method, torch.float32), batch, own_loss, method)
 
 
 # ---- the routers' auxiliary loss ---------------------------------------------------------------------------------------

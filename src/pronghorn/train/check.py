@@ -9,22 +9,12 @@ from typing import Any
 from rich.table import Table
 
 from pronghorn.data.batches import Shapes
-from pronghorn.data.tokens import load_tokenizer
 from pronghorn.memory.sizes import moment_bytes
 from pronghorn.model.config import read_config
-from pronghorn.model.load import (
-    ModelFacts,
-    Precision,
-    inspect_model,
-    pick_device,
-    require_fp8_precision,
-    require_fp8_products,
-    require_tokenizer_fits,
-    resolve_precision,
-)
+from pronghorn.model.load import ModelFacts, Precision
 from pronghorn.recipe import Recipe
 from pronghorn.train.memory import plan_memory
-from pronghorn.train.setup import notices, packs_per_step, prepare_data
+from pronghorn.train.setup import look_ahead, notices, packs_per_step, prepare_data
 
 LOGITS_CHUNK = 640_000_000  # the most that linear + cross-entropy holds at once (kernels/linear_cross_entropy.py)
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -84,15 +74,7 @@ def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Fac
     """Everything a run would check before its first step, except loading the weights."""
     from contextlib import nullcontext
 
-    device = pick_device()
-    precision = resolve_precision(recipe.precision, device)
-    if recipe.fp8:
-        require_fp8_precision(device, precision)
-    facts = inspect_model(recipe.model, None if recipe.method == "full" else recipe.lora, four_bit=recipe.method == "qlora",
-                          fp8=recipe.method == "fp8")
-    require_fp8_products(recipe, facts)
-    tokenizer = load_tokenizer(recipe.model, recipe.data.chat_template)
-    require_tokenizer_fits(tokenizer, facts.vocabulary, recipe.model)
+    device, precision, facts, tokenizer = look_ahead(recipe)
     data = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
     summary = data.summary(recipe.train.capacity)
     trainable = facts.parameters if recipe.method == "full" else facts.adapter_parameters

@@ -157,19 +157,26 @@ def find_checkpoint(recipe: Recipe, run: Path) -> tuple[Path, TrainState] | None
     return path, state
 
 
+def look_ahead(recipe: Recipe) -> tuple[torch.device, Precision, ModelFacts, Any]:
+    """Refuses what can be refused before data is read and weights are loaded, for `train` and `check` alike. Returns device,
+    precision, what is known of the model, and the tokenizer."""
+    device = pick_device()
+    precision = resolve_precision(recipe.precision, device)
+    if recipe.fp8:
+        require_fp8_precision(device, precision)
+    facts = inspect_model(recipe.model, None if recipe.method == "full" else recipe.lora, four_bit=recipe.method == "qlora",
+                          fp8=recipe.method == "fp8")
+    require_fp8_products(recipe, facts)
+    tokenizer = load_tokenizer(recipe.model, recipe.data.chat_template)
+    require_tokenizer_fits(tokenizer, facts.vocabulary, recipe.model)
+    return device, precision, facts, tokenizer
+
+
 def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> Session:
     with stage("checkpoint"):
         found = find_checkpoint(recipe, run)
     with stage("load"):
-        device = pick_device()
-        precision = resolve_precision(recipe.precision, device)
-        if recipe.fp8:
-            require_fp8_precision(device, precision)
-        facts = inspect_model(recipe.model, None if recipe.method == "full" else recipe.lora, four_bit=recipe.method == "qlora",
-                              fp8=recipe.method == "fp8")
-        require_fp8_products(recipe, facts)
-        tokenizer = load_tokenizer(recipe.model, recipe.data.chat_template)
-        require_tokenizer_fits(tokenizer, facts.vocabulary, recipe.model)
+        device, precision, facts, tokenizer = look_ahead(recipe)
     data = prepare_data(recipe, tokenizer, report=report, stage=stage)
     if found and found[1].values["data"] != data.key:
         raise CheckpointError(
