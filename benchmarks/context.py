@@ -41,7 +41,8 @@ SYSTEM = {"unsloth": "unsloth-ckpt"}  # with its own checkpointing: without, con
 MODEL = "llama-8b-long"
 TIME_LIMIT = 560.0  # seconds a process
 DOWN = 0.95  # ours, after a length that did not fit
-TRIES = 4  # of ours
+TRIES = 4  # of ours; what the planner refuses costs seconds, and does not count
+PLANNER = "the planner says so"
 MULTIPLE = 1024  # tokens
 SPARE = 10**9  # bytes beside the budget for what is not the allocator's: the context, kernels
 SPARE_SHARE = 0.06  # of the budget: what our planner leaves to fragments on a device of its own
@@ -90,7 +91,7 @@ def one_step(system: str, model: str, method: Method, tokens: int, budget: str) 
     except torch.OutOfMemoryError as error:
         return told | {"status": NO_ROOM, "why": str(error).splitlines()[0][:300], "peak_bytes": peak(torch)}
     except RecipeError as error:
-        return told | {"status": NO_ROOM, "why": f"the planner says so: {error.what}"}
+        return told | {"status": NO_ROOM, "why": f"{PLANNER}: {error.what}"}
     figures |= {"peak_bytes": peak(torch), "seconds": figures["ms_per_step"] / 1000}
     return told | {"status": TRAINED, "why": ""} | figures
 
@@ -185,9 +186,12 @@ def search_down(first: int, done: Iterable[Row], measure: Callable[[int], Row]) 
         return
     shortest = min((row["tokens"] for row in known.values() if row["status"] == NO_ROOM), default=None)
     tokens = first if shortest is None else min(first, rounded(shortest * DOWN))
-    for _ in range(TRIES):
-        if measure(tokens)["status"] != NO_ROOM or tokens <= MULTIPLE:
+    tried = 0
+    while tried < TRIES:
+        row = measure(tokens)
+        if row["status"] != NO_ROOM or tokens <= MULTIPLE:
             return
+        tried += not row.get("why", "").startswith(PLANNER)
         tokens = rounded(tokens * DOWN)
 
 

@@ -40,6 +40,19 @@ def test_ours_goes_down_by_five_percent_until_one_trains() -> None:
     assert tried[3:] == [97280]
 
 
+def test_lengths_that_the_planner_refuses_are_not_counted_as_tries() -> None:
+    tried: list[int] = []
+
+    def measure(tokens: int) -> dict[str, Any]:
+        tried.append(tokens)
+        why = f"{context.PLANNER}: too little" if tokens > 60_000 else "CUDA out of memory"
+        return row(tokens, NO_ROOM, why=why)
+
+    search_down(102400, [], measure)
+    assert len([tokens for tokens in tried if tokens > 60_000]) > context.TRIES
+    assert len([tokens for tokens in tried if tokens <= 60_000]) == context.TRIES
+
+
 def test_peers_halve_what_is_between() -> None:
     tried: list[int] = []
     candidates = [1024 * n for n in (40, 50, 60, 70, 80, 90, 100)]
