@@ -1,4 +1,4 @@
-"""The curves of quality.py as one SVG: held-out losses on the left, how far each is from bf16's on the right.
+"""The curves of quality.py as one SVG: held-out losses on the left, how far each is from what it is held against on the right.
 
 As bench/picture.py's, it brings its own ground and follows the reader's light or dark.
 """
@@ -12,10 +12,9 @@ from typing import Any
 
 from pronghorn.report.plots import tick_text, ticks
 
-WIDTH, HEIGHT, TOP, BOTTOM = 960, 448, 84, 340
+WIDTH, TOP, BOTTOM = 960, 84, 340
 LEFT_PANEL, RIGHT_PANEL = (64, 450), (560, 936)
 Point = tuple[float, float]
-REFERENCE = "bf16"
 STYLE = """
 .ground{fill:#faf9f7;stroke:#e7e3dc}.ink{fill:#1d1b18}.soft{fill:#6b665e}.grid{stroke:#e2ddd4}.zero{stroke:#a39d93}
 .band{fill:#efece6}text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif}
@@ -66,7 +65,7 @@ def draw(result: dict[str, Any]) -> str:
     spread = max(values) - min(values) or 1.0
     left = Panel(LEFT_PANEL, last_step, min(values) - 0.05 * spread, max(values) + 0.05 * spread)
     parts = [*left.frame(""), *(left.line(run["held_out"], number) for number, run in enumerate(runs))]
-    differences = _differences(runs)
+    differences = _differences(result)
     if differences:
         widest = max(1.2, *(1.1 * abs(value) for _, points in differences for _, value in points))
         right = Panel(RIGHT_PANEL, last_step, -widest, widest)
@@ -74,34 +73,36 @@ def draw(result: dict[str, Any]) -> str:
         parts.append(f'<rect class="band" x="{RIGHT_PANEL[0]}" y="{top:.1f}" width="{RIGHT_PANEL[1] - RIGHT_PANEL[0]}"'
                      f' height="{bottom - top:.1f}"/>')
         parts += [*right.frame(" %"), *(right.line(points, number) for number, points in differences)]
-        parts.append(_text(RIGHT_PANEL[0], 70, "above or below the bf16 run; shaded: 1 %", "ink bold"))
+        parts.append(_text(RIGHT_PANEL[0], 70, "above or below what it is held against; shaded: 1 %", "ink bold"))
     parts.append(_text(LEFT_PANEL[0], 70, "held-out loss", "ink bold"))
-    parts += _legend(runs)
+    parts += _legend(result)
     machine, title = result["machine"], f"{result['model']}: the same batches, other arithmetic"
     where = f"{machine['hardware']}, torch {machine['versions']['torch']}, {machine['date'][:10]}"
-    head = [_text(24, 32, title, "ink title"), _text(24, 50, where, "soft")]
+    head, height = [_text(24, 32, title, "ink title"), _text(24, 50, where, "soft")], BOTTOM + 50 + 20 * len(runs)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img"'
         f' aria-label="{escape(title)}"><style>{STYLE}</style><rect class="ground" x="0.5" y="0.5" width="{WIDTH - 1}"'
-        f' height="{HEIGHT - 1}" rx="12"/>' + "".join(head + parts) + "</svg>\n"
+        f' height="{height - 1}" rx="12"/>' + "".join(head + parts) + "</svg>\n"
     )
 
 
-def _differences(runs: Sequence[dict[str, Any]]) -> list[tuple[int, list[Point]]]:
-    """(number of the run, percent above the reference at each look)"""
-    reference = next((dict(run["held_out"]) for run in runs if run["form"] == REFERENCE), None)
-    if reference is None:
-        return []
-    return [(number, [(step, 100 * (loss / reference[step] - 1)) for step, loss in run["held_out"]])
-            for number, run in enumerate(runs)]
+def _differences(result: dict[str, Any]) -> list[tuple[int, list[Point]]]:
+    """(number of the run, percent above the one it is held against at each look)"""
+    curves = {run["form"]: dict(run["held_out"]) for run in result["runs"]}
+    numbers = {form: number for number, form in enumerate(curves)}
+    return [(numbers[one["form"]], [(step, 100 * (loss / curves[one["against"]][step] - 1))
+                                    for step, loss in curves[one["form"]].items()])
+            for one in result["verdicts"] if one["allowed"] is not None]
 
 
-def _legend(runs: Sequence[dict[str, Any]]) -> list[str]:
-    parts = []
-    for number, run in enumerate(runs):
-        x, y = 64 + 290 * (number % 3), BOTTOM + 46 + 20 * (number // 3)
+def _legend(result: dict[str, Any]) -> list[str]:
+    parts, titles = [], {run["form"]: run["title"] for run in result["runs"]}
+    against = {one["form"]: one["against"] for one in result["verdicts"] if one["allowed"] is not None}
+    for number, run in enumerate(result["runs"]):
+        x, y = LEFT_PANEL[0], BOTTOM + 46 + 20 * number
         parts.append(f'<line class="line c{number}" x1="{x}" x2="{x + 22}" y1="{y - 4}" y2="{y - 4}"/>')
-        parts.append(_text(x + 30, y, f"{run['title']}: {run['held_out'][-1][1]:.4f}", "ink"))
+        held = f", held against {titles[against[run['form']]]}" if run["form"] in against else ""
+        parts.append(_text(x + 30, y, f"{run['title']}: {run['held_out'][-1][1]:.4f}{held}", "ink"))
     return parts
 
 

@@ -1,7 +1,8 @@
 """The README's measured tables and picture, from the results that `make bench` wrote.
 
     python -m benchmarks.table            # print them
-    python -m benchmarks.table --write    # put them into README.md, between its two markers
+    python -m benchmarks.table --write    # put them into README.md, between its two markers, and every row into a file beside
+                                          # the results
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any
 from pronghorn.bench.picture import draw
 from pronghorn.bench.results import NAME, Results
 from pronghorn.bench.side_by_side import PICTURE
-from pronghorn.bench.table import markdown
+from pronghorn.bench.table import markdown, summary
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+EVERY_ROW = "side-by-side.md"
 BEGIN, END = "<!-- measured: python -m benchmarks.table --write -->", "<!-- end of measured -->"
 VERSIONS = ("torch", "triton", "transformers", "unsloth", "liger_kernel")
 KERNELS = (  # of the many cases, those of an 8B model
@@ -31,8 +33,9 @@ KERNELS = (  # of the many cases, those of an 8B model
 )
 
 
-def training_part(folder: Path = RESULTS) -> str:
-    """Picture and table of `pronghorn bench --out benchmarks/results`; the picture is drawn anew, to fit the table."""
+def training_part(folder: Path = RESULTS) -> tuple[str, str]:
+    """Of `pronghorn bench --out benchmarks/results`: (picture and a line for each piece of work, the same with every row). The
+    picture is drawn anew, to fit the table."""
     results = Results(folder / NAME)
     rows = [row for row in results.rows if row["workload"] != "tiny"]
     measured = [row["machine"] for row in rows if row.get("machine")]
@@ -44,8 +47,10 @@ def training_part(folder: Path = RESULTS) -> str:
     dates = sorted({one["date"][:10] for one in measured})
     what = json.loads((folder / NAME).read_text(encoding="utf-8"))["what"]
     head = f"One {measured[0]['hardware']}, {said}, {' and '.join(dates)}. {what}."
-    place = (folder / PICTURE).relative_to(ROOT) if folder.is_relative_to(ROOT) else folder / PICTURE
-    return f"![real tokens per second, side by side]({place})\n\n{head}\n\n{markdown(rows)}"
+    place = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
+    short = (f"![real tokens per second, side by side]({place / PICTURE})\n\n{summary(rows)}\n\n{head} [Every row]({place}/"
+             f"{EVERY_ROW}), with losses.")
+    return short, f"# Side by side\n\n{head}\n\n{markdown(rows)}\n"
 
 
 def kernel_table(folder: Path = RESULTS) -> str:
@@ -75,10 +80,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true")
     write = parser.parse_args().write
-    text = f"{BEGIN}\n{training_part()}\n\n{kernel_table()}\n{END}"
+    training, every_row = training_part()
+    text = f"{BEGIN}\n{training}\n\n{kernel_table()}\n{END}"
     if not write:
         print(text)
         return
+    (RESULTS / EVERY_ROW).write_text(every_row, encoding="utf-8")
     readme = ROOT / "README.md"
     before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
     if not begin or END not in rest:

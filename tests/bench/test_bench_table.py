@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from bench_rows import several
+from bench_rows import measured, several
 from rich.console import Console
 
-from pronghorn.bench.table import HEAD, cells, markdown, terminal
+from pronghorn.bench.table import HEAD, SUMMARY_HEAD, cells, markdown, summary, terminal
 
 
 def test_ratio_is_to_the_faster_way_of_unsloth_and_share_is_of_the_ceiling() -> None:
@@ -50,3 +50,12 @@ def test_unsloths_speed_is_that_of_the_same_work_under_another_name() -> None:
     assert line[3] == "2.50"  # of llama-1b's 80,000
     (line,) = [line for line in cells([ours]) if line[0] == "llama-1b-fp8"]
     assert line[3] == ""
+
+
+def test_the_summary_has_a_line_for_each_work_and_says_why_unsloth_is_not_there() -> None:
+    rows = [*several(), measured("gpt-oss-20b-4layers", "pronghorn", 1e5), measured("gpt-oss-20b-4layers", "padded", 2e4),
+            {"workload": "gpt-oss-20b-4layers", "system": "unsloth", "status": "timed out", "why": "not done after 9 s"}]
+    _, _, one, other = summary(rows).splitlines()
+    assert "**120,000** | 80,000 | 1.50 |  | 80 % | 16.3 GiB (16.3 GiB) | 14 s (14 s) |" in one
+    assert "**100,000** | timed out: not done after 9 s |  | 20,000 (transformers, padded) |" in other
+    assert one.count("|") == other.count("|") == len(SUMMARY_HEAD) + 1

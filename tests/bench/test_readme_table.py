@@ -21,11 +21,14 @@ def test_the_training_part_has_picture_machine_and_table_without_tiny(tmp_path: 
     results = Results(tmp_path / NAME)
     for row in (*several(), measured("tiny", "pronghorn", 5.0)):
         results.add(row)
-    text = table.training_part(tmp_path)
+    text, every_row = table.training_part(tmp_path)
     assert f"]({tmp_path / PICTURE})" in text
-    assert "One Test card, torch 2.11, 2026-11-15. Whole training steps" in text
-    assert "| llama-1b | Pronghorn | 120,000 | 1.50 | 80 % |" in text
-    assert "tiny" not in text
+    for part in (text, every_row):
+        assert "One Test card, torch 2.11, 2026-11-15. Whole training steps" in part
+        assert "tiny" not in part
+    assert "| llama-1b | Pronghorn | 120,000 | 1.50 | 80 % |" in every_row
+    assert "| llama-1b, LoRA bf16, short documents, 16,384 tokens a step | **120,000** | 80,000 | 1.50 |  | 80 % |" in text
+    assert table.EVERY_ROW in text
     assert "tiny" not in (tmp_path / PICTURE).read_text()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from pronghorn.bench.results import CEILING, Row, best_rate, by_workload, rate
+from pronghorn.bench.results import CEILING, Row, by_workload, rate, unsloths_best
 from pronghorn.bench.table import why_not
 from pronghorn.bench.workloads import SYSTEMS, WORKLOADS
 
@@ -29,7 +29,7 @@ def draw(rows: Sequence[Row]) -> str:
     for workload, group in by_workload(rows, WORKLOADS, SYSTEMS).items():
         ceiling = rate(next((row for row in rows if row["workload"] == workload and row["system"] == CEILING), None))
         full = ceiling or max((found for row in group if (found := rate(row))), default=1.0)
-        unsloth = best_rate(group, "unsloth")
+        unsloth = rate(unsloths_best(rows, workload))
         parts.append(_text(24, y, WORKLOADS[workload].describe(), "ink bold"))
         if ceiling:
             parts.append(_text(WIDTH - 24, y, f"ceiling {ceiling:,.0f}", "soft", end=True))

@@ -14,18 +14,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pronghorn.bench.workloads import WORKLOADS, Workload
 from pronghorn.errors import CommandError
 
 Row = dict[str, Any]
 NAME = "side-by-side.json"
 CEILING = "ceiling"
 WHAT = (
-    "Whole training steps on random weights of the real architectures, LoRA r=16 on all seven linears of a layer, AdamW, one "
-    "optimizer step a micro-batch, loss on every token. Every system trains on the same documents from the same model folder, "
-    "one process a system, one after another on one machine. Real tokens per second, without padding, over the steps after "
-    "warm-up; memory is the allocator's peak in GiB after the second step (Pronghorn: from the first on); time to first step "
-    "is from the start of the process to the end of the first optimizer step. The ceiling is what the frozen weights' matrix "
-    "products alone take, forward and input gradient, in bf16, or in FP8 where our side is; attention is not part of it"
+    "Whole training steps on random weights of the real architectures, LoRA r=16 on all seven linears of a layer (mixtures of "
+    "experts: on attention, or on attention and experts), AdamW, one optimizer step a micro-batch, loss on every token. Every "
+    "system trains on the same documents from the same model folder, one process a system, one after another on one machine. "
+    "Real tokens per second, without padding, over the steps after warm-up; memory is the allocator's peak in GiB after the "
+    "second step (Pronghorn: from the first on); time to first step is from the start of the process to the end of the first "
+    "optimizer step. The ceiling is what the frozen weights' matrix products alone take, forward and input gradient, in bf16, "
+    "or in FP8 where our side is; attention is not part of it"
 )
 
 
@@ -102,6 +104,18 @@ def rate(row: Row | None) -> float | None:
     return float(row["tokens_per_second"]) if row and row.get("status") == "measured" else None
 
 
-def best_rate(rows: Iterable[Row], prefix: str) -> float | None:
-    """The fastest of a system's ways."""
-    return max((found for row in rows if row["system"].startswith(prefix) and (found := rate(row))), default=None)
+def fastest(rows: Iterable[Row], prefix: str = "") -> Row | None:
+    """Of a system's ways; without a prefix, of all."""
+    return max((row for row in rows if row["system"].startswith(prefix) and rate(row)), key=lambda row: rate(row) or 0.0,
+               default=None)
+
+
+def unsloths_best(rows: Iterable[Row], name: str) -> Row | None:
+    """On a workload, or on one in which only our side's arithmetic or budget is another."""
+
+    def work(workload: Workload) -> tuple[object, ...]:
+        return workload.model, workload.tokens, workload.document, workload.method, workload.adapters
+
+    listed = [row for row in rows if row["workload"] in WORKLOADS]
+    alike = (row for row in listed if work(WORKLOADS[row["workload"]]) == work(WORKLOADS[name]))
+    return fastest((row for row in listed if row["workload"] == name), "unsloth") or fastest(alike, "unsloth")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pronghorn.bench.results import CEILING, Row, best_rate, by_workload, rate
-from pronghorn.bench.workloads import SYSTEMS, WORKLOADS, Workload
+from pronghorn.bench.results import CEILING, Row, by_workload, fastest, rate, unsloths_best
+from pronghorn.bench.workloads import SYSTEMS, WORKLOADS
 
 if TYPE_CHECKING:
     from rich.console import Group
 
+SUMMARY_HEAD = ("work", "Pronghorn, tokens/s", "Unsloth's best", "ratio", "best of the others", "share of ceiling",
+                "peak memory (Unsloth's)", "time to first step (Unsloth's)")
 HEAD = ("workload", "system", "real tokens/s", "ratio to Unsloth's best", "share of ceiling", "peak memory",
         "time to first step", "loss after the run")
 
@@ -21,20 +23,12 @@ def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     for workload, group in by_workload(rows, WORKLOADS, SYSTEMS).items():
         limit = next((row for row in rows if row["workload"] == workload and row["system"] == CEILING), None)
         ceiling = rate(limit)
-        unsloth = best_rate(group, "unsloth") or best_rate(_same_for_peers(rows, workload), "unsloth")
+        unsloth = rate(unsloths_best(rows, workload))
         lines += [(workload, SYSTEMS[row["system"]].label, *_figures(row, ceiling, unsloth)) for row in group]
         if limit:
             figures = (f"{ceiling:,.0f}", *_ratio(ceiling, unsloth), "100 %") if ceiling else (why_not(limit), "", "")
             lines.append((workload, "matrix products alone", *figures, "", "", ""))
     return lines
-
-
-def _same_for_peers(rows: Sequence[Row], name: str) -> list[Row]:
-    """Of workloads in which only our side's arithmetic or budget is another."""
-    def work(workload: Workload) -> tuple[object, ...]:
-        return workload.model, workload.tokens, workload.document, workload.method, workload.adapters
-
-    return [row for row in rows if row["workload"] in WORKLOADS and work(WORKLOADS[row["workload"]]) == work(WORKLOADS[name])]
 
 
 def _figures(row: Row, ceiling: float | None, unsloth: float | None) -> tuple[str, ...]:
@@ -59,8 +53,41 @@ def why_not(row: Row, width: int = 90) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    lines = [HEAD, tuple("---" for _ in HEAD), *(_escaped(line) for line in cells(rows))]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return _table(HEAD, cells(rows))
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """A line for each piece of work that ours was measured on, as Markdown."""
+    lines = []
+    for name, group in by_workload(rows, WORKLOADS, SYSTEMS).items():
+        ours = next((row for row in group if row["system"] == "pronghorn"), None)
+        speed = rate(ours)
+        if ours is None or speed is None:
+            continue
+        unsloth = unsloths_best(rows, name)
+        other = fastest(row for row in group if not row["system"].startswith(("pronghorn", "unsloth")))
+        ceiling = rate(next((row for row in rows if (row["workload"], row["system"]) == (name, CEILING)), None))
+        without = next((why_not(row, 40) for row in group if row["system"].startswith("unsloth")), "")
+        lines.append((
+            WORKLOADS[name].describe(), f"**{speed:,.0f}**", _speed(unsloth) or without, *_ratio(speed, rate(unsloth)),
+            f"{_speed(other)} ({SYSTEMS[other['system']].label})" if other else "",
+            f"{100 * speed / ceiling:.0f} %" if ceiling else "", _both("{:.1f} GiB", "peak_gib", ours, unsloth),
+            _both("{:.0f} s", "seconds_to_first_step", ours, unsloth)))
+    return _table(SUMMARY_HEAD, lines)
+
+
+def _speed(row: Row | None) -> str:
+    return f"{rate(row):,.0f}" if row else ""
+
+
+def _both(form: str, name: str, ours: Row, theirs: Row | None) -> str:
+    texts = [form.format(row[name]) for row in (ours, theirs) if row and row.get(name) is not None]
+    return f"{texts[0]} ({texts[1]})" if len(texts) == 2 else "".join(texts)
+
+
+def _table(head: Sequence[str], lines: Sequence[tuple[str, ...]]) -> str:
+    every = [tuple(head), tuple("---" for _ in head), *(_escaped(line) for line in lines)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in every)
 
 
 def _escaped(line: tuple[str, ...]) -> tuple[str, ...]:
