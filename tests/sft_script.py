@@ -154,22 +154,35 @@ def train(model: Any, tokenizer: Any, steps: int, output: Path, *, data: Path | 
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def difference(one: list[float], other: list[float]) -> tuple[float, str]:
-    """The largest relative difference of a step's loss, and in words with the mean one."""
+def difference(one: list[float], other: list[float]) -> tuple[float, float, str]:
+    """The largest relative difference of a step's loss, the mean one, and both in words."""
     differences = [abs(a - b) / b for a, b in zip(one, other, strict=True)]
-    worst = max(differences)
-    return worst, f"{worst:.2%} at most (step {differences.index(worst) + 1}), {sum(differences) / len(one):.3%} on average"
+    worst, mean = max(differences), sum(differences) / len(differences)
+    return worst, mean, f"{worst:.2%} at most (step {differences.index(worst) + 1}), {mean:.3%} on average"
+
+
+def write(path: Path, curves: dict[str, list[float]], model: str, arguments: list[str]) -> None:
+    """The curves, and how far they are from each other."""
+    from pronghorn.bench.meter import machine
+
+    names = list(curves)
+    distances = {f"{a} and {b}": [round(100 * x, 3) for x in difference(curves[a], curves[b])[:2]]
+                 for i, a in enumerate(names) for b in names[i + 1 :]}
+    words = [Path(word).name if "/" in word else word for word in arguments]  # folders are this machine's own business
+    path.write_text(json.dumps({"what": __doc__.split("\n", 1)[0], "command": f"python tests/sft_script.py {' '.join(words)}",
+                                "machine": machine(), "model": model, "largest and mean difference, percent": distances,
+                                "losses": curves}, indent=1) + "\n", encoding="utf-8")
 
 
 def compared(curves: dict[str, list[float]]) -> bool:
     """Whether the fast curve follows plain transformers + PEFT; the last line says it all."""
     fast, plain = curves["fast"], curves["plain"]
     true = curves.get("plain in float32", plain)
-    worst, words = difference(fast, true)
+    worst, _, words = difference(fast, true)
     if true is not plain:
-        print(f"plain in bf16 and in float32: {difference(plain, true)[1]}")
-        print(f"plain in bf16, in two kinds of micro-batches: {difference(curves['plain again'], plain)[1]}")
-        print(f"fast and plain in bf16: {difference(fast, plain)[1]}")
+        print(f"plain in bf16 and in float32: {difference(plain, true)[2]}")
+        print(f"plain in bf16, in two kinds of micro-batches: {difference(curves['plain again'], plain)[2]}")
+        print(f"fast and plain in bf16: {difference(fast, plain)[2]}")
     falls = true[-1] < 0.9 * true[0] or len(true) < 50
     verdict = "ok" if worst <= TOLERANCE and falls else "FAILED" if falls else "FAILED (the loss does not fall)"
     print(f"{verdict}: {len(fast)} steps, loss {true[0]:.4f} -> {true[-1]:.4f} plain, {fast[-1]:.4f} fast; fast and plain in "
@@ -185,6 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--bf16", action="store_true", default=CUDA, help="on a CPU, too")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder, with --data")
     parser.add_argument("--data", type=Path, help='JSONL of {"messages": [...]}')
+    parser.add_argument("--out", type=Path, help="a JSON file for the curves")
     parser.add_argument("--steps", type=int, default=100 if CUDA else 6)
     options = parser.parse_args(arguments)
     disable_progress_bars()
@@ -211,6 +225,9 @@ def main(arguments: list[str] | None = None) -> int:
             (model, tokenizer), how = runs[name]()
             curves[name] = train(model, tokenizer, options.steps, Path(work) / name, data=options.data, **how)
             print(f"{name}: {' '.join(f'{loss:.4f}' for loss in curves[name])}", flush=True)
+            if options.out:
+                write(options.out, curves, options.model.name if options.model else "made here",
+                      sys.argv[1:] if arguments is None else arguments)
         return 0 if not options.compare or compared(curves) else 1
 
 
