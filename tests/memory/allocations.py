@@ -122,8 +122,8 @@ def stand_in_for_experts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert activation_out is not None or not need_activation
         return out, weights_TK.new_empty(weights_TK.shape), activation_out
 
-    def product(x: Any, weight: Any, offsets: Any, *, out: Any = None, **_: Any) -> Any:
-        return x.new_empty(len(x), weight.shape[1]) if out is None else out
+    def product(x: Any, weight: Any, offsets: Any, *, out: Any = None, order_S: Any = None, **_: Any) -> Any:
+        return x.new_empty(len(x if order_S is None else order_S), weight.shape[1]) if out is None else out
 
     def turned(dy: Any, weight: Any, offsets: Any, *, out: Any = None) -> Any:
         return dy.new_empty(len(dy), weight.shape[2]) if out is None else out

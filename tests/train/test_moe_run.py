@@ -97,7 +97,9 @@ def deep_recipe(recipe_for: Callable[..., Recipe], tmp_path: Path) -> Callable[.
 
 @pytest.mark.parametrize(("family", "changes"), [
     ("qwen3_moe", {}), ("qwen3_moe", {"method": "qlora"}), ("qwen2_moe", {}), ("mixtral", {"lora": {"targets": "all-linear"}}),
-    ("gpt_oss", {"method": "qlora"}), ("gpt_oss", {"method": "full"})])
+    ("gpt_oss", {"method": "qlora"}), ("gpt_oss", {"method": "full"}), ("gpt_oss", {"method": "fp8"}),
+    ("qwen3_moe", {"method": "fp8"}), ("qwen2_moe", {"method": "fp8"}),
+    ("mixtral", {"method": "fp8", "lora": {"targets": "all-linear"}})])
 def test_a_budget_trains_the_same_numbers(family: str, changes: dict[str, Any], deep_recipe: Callable[..., Recipe]) -> None:
     base = deep_recipe(family, "free", **changes)
     free, levels = train(base, display=Silent()), set()
@@ -191,6 +193,9 @@ def test_what_is_not_planned_says_so(deep_recipe: Callable[..., Recipe], tmp_pat
     assert "some have none" in why_no_plan(recipe, unlike, cuda)
     config = PLANNED["qwen3_moe"]()
     assert why_no_plan(recipe, config, cuda) == ""
-    assert "FP8" in why_no_plan(deep_recipe("qwen3_moe", "run", method="fp8"), config, cuda)
+    assert why_no_plan(deep_recipe("qwen3_moe", "run", method="fp8"), config, cuda) == ""
+    for method in ("qlora", "full"):  # such a run is refused, too
+        assert "compute: fp8 does not go with" in why_no_plan(deep_recipe("qwen3_moe", "run", method=method, compute="fp8"),
+                                                              config, cuda)
     with pytest.raises(RecipeError, match="smallest that works"):
         train(deep_recipe("qwen3_moe", "tiny", memory={"budget": "1MB"}), display=Silent())

@@ -100,7 +100,8 @@ class Encoder:
             turns = [turn for turn in rendered.turns if turn.message >= example.prompt_messages]
             if self._loss_on == "completion" and not example.prompt_messages:
                 turns = turns[-1:]
-            return rendered.text, [(turn.start, turn.stop) for turn in turns]
+            trained = [turn for turn in turns if example.messages[turn.message].get("weight") != 0]
+            return rendered.text, [(turn.start, turn.stop) for turn in trained]
         if example.kind == "text" and self._loss_on not in {"auto", "all"}:
             raise DataError(
                 f"loss on the {self._loss_on} is asked for, and the rows are plain text", where=example.where,

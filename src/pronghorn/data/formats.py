@@ -143,11 +143,12 @@ def _from_sharegpt(row: RawRow) -> Example:
             raise _UnfitError(f"turn {number} is from `{speaker}`{_did_you_mean(speaker, SPEAKERS)}")
         if not isinstance(value, str):
             raise _UnfitError(f"turn {number} has no text in `value`")
+        weight = {"weight": _weight(turn, f"turn {number}")} if turn.get("weight") is not None else {}
         if speaker == "function_call":
             call = {"type": "function", "function": _function_call(value, number)}
-            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+            messages.append({"role": "assistant", "content": None, "tool_calls": [call], **weight})
         else:
-            messages.append({"role": SPEAKERS[speaker], "content": value})
+            messages.append({"role": SPEAKERS[speaker], "content": value, **weight})
     return _chat(row, _system(row) + messages)
 
 
@@ -200,6 +201,7 @@ def _message(message: dict[str, Any], number: int) -> dict[str, Any]:
         raise _UnfitError(f"message {number} has the role `{role}`{_did_you_mean(role, ROLES)}")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise _UnfitError(f"message {number}: `tool_calls` is not a list of objects")
+    _weight(message, f"message {number}")
     if isinstance(content, list):
         content = "".join(_part(part, number) for part in content)
     if not isinstance(content, str) and not (content is None and calls):
@@ -207,6 +209,14 @@ def _message(message: dict[str, Any], number: int) -> dict[str, Any]:
         raise _UnfitError(f"message {number} ({role}) has {what}")
     # Templates ask `'tool_calls' in message`, so a null that only fills a column must not stand there.
     return {key: item for key, item in message.items() if item is not None} | {"content": content}
+
+
+def _weight(message: dict[str, Any], name: str) -> int:
+    """0: the turn is read and not trained on, as in OpenAI's and Mistral's formats; 1, or none, trains on it."""
+    weight = message.get("weight")
+    if weight not in (None, 0, 1):
+        raise _UnfitError(f"{name} has the weight {weight!r}; a turn is trained on (1) or not (0)")
+    return 1 if weight is None else int(weight)
 
 
 def _part(part: Any, number: int) -> str:

@@ -31,7 +31,7 @@ from pronghorn.errors import DataError, EnvironmentFault
 from pronghorn.folders import cache_folder
 from pronghorn.recipe import Data
 
-CACHE_VERSION = 1  # raise it when the same input is tokenized or laid out differently
+CACHE_VERSION = 2  # raise it when the same input is tokenized or laid out differently
 FINDINGS_VERSION = 1  # raise it when clean.py finds other things
 ROWS_TO_KNOW_A_FORMAT = 100
 SILENT_SHARE = 0.01  # of rows may be too long and dropped without having been asked for

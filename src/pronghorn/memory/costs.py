@@ -34,6 +34,7 @@ EXPERT_KERNELS = (10, 15)  # more, for a router, a sort and experts
 # Qwen3-30B-A3B and gpt-oss-20B in view, cut to 4 layers: 35.2, 39.1 (with adapters on the experts), 67.5 and 71.7 ms, of which
 # products alone are 26.4, 26.8, 52.7 and 52.8.
 GROUPED, GROUPED_4_BITS, GROUPED_THIN = 0.76, 0.38, 0.5
+GROUPED_FP8 = 0.5  # of the FP8 rate. A guess until it is measured: somewhat less than FP8_PRODUCTS
 
 
 @dataclass(frozen=True)
@@ -214,14 +215,22 @@ class MixtureModel(Model):
         self.slots = job.capacity * self.mixture.chosen
         self.fused = []
 
+    @property
+    def in_fp8(self) -> bool:
+        """Whether the chip multiplies stacks in FP8 (kernels/grouped_fp8.py): those do that flash-attn-4 serves. The others
+        dequantize the same bytes where they multiply."""
+        return self.job.fp8 and self.gpu.flash4
+
     def grouped(self, *stacks: moe_sizes.Stack) -> float:
         """One product of all rows with their experts; either way, since they are as large. Weights of all experts are read."""
-        share = GROUPED_4_BITS if self.job.method == "qlora" else GROUPED
+        few_bits = {"qlora": 0.53, "fp8": 1.0}.get(self.job.method)  # bytes of a weight
+        share = GROUPED if few_bits is None else GROUPED_4_BITS
         rate, total = self.plain_rate * share / PRODUCTS, 0.0
         for stack in stacks:
-            inner, outputs = stack.inputs + stack.extra, stack.outputs
-            weights = stack.weights * (0.53 if self.job.method == "qlora" else self.job.element)
-            moved = weights + self.slots * (inner + outputs) * self.job.element
+            inner, outputs, e = stack.inputs + stack.extra, stack.outputs, float(self.job.element)
+            if self.in_fp8:  # adapters are products of their own
+                rate, inner, e = self.gpu.fp8_tflops * GROUPED_FP8 * 1e9, stack.inputs, 1.0
+            moved = stack.weights * (few_bits or self.job.element) + self.slots * (inner * e + outputs * self.job.element)
             total += 2.0 * self.slots * inner * outputs / rate + moved / self.bytes
         return total
 
@@ -229,40 +238,62 @@ class MixtureModel(Model):
         """So many elements of each row that is sorted by expert."""
         return self.move(elements * self.mixture.chosen)
 
+    def gathered(self, *, wide: bool) -> float:
+        """A token's row written K times, where it was read once: the next time it is in L2. `wide`: also where experts read
+        FP8, into which it is cast."""
+        D, in_fp8 = self.job.shape.width, self.rows(self.job.shape.width) / self.job.element
+        return (self.rows(D) if wide or not self.in_fp8 else 0.0) + (in_fp8 + self.move(D) if self.in_fp8 else 0.0)
+
+    def cast_rows(self, elements: float) -> float:
+        """Read and written in FP8."""
+        return self.rows(elements) * (1 + 1 / self.job.element) if self.in_fp8 else 0.0
+
+    def thin_forward(self, stack: moe_sizes.Stack) -> float:
+        """x A^T, which gate and up have from who gathers their rows; in FP8 not, and there what adapters give is added apart."""
+        if not stack.rank:
+            return 0.0
+        apart = self.in_fp8 or stack is self.down
+        return self.rows((stack.inputs if apart else 0) + (2 * stack.outputs if self.in_fp8 else 0)) / GROUPED_THIN
+
     def with_experts(self, parts: Parts, products: float, elementwise: float, thin: float, kernels: int) -> Parts:
         return replace(parts, products=parts.products + products, elementwise=parts.elementwise + elementwise,
                        thin=parts.thin + thin, launches=parts.launches + kernels * LAUNCH_MS)
 
     def forward(self) -> Parts:
         D, F, E = self.job.shape.width, self.mixture.width, self.mixture.experts
-        # Rows gathered (a token's is read once: the next time it is in L2), activation, rows added up; logits written, read by
-        # the choice, and by who counts.
-        elementwise = (self.rows(D + 3 * F + D) + self.move(2 * D + 3 * E)) / ELEMENTWISE
-        thin = self.rows(F) / GROUPED_THIN if self.down.rank else 0.0
-        router = self.product(self.job.capacity, D, E)
-        return self.with_experts(super().forward(), self.grouped(self.up, self.down) + router, elementwise, thin,
-                                 EXPERT_KERNELS[0])
+        # Rows gathered, activation, rows added up; logits written, read by the choice, and by who counts.
+        elementwise = self.gathered(wide=False) + self.rows(3 * F + D) + self.cast_rows(F) + self.move(2 * D + 3 * E)
+        router = self.product(self.job.capacity, D, E, plain=True)
+        return self.with_experts(super().forward(), self.grouped(self.up, self.down) + router, elementwise / ELEMENTWISE,
+                                 self.thin_forward(self.up) + self.thin_forward(self.down), EXPERT_KERNELS[0])
 
     def backward(self) -> Parts:
         D, F, E = self.job.shape.width, self.mixture.width, self.mixture.experts
         trains = self.job.method == "full"
         again = self.rows(D + F) if self.up.rank or trains else 0.0  # the sorted input, the activation
-        elementwise = (self.rows(D + 5 * F + D) + again + self.move(3 * D + 4 * E)) / ELEMENTWISE
-        # dy sB of gate and up; then dA and dB of both stacks read what they are made of
-        thin = self.rows(2 * F + (D + F) + (D + 2 * F)) / GROUPED_THIN if self.up.rank else 0.0
+        elementwise = self.gathered(wide=bool(self.up.rank)) + self.rows(5 * F + D) + self.cast_rows(2 * F)
+        elementwise = (elementwise + again + self.move(3 * D + 4 * E)) / ELEMENTWISE
+        # dy sB of gate and up; then dA and dB of both stacks read what they are made of; in FP8, dy sB A is added to the results
+        added = 2 * (D + F) if self.in_fp8 else 0
+        thin = self.rows(2 * F + (D + F) + (D + 2 * F) + added) / GROUPED_THIN if self.up.rank else 0.0
         products = self.grouped(self.up, self.down) * (2 if trains else 1)
-        router = self.product(self.job.capacity, E, D)
+        router = self.product(self.job.capacity, E, D, plain=True)
         return self.with_experts(super().backward(), products + router, elementwise, thin, EXPERT_KERNELS[1])
+
+    def unpack(self, *, turned: bool = False) -> float:
+        stacks = self.up.weights + self.down.weights if self.in_fp8 and turned else 0
+        return super().unpack(turned=turned) + 2.0 * stacks / self.bytes
 
     def recompute(self, what: Recompute) -> float:
         s = self.job.shape
         if what == "nothing":
             return 0.0
         if what == "gate_up":
-            return self.grouped(self.up) + (self.rows(s.width) + self.move(3 * s.width)) / ELEMENTWISE + 6 * LAUNCH_MS
-        whole = self.forward()
-        behind = self.grouped(self.down) + self.rows(3 * self.mixture.width + s.width) / ELEMENTWISE + self.products("down")
-        behind += self.rows(self.mixture.width) / GROUPED_THIN if self.down.rank else 0.0
+            again = self.grouped(self.up) + (self.gathered(wide=False) + self.move(3 * s.width)) / ELEMENTWISE
+            return again + (self.thin_forward(self.up) if self.in_fp8 else 0.0) + 6 * LAUNCH_MS
+        whole, F = self.forward(), self.mixture.width
+        behind = self.grouped(self.down) + self.thin_forward(self.down) + self.products("down")
+        behind += (self.rows(3 * F + s.width) + self.cast_rows(F)) / ELEMENTWISE
         return whole.total - whole.unpack - behind
 
     def piece(self) -> float:

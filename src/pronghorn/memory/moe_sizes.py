@@ -119,14 +119,16 @@ def stored(job: Job) -> int:
 
 def _stored(stack: Stack, job: Job, m: Mixture) -> int:
     E, R = stack.experts, stack.extra
-    if job.method != "qlora":
+    if job.method not in ("qlora", "fp8"):
         return E * (stack.outputs + R) * (stack.inputs + R) * job.element  # one buffer: kernels/grouped_lora.py
-    if m.four_bit == "mxfp4":
-        in_4_bits = stack.weights // 2 + stack.weights // MXFP4_BLOCK
+    if job.method == "fp8":
+        in_few_bits = stack.weights + E * stack.outputs * FP32  # a scale an output channel of each expert
+    elif m.four_bit == "mxfp4":
+        in_few_bits = stack.weights // 2 + stack.weights // MXFP4_BLOCK
     else:
         blocks = stack.weights // BLOCK
-        in_4_bits = stack.weights // 2 + blocks + -(-blocks // NESTED_BLOCK) * FP32
-    return in_4_bits + E * R * (stack.inputs + stack.outputs) * job.element
+        in_few_bits = stack.weights // 2 + blocks + -(-blocks // NESTED_BLOCK) * FP32
+    return in_few_bits + E * R * (stack.inputs + stack.outputs) * job.element
 
 
 # ---- what a layer keeps ------------------------------------------------------------------------------------------------------
@@ -148,10 +150,10 @@ def kept(job: Job, parts: dict[str, int]) -> dict[str, int]:
     return found
 
 
-_OF_ATTENTION = ("h", "qkv", "q, k", "lse", "o", "rstd", "xa1")
+_OF_ATTENTION = ("h", "qkv", "q, k", "lse", "o", "rstd", "xa1", "xa_o")
 
 
-def _of_the_mlp(parts: dict[str, int]) -> int:
+def of_the_mlp(parts: dict[str, int]) -> int:
     """What is free again when attention's backward begins."""
     return sum(size for name, size in parts.items() if name not in _OF_ATTENTION)
 
@@ -175,9 +177,8 @@ def working(job: Job, recompute: Recompute, parts: dict[str, int], sums: int) ->
     assert m is not None
     S, D, F, (up, down) = T * m.chosen, s.width, m.width, stacks(job)
     d, gu, trains = T * D * e, parts["gu"], job.method == "full"
-    down_grads, up_grads = (_gradients(stack, job) for stack in (down, up))
-    down_turned, up_turned = (grads and stack.experts * stack.rank * stack.outputs * FP32  # dB, into PEFT's layout
-                              for stack, grads in ((down, down_grads), (up, up_grads)))
+    down_grads, up_grads = (gradients(stack, job) for stack in (down, up))
+    down_turned, up_turned = (turned_gradient(stack, job) for stack in (down, up))
     fresh = 0 if recompute == "nothing" else gu
     own_dgu = S * (2 * F + up.extra) * e if up.extra else 0  # else it takes gate and up's place
     sorted_rows = S * (D + up.extra) * e
@@ -201,14 +202,19 @@ def working(job: Job, recompute: Recompute, parts: dict[str, int], sums: int) ->
     in_one_buffer = g["down"].extra and g["down"].extra == g["out"].extra
     more_dh = 0 if in_one_buffer else T * (D + g["out"].extra) * e + (0 if g["out"].extra else d)
     attention = T * (s.out_width + (0 if job.in_place else s.qkv_width + g["qkv"].extra)) * e + sums + more_dh
-    free = _of_the_mlp(parts) - (gu if recompute != "nothing" else 0)
+    free = of_the_mlp(parts) - (gu if recompute != "nothing" else 0)
     moments.append(attention - free + down_grads + up_grads + shared_grads + out_grads)
     again = sum(parts.values()) - parts["h"] - gu if recompute == "layer" else 0
     return again + dh + max(moments)
 
 
-def _gradients(stack: Stack, job: Job) -> int:
+def gradients(stack: Stack, job: Job) -> int:
     """That a layer makes before somebody adds them up: of trained weights, and of adapters in a step that is not captured."""
     if job.method == "full":
         return stack.weights * FP32
     return 0 if job.graphed else stack.adapters * FP32
+
+
+def turned_gradient(stack: Stack, job: Job) -> int:
+    """dB once more, in PEFT's layout."""
+    return stack.experts * stack.rank * stack.outputs * FP32 if gradients(stack, job) else 0

@@ -4,9 +4,9 @@ T = tokens of a micro-batch (capacity), D = model width, N = query heads, K = ke
 X = (N + 2K) H, F = MLP width, V = vocabulary, R = extra columns that carry adapters, e = bytes of an activation.
 
 What a layer keeps is written down as `Kept` in model/kept.py holds it; a test compares the two, byte for byte. What comes and
-goes beside that is in working.py; what is different in a mixture of experts, in moe_sizes.py. The peak of a step is at one of
-three moments (plan.py: `evaluate`): in the head, when every layer has kept its share; in the forward of a layer; or in the
-backward of one, when the layers above it have given theirs back:
+goes beside that is in working.py; what is different in a mixture of experts, in moe_sizes.py and fp8_moe_sizes.py. The peak of
+a step is at one of three moments (plan.py: `evaluate`): in the head, when every layer has kept its share; in the forward of a
+layer; or in the backward of one, when the layers above it have given theirs back:
 
     static + sum of kept over the layers up to this one + the largest working set of this one's backward
 """
@@ -21,7 +21,7 @@ from typing import Any, Literal
 from pronghorn.errors import ModelError
 from pronghorn.kernels.adamw8bit import BLOCK as MOMENT_BLOCK
 from pronghorn.kernels.nf4 import BLOCK, NESTED_BLOCK
-from pronghorn.memory import fp8_sizes, moe_sizes
+from pronghorn.memory import fp8_moe_sizes, fp8_sizes, moe_sizes
 from pronghorn.model.families import FAMILIES, layer_type, why_not_fast
 
 Method = Literal["lora", "qlora", "fp8", "full"]
@@ -219,7 +219,8 @@ def static_parts(job: Job) -> dict[str, int]:
         return {"weights": parameters * FP32 + copies,
                 "gradients and optimizer": parameters * FP32 + moment_bytes(job.optimizer, parameters)[0],
                 "rope and libraries": _rope_and_libraries(job)}
-    stored = sum(_stored(group, job) for group in groups) + vectors * e + moe_sizes.stored(job)
+    stored = sum(_stored(name, group, job) for name, group in job.groups().items() if group.outputs)
+    stored += vectors * e + moe_sizes.stored(job)
     adapters = job.adapter_parameters()
     embeddings -= s.vocabulary * s.width if job.host_embeddings else 0
     parts = {"weights": s.layers * stored + (embeddings + s.width) * e,
@@ -244,10 +245,10 @@ def host_moments(job: Job) -> int:
     return moment_bytes(job.optimizer, job.parameters() if job.method == "full" else job.adapter_parameters())[1]
 
 
-def _stored(group: Group, job: Job) -> int:
+def _stored(name: str, group: Group, job: Job) -> int:
     """A group's frozen weights, and its adapters in the form in which products read them."""
     outputs, R = sum(group.outputs), group.extra
-    if job.linears == "lora":
+    if job.linears == "lora" or (job.method == "fp8" and name == "shared_gate"):  # which stays in 16 bits
         return (outputs + R) * (group.inputs + R) * job.element  # one buffer: kernels/lora_linear.py
     if job.method == "fp8":
         return fp8_sizes.stored(group, job.element)
@@ -263,6 +264,8 @@ def _rope_and_libraries(job: Job) -> int:
 
 def unpacked_bytes(job: Job) -> int:
     """Where a layer's weights are made ready to multiply, once for recomputing and backward together."""
+    if job.fp8 and job.shape.mixture:
+        return fp8_moe_sizes.shared(job)
     if job.fp8:
         return fp8_sizes.shared(job.groups().values(), in_4_bits=job.method == "qlora")
     if job.linears in ("lora", "full"):

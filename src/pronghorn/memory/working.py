@@ -18,7 +18,7 @@ import torch
 from pronghorn.kernels.attention import SHORT
 from pronghorn.kernels.attention_flash import backward_turns
 from pronghorn.kernels.linear_cross_entropy import chunk_rows
-from pronghorn.memory import fp8_sizes, moe_sizes
+from pronghorn.memory import fp8_moe_sizes, fp8_sizes, moe_sizes
 from pronghorn.memory.sizes import FP32, Job, Recompute, kept_bytes, kept_parts, unpacked_bytes
 
 SMALLEST_PIECE = 2048  # rows: below, a product of the MLP does not fill the GPU any more
@@ -68,7 +68,7 @@ def forward_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
     """The most that a layer's forward holds beside what it will keep."""
     parts, whole, piece = _sizes(job, pieces)
     if job.shape.mixture:
-        return sum(parts.values()) - kept_bytes(job, recompute) + moe_sizes.forward(job) + unpacked_bytes(job)
+        return sum(parts.values()) - kept_bytes(job, recompute) + _forward_of_experts(job) + unpacked_bytes(job)
     if recompute == "nothing" or pieces == 1:
         later_dropped = sum(parts.values()) - kept_bytes(job, recompute)
         in_fp8 = job.capacity * (job.shape.mlp_width + 3 * job.groups()["down"].extra) if job.fp8 else 0
@@ -88,7 +88,8 @@ def working_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
     parts, whole, piece = _sizes(job, pieces)
     g, s = job.groups(), job.shape
     if s.mixture:
-        return moe_sizes.working(job, recompute, parts, _sums_of_attention(job)) + unpacked_bytes(job)
+        working = fp8_moe_sizes.working if job.fp8 else moe_sizes.working
+        return working(job, recompute, parts, _sums_of_attention(job)) + unpacked_bytes(job)
     trained = max(group.weights for group in g.values()) * FP32 if job.method == "full" else 0
     if job.fp8 and pieces > 1 and recompute != "nothing":
         return unpacked_bytes(job) + fp8_sizes.working_in_pieces(job, recompute, -(-job.capacity // pieces),
@@ -116,6 +117,10 @@ def working_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
     attention = whole.do + (0 if job.in_place else whole.dqkv_ext) + _sums_of_attention(job) - freed
     attention += whole.d if "after_attention" in s.norms else 0
     return again + dh + max(mlp, attention) + unpacked_bytes(job) + trained
+
+
+def _forward_of_experts(job: Job) -> int:
+    return fp8_moe_sizes.forward(job) if job.fp8 else moe_sizes.forward(job)
 
 
 def _sums_of_attention(job: Job) -> int:
@@ -162,5 +167,5 @@ def evaluation_bytes(job: Job, tokens: int) -> int:
     small = replace(job.with_capacity(tokens), loss_rows=0)
     layer = kept_bytes(small, "nothing") + tokens * (small.shape.mlp_width + 3 * small.shape.width) * job.element
     if small.shape.mixture:
-        layer = kept_bytes(small, "nothing") + moe_sizes.forward(small)
+        layer = kept_bytes(small, "nothing") + _forward_of_experts(small)
     return max(layer + unpacked_bytes(job), head_bytes(small))

@@ -32,6 +32,7 @@ from pronghorn.report.html import write_html
 from pronghorn.report.run_log import RunLog
 from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint import (
+    MARGIN_BYTES,
     TrainState,
     capture_rng,
     clean_leftovers,
@@ -78,7 +79,7 @@ def train(recipe: Recipe, *, display: Display, stages: Stages | None = None, fre
         with RunFolder(folder) as run_folder:
             clean_leftovers(folder)
             session = set_up(recipe, folder, report=display.progress, stage=stages)
-            run_folder.require_free(_bytes_still_to_write(session, folder))
+            run_folder.require_free(_bytes_still_to_write(session, folder) + MARGIN_BYTES)
             if old:
                 session.notices.insert(0, f"the earlier run was moved to {old}")
             with RunLog(folder, listeners=(display.handle,)) as log, StopRequest() as stop:
@@ -387,7 +388,7 @@ class _Run:
         session = self.session
         model = session.model
         self.log.write(
-            "start", run=self.folder.name, recipe=session.recipe.model_dump(mode="json"), versions=_versions(),
+            "start", run=self.folder.resolve().name, recipe=session.recipe.model_dump(mode="json"), versions=_versions(),
             device=_device_name(session.device), threads=torch.get_num_threads(), precision=session.precision,
             resumed_from=session.resumed_from, steps=session.data.total_steps,
             parameters={"total": count_parameters(model),

@@ -103,6 +103,12 @@ def set_aside(path: str | Path) -> Path | None:
         real = path.resolve()
         if not real.exists():
             return None
+        if Path.cwd().is_relative_to(real):
+            raise CommandError(
+                "the folder this command runs in is not set aside", where=str(path),
+                why=f"{real} would be renamed with everything in it, and this command would go on inside",
+                fix="choose another folder: output=runs/NAME",
+            )
         if not any(next(real.glob(trace), None) for trace in _TRACES_OF_A_RUN):
             if real.is_dir() and not any(real.iterdir()):
                 return None

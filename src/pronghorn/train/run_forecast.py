@@ -26,8 +26,8 @@ def why_no_plan(recipe: Recipe, config: Any, device: torch.device) -> str:
     text = config.get_text_config()
     if why := why_not_fast(text) or why_not_planned(text):
         return why
-    if recipe.fp8 and FAMILIES[text.model_type].experts:
-        return "the memory of experts in FP8 is not planned yet: every layer keeps what backward needs"
+    if recipe.fp8 and recipe.method != "fp8" and FAMILIES[text.model_type].experts:
+        return f"compute: fp8 does not go with method: {recipe.method} for experts, which are multiplied in FP8 if stored so"
     if recipe.method != "full" and (recipe.lora.dropout or recipe.lora.dora):
         return "with lora.dropout or lora.dora a layer is many operations, not one that decides what it keeps"
     return "there is no NVIDIA GPU" if device.type != "cuda" and recipe.memory.budget == "auto" else ""
