@@ -16,7 +16,9 @@ from test_runs_on_a_gpu import budget
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from pronghorn.errors import RecipeError
+from pronghorn.kernels.fp8_cast import fp8_supported
 from pronghorn.model.export import export, merged_model
+from pronghorn.model.fp8_moe_layer import Fp8MoeDecoderLayer
 from pronghorn.model.moe_layer import MoeDecoderLayer
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
@@ -117,21 +119,23 @@ def test_a_budget_trains_the_same_numbers(family: str, changes: dict[str, Any], 
     assert levels - {"keep"}
 
 
-def test_experts_that_leave_for_the_host_train_the_same_numbers(deep_recipe: Callable[..., Recipe],
+@pytest.mark.parametrize("method", ["lora", "fp8"])
+def test_experts_that_leave_for_the_host_train_the_same_numbers(method: str, deep_recipe: Callable[..., Recipe],
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the layers of each kind, whatever the planner would choose."""
     from pronghorn.memory.plan import Level, plan_of
     from pronghorn.train.memory import RunMemory
 
-    free, real = train(deep_recipe("qwen2_moe", "free"), display=Silent()), RunMemory._install
+    free, real = train(deep_recipe("qwen2_moe", "free", method=method), display=Silent()), RunMemory._install
 
     def install(self: RunMemory, engine: Any) -> None:
+        assert all(isinstance(layer, Fp8MoeDecoderLayer) == (method == "fp8") for layer in engine.layers)
         levels = [Level("layer", True), Level("gate_up", True), Level("gate_up"), Level("nothing", True)]
         self.plan = plan_of(self.plan.problem, levels, 1)
         real(self, engine)
 
     monkeypatch.setattr(RunMemory, "_install", install)
-    away = train(deep_recipe("qwen2_moe", "away", memory={"budget": "2GB"}), display=Silent())
+    away = train(deep_recipe("qwen2_moe", "away", method=method, memory={"budget": "2GB"}), display=Silent())
     assert curve(away) == curve(free)
     assert next(e for e in read_log(away.folder) if e["event"] == "plan")["pinned_bytes"] > 0
 
@@ -158,8 +162,11 @@ def test_memory_that_runs_out_leads_to_a_lower_plan(deep_recipe: Callable[..., R
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize(("family", "method"), [("qwen3_moe", "lora"), ("gpt_oss", "lora"), ("gpt_oss", "qlora")])
+@pytest.mark.parametrize(("family", "method"), [("qwen3_moe", "lora"), ("gpt_oss", "lora"), ("gpt_oss", "qlora"),
+                                                ("qwen3_moe", "fp8"), ("gpt_oss", "fp8")])
 def test_a_budget_is_kept_on_a_gpu(family: str, method: str, recipes: Callable[..., Recipe], tmp_path: Path) -> None:
+    if method == "fp8" and (why := fp8_supported("cuda")):
+        pytest.skip(why)
     wide = DEEP | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     chosen = {"num_experts_per_tok": 2} | ({"num_local_experts": 8, "sliding_window": 16} if family == "gpt_oss" else
                                            {"moe_intermediate_size": 512, "num_experts": 8})

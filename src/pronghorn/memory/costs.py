@@ -223,15 +223,15 @@ class MixtureModel(Model):
 
     def grouped(self, *stacks: moe_sizes.Stack) -> float:
         """One product of all rows with their experts; either way, since they are as large. Weights of all experts are read."""
-        few_bits = {"qlora": 0.53, "fp8": 1.0}.get(self.job.method)  # bytes of a weight
-        share = GROUPED if few_bits is None else GROUPED_4_BITS
-        rate, total = self.plain_rate * share / PRODUCTS, 0.0
+        weight = {"qlora": 0.53, "fp8": 1.0}.get(self.job.method, float(self.job.element))  # bytes
+        share = GROUPED_4_BITS if weight <= 1 else GROUPED
+        rate = self.gpu.fp8_tflops * GROUPED_FP8 * 1e9 if self.in_fp8 else self.plain_rate * share / PRODUCTS
+        total = 0.0
         for stack in stacks:
-            inner, outputs, e = stack.inputs + stack.extra, stack.outputs, float(self.job.element)
-            if self.in_fp8:  # adapters are products of their own
-                rate, inner, e = self.gpu.fp8_tflops * GROUPED_FP8 * 1e9, stack.inputs, 1.0
-            moved = stack.weights * (few_bits or self.job.element) + self.slots * (inner * e + outputs * self.job.element)
-            total += 2.0 * self.slots * inner * outputs / rate + moved / self.bytes
+            inner = stack.inputs + (0 if self.in_fp8 else stack.extra)  # in FP8 adapters are products of their own
+            read, written = inner * (1 if self.in_fp8 else self.job.element), stack.outputs * self.job.element
+            moved = stack.weights * weight + self.slots * (read + written)
+            total += 2.0 * self.slots * inner * stack.outputs / rate + moved / self.bytes
         return total
 
     def rows(self, elements: float) -> float:
@@ -239,17 +239,19 @@ class MixtureModel(Model):
         return self.move(elements * self.mixture.chosen)
 
     def gathered(self, *, wide: bool) -> float:
-        """A token's row written K times, where it was read once: the next time it is in L2. `wide`: also where experts read
-        FP8, into which it is cast."""
-        D, in_fp8 = self.job.shape.width, self.rows(self.job.shape.width) / self.job.element
-        return (self.rows(D) if wide or not self.in_fp8 else 0.0) + (in_fp8 + self.move(D) if self.in_fp8 else 0.0)
+        """Tokens' rows written K times; they are read once: the next time they are in L2. Where experts read FP8 they are cast,
+        and there in 16 bits, too, if `wide`."""
+        D = self.job.shape.width
+        if not self.in_fp8:
+            return self.rows(D)
+        return self.rows(D / self.job.element) + self.move(D) + (self.rows(D) if wide else 0.0)
 
     def cast_rows(self, elements: float) -> float:
         """Read and written in FP8."""
         return self.rows(elements) * (1 + 1 / self.job.element) if self.in_fp8 else 0.0
 
     def thin_forward(self, stack: moe_sizes.Stack) -> float:
-        """x A^T, which gate and up have from who gathers their rows; in FP8 not, and there what adapters give is added apart."""
+        """x A^T, which gate and up have from who gathers their rows; not so in FP8, where adapters' results are added apart."""
         if not stack.rank:
             return 0.0
         apart = self.in_fp8 or stack is self.down
@@ -273,7 +275,7 @@ class MixtureModel(Model):
         again = self.rows(D + F) if self.up.rank or trains else 0.0  # the sorted input, the activation
         elementwise = self.gathered(wide=bool(self.up.rank)) + self.rows(5 * F + D) + self.cast_rows(2 * F)
         elementwise = (elementwise + again + self.move(3 * D + 4 * E)) / ELEMENTWISE
-        # dy sB of gate and up; then dA and dB of both stacks read what they are made of; in FP8, dy sB A is added to the results
+        # dy sB of gate and up; then dA and dB of both stacks read what they are made of; in FP8, dy sB A is added apart
         added = 2 * (D + F) if self.in_fp8 else 0
         thin = self.rows(2 * F + (D + F) + (D + 2 * F) + added) / GROUPED_THIN if self.up.rank else 0.0
         products = self.grouped(self.up, self.down) * (2 if trains else 1)
@@ -289,8 +291,8 @@ class MixtureModel(Model):
         if what == "nothing":
             return 0.0
         if what == "gate_up":
-            again = self.grouped(self.up) + (self.gathered(wide=False) + self.move(3 * s.width)) / ELEMENTWISE
-            return again + (self.thin_forward(self.up) if self.in_fp8 else 0.0) + 6 * LAUNCH_MS
+            again = self.grouped(self.up) + self.thin_forward(self.up) + 6 * LAUNCH_MS
+            return again + (self.gathered(wide=False) + self.move(3 * s.width)) / ELEMENTWISE
         whole, F = self.forward(), self.mixture.width
         behind = self.grouped(self.down) + self.thin_forward(self.down) + self.products("down")
         behind += (self.rows(3 * F + s.width) + self.cast_rows(F)) / ELEMENTWISE

@@ -1,0 +1,211 @@
+"""The bytes and times of mixtures in FP8: the formulas against what real layers keep and store, and what plans make of them."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from test_moe_sizes import FAMILIES, TARGETS, TOKENS, forward, storages
+from test_moe_sizes import job_of as job_in_32_bits
+from transformers import AutoModelForCausalLM
+
+from pronghorn.bench.workloads import MODELS
+from pronghorn.memory.calibrate import calibrate, layer_work
+from pronghorn.memory.costs import MixtureModel, predicted_costs
+from pronghorn.memory.forecast import plan_report, problem_of
+from pronghorn.memory.gpus import GPUS
+from pronghorn.memory.offload import bytes_needed
+from pronghorn.memory.plan import make_plan, smallest_budget
+from pronghorn.memory.sizes import Job, kept_bytes, kept_parts, shape_of, static_parts, unpacked_bytes
+from pronghorn.memory.working import pieces_worth_trying, working_bytes
+from pronghorn.model.adapter_sums import AdapterSums
+from pronghorn.model.causal_lm import install
+from pronghorn.model.few_bit_experts import STACKS, few_bit_experts_
+from pronghorn.model.fp8_linear import Fp8Linear, quantize_linears_fp8_
+from pronghorn.model.fp8_moe_layer import Fp8MoeDecoderLayer
+from pronghorn.model.fp8_projections import Fp8Projections
+from pronghorn.model.kept import Level, leave
+from pronghorn.model.lora import add_adapter
+from pronghorn.recipe import Lora, Recipe
+
+WHOLE = {"qwen3-30b-a3b": "qwen3-30b-a3b-4layers", "gpt-oss-20b": "gpt-oss-20b-4layers"}
+
+
+def model_of(family: str, targets: Any) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family])
+    quantize_linears_fp8_(model)
+    for experts in few_bit_experts_(model, bits=8).values():
+        for name in STACKS:
+            experts.quantize(name, getattr(experts.own_module[0], name).detach())
+    model = add_adapter(model, Lora(r=4, targets=targets), seed=1)
+    assert not install(model)
+    return model
+
+
+def job_of(family: str, **changes: Any) -> Job:
+    return job_in_32_bits(family, method="fp8", **changes)
+
+
+@pytest.mark.parametrize("adapters", TARGETS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_keeps_what_the_formula_says(family: str, adapters: str) -> None:
+    engine, kept = forward(model_of(family, TARGETS[adapters]))
+    assert type(engine.layers[0]) is Fp8MoeDecoderLayer
+    job = job_of(family, targets=TARGETS[adapters])
+    held = sum(storages(*(getattr(kept, field.name) for field in fields(kept)), *kept.rstd.values()).values())
+    assert kept.gu is not None
+    assert held == kept_bytes(job, "nothing")
+    assert kept_bytes(job, "gate_up") == held - kept.gu.nbytes
+    assert kept_bytes(job, "layer") == kept.h.nbytes
+    assert "xa_o" in kept_parts(job)
+
+
+@pytest.mark.parametrize("level", ["nothing", "gate_up", "layer"])
+def test_what_leaves_fits_into_its_slot(level: Level) -> None:
+    """The family with the most tensors."""
+    _, kept = forward(model_of("qwen2_moe", TARGETS["experts"]))
+    job = job_of("qwen2_moe", targets=TARGETS["experts"])
+    slot = problem_of(job, predicted_costs(job, GPUS["h200"]), 10**9, 10**9).slot(level)
+
+    class Place:
+        needed = 0
+
+        def leave(self, layer: int, tensors: Any) -> None:
+            self.needed = bytes_needed(tensors)
+
+        def back(self, layer: int) -> Any:
+            raise AssertionError
+
+    place = Place()
+    leave(kept, level, 0, place)
+    assert slot - 2 * 16 * 256 <= place.needed <= slot
+
+
+@pytest.mark.parametrize("adapters", TARGETS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_and_adapters_are_counted_as_they_are_stored_and_shared(family: str, adapters: str) -> None:
+    model = model_of(family, TARGETS[adapters])
+    engine, kept = forward(model)
+    job = job_of(family, targets=TARGETS[adapters])
+    documents = engine.documents(torch.tensor([0, 20, TOKENS], dtype=torch.int32), 28, torch.arange(TOKENS))
+    with torch.no_grad():
+        engine.layers[0].backward(torch.randn(TOKENS, 64), kept, documents)
+    stands_for = {id(p) for p in model.parameters() if p.untyped_storage().nbytes() == p.itemsize and p.numel() > 1}
+    held: list[Any] = [p for name, p in model.named_parameters()  # a stack's parameter is a single zero
+                       if "lora_" not in name and not name.endswith(("bias", "sinks")) and id(p) not in stands_for]
+    assert len(stands_for) == 4
+    held += [module.weight_scale for module in model.modules() if isinstance(module, Fp8Linear)]
+    shared: list[Any] = []
+    for layer in engine.layers:
+        for group in layer.groups:
+            if isinstance(group, Fp8Projections):
+                own = group.group
+                held += [own.M, own.scale_O, own.A_RD, own.sB_OR, own.factors_2R, own.bounds_2]
+                shared.append(group.workspace.turned._buffer)
+        for stack in (layer.expert_gate_up, layer.expert_down):
+            held += [stack.group.q_EOD, stack.group.scale_EO, stack.group.A_ERD, stack.group.sB_EOR]
+    parts = static_parts(job)
+    assert parts["weights"] == sum(storages(*held).values())
+    assert unpacked_bytes(job) == sum(storages(*shared).values())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.grad = torch.zeros_like(p)
+    sums = AdapterSums(engine, torch.float32)
+    assert parts["adapter sums"] == pytest.approx(sums.buffer.nbytes, abs=256 * 14 * 2)  # each is padded
+    assert parts["adapters and optimizer"] == 4 * sum(p.nbytes for p in trained)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_can_be_timed(family: str) -> None:
+    """And what is timed leaves the model as it was."""
+    model = model_of(family, TARGETS["experts"])
+    engine, _ = forward(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def documents(tokens: int) -> Any:
+        return engine.documents(torch.tensor([0, 20, tokens], dtype=torch.int32), 28, torch.arange(tokens))
+
+    costs = calibrate(engine, documents, tokens=TOKENS, rows=TOKENS // 2, dtype=torch.float32, device=torch.device("cpu"))
+    assert costs.measured
+    assert min(costs.forward, costs.backward, costs.recompute_gate_up, costs.recompute_layer, costs.rest) > 0
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]), name
+        assert p.grad is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_backward_that_is_timed_finds_the_same_numbers_each_time(family: str) -> None:
+    """Gradients take the place of gate and up, also of the shared expert's: zeros would be multiplied faster."""
+    engine, _ = forward(model_of(family, TARGETS["experts"]))
+    documents = engine.documents(torch.tensor([0, 20, TOKENS], dtype=torch.int32), 28, torch.arange(TOKENS))
+    layer = engine.layers[1]
+    with torch.no_grad():
+        work, found, real = layer_work(engine, documents, TOKENS, TOKENS, torch.float32), [], layer.backward
+
+        def backward(dh: Any, kept: Any, shared: Any) -> Any:
+            found.append(tuple(float(t.double().sum()) for t in (kept.gu, kept.shared_gu, kept.q, kept.h2) if t is not None))
+            return real(dh, kept, shared)
+
+        layer.backward = backward
+        for _ in range(3):
+            work.gate_up_and_backward()
+    assert len(found) == 3
+    assert len(set(found)) == 1
+
+
+# ---- times and plans -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", WHOLE.values())
+@pytest.mark.parametrize("targets", [TARGETS["linears"], TARGETS["experts"]], ids=["linears", "experts"])
+def test_less_memory_takes_more_time(model: str, targets: Any) -> None:
+    job = Job(replace(shape_of(MODELS[model]), layers=8), 8192, method="fp8", targets=targets)
+    work = [working_bytes(job, what) for what in ("nothing", "gate_up", "layer")]
+    assert work == sorted(work)
+    assert pieces_worth_trying(job) == (1,)
+    costs = predicted_costs(job, GPUS["h200"])
+    assert 0 < costs.recompute_gate_up < costs.recompute_layer < costs.forward < costs.backward
+    problem = problem_of(job, costs, 10**12, 64 * 10**9)
+    least, most, times = smallest_budget(problem), make_plan(problem), []
+    for share in (0.0, 0.3, 0.6, 1.0):
+        budget = int(least + share * (problem.budget_for(most.needed_bytes) - least))
+        plan = make_plan(replace(problem, budget=budget))
+        assert plan.needed_bytes <= budget
+        times.append(plan.ms)
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[-1] == pytest.approx(most.ms)
+
+
+@pytest.mark.parametrize("model", WHOLE.values())
+def test_the_methods_stand_in_their_order(model: str) -> None:
+    job = Job(shape_of(MODELS[model]), 8192)
+    in_fp8, in_4_bits = replace(job, method="fp8"), replace(job, method="qlora")
+    layers = [static_parts(one)["weights"] - 2 * 2 * job.shape.vocabulary * job.shape.width for one in (in_4_bits, in_fp8, job)]
+    assert layers == sorted(layers)
+    assert layers[1] == pytest.approx(0.5 * layers[2], rel=0.1)
+    plain, fp8 = predicted_costs(job, GPUS["h200"]), predicted_costs(in_fp8, GPUS["h200"])
+    assert fp8.forward < plain.forward < predicted_costs(in_4_bits, GPUS["h200"]).forward
+    assert fp8.backward < plain.backward
+    assert fp8.rest == plain.rest
+    # A chip that has FP8, but no grouped products of it, dequantizes: no faster than 16 bits
+    assert predicted_costs(in_fp8, GPUS["l40s"]).forward > predicted_costs(job, GPUS["l40s"]).forward
+
+
+def test_stacks_are_turned_round_once_a_backward() -> None:
+    job = Job(shape_of(MODELS["gpt-oss-20b-4layers"]), 8192, method="fp8")
+    h200, l40s = (MixtureModel(job, GPUS[name]) for name in ("h200", "l40s"))
+    weights = 32 * 3 * 2880 * 2880
+    assert (h200.unpack(turned=True) - h200.unpack()) * h200.bytes == pytest.approx(2 * weights, rel=0.05)
+    assert l40s.unpack(turned=True) * l40s.bytes < 0.1 * weights
+    assert h200.forward().unpack == 0
+
+
+def test_a_plan_for_a_recipe() -> None:
+    recipe = Recipe.model_validate({"model": "m", "method": "fp8", "data": {"train": "a.jsonl"}, "memory": {"budget": "30GB"}})
+    report = plan_report(recipe, MODELS["gpt-oss-20b"], gpu="h100")
+    assert len(report.plan.counts()) > 1  # less than everything is kept
+    assert report.plan.needed_bytes <= 30e9
+    assert sum(static_parts(report.plan.problem.job).values()) > 20e9  # a byte a weight
