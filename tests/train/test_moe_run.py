@@ -204,5 +204,7 @@ def test_what_is_not_planned_says_so(deep_recipe: Callable[..., Recipe], tmp_pat
     for method in ("qlora", "full"):  # such a run is refused, too
         assert "compute: fp8 does not go with" in why_no_plan(deep_recipe("qwen3_moe", "run", method=method, compute="fp8"),
                                                               config, cuda)
+    config.quantization_config = {"quant_method": "mxfp4"}
+    assert "stored in 4 bits" in why_no_plan(deep_recipe("qwen3_moe", "run", method="fp8"), config, cuda)
     with pytest.raises(RecipeError, match="smallest that works"):
         train(deep_recipe("qwen3_moe", "tiny", memory={"budget": "1MB"}), display=Silent())

@@ -28,6 +28,8 @@ def why_no_plan(recipe: Recipe, config: Any, device: torch.device) -> str:
         return why
     if recipe.fp8 and recipe.method != "fp8" and FAMILIES[text.model_type].experts:
         return f"compute: fp8 does not go with method: {recipe.method} for experts, which are multiplied in FP8 if stored so"
+    if recipe.method == "fp8" and getattr(config, "quantization_config", None):
+        return "the checkpoint is stored in 4 bits, and FP8 is made of 16"
     if recipe.method != "full" and (recipe.lora.dropout or recipe.lora.dora):
         return "with lora.dropout or lora.dora a layer is many operations, not one that decides what it keeps"
     return "there is no NVIDIA GPU" if device.type != "cuda" and recipe.memory.budget == "auto" else ""
