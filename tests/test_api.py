@@ -92,7 +92,7 @@ def test_defaults_are_those_of_the_interface() -> None:
     ({"device_map": "balanced"}, "one device"),
     ({"device_map": {"model": 0, "lm_head": 1}}, "one device"),
     ({"use_gradient_checkpointing": "sometimes"}, "unsloth"),
-    ({"max_seq_length": 100_000}, "512 positions"),
+    ({"max_seq_length": 100_000}, "512 positions"), ({"max_seq_length": 0}, "in tokens"), ({"max_seq_length": -1}, "in tokens"),
 ])  # fmt: skip
 def test_what_from_pretrained_does_not_honour_is_an_error(tiny_model: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises((CommandError, ModelError)) as caught:
@@ -218,12 +218,24 @@ def test_a_family_without_a_row_trains_on_its_own_layers(tmp_path: Path, capsys:
     ({"finetune_last_n_layers": 3}, "of a model with 2"),
     ({"layers_to_transform": []}, "nothing to train"),
     ({"max_seq_length": 77}, "from_pretrained alone"),
+    ({"lora_dropout": 1.0}, "lora_dropout=1.0"), ({"lora_dropout": -0.1}, "lora_dropout=-0.1"),
 ])  # fmt: skip
 def test_what_get_peft_model_does_not_honour_is_an_error(tiny_model: Path, options: dict[str, Any], words: str) -> None:
     model, _ = load(tiny_model)
     with pytest.raises((CommandError, ModelError)) as caught:
         FastLanguageModel.get_peft_model(model, **options)
     assert words in str(caught.value)
+
+
+def test_what_from_pretrained_returned_as_a_whole_is_no_model(tiny_model: Path) -> None:
+    with pytest.raises(CommandError, match="no model but a tuple") as caught:
+        FastLanguageModel.get_peft_model(load(tiny_model))
+    assert "model, tokenizer = " in caught.value.fix
+
+
+def test_a_folder_may_be_a_path(tiny_model: Path) -> None:
+    model, _ = FastLanguageModel.from_pretrained(tiny_model, load_in_4bit=False)
+    assert model.name_or_path == str(tiny_model)
 
 
 @pytest.mark.parametrize(("options", "words"), [

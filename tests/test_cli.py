@@ -161,6 +161,74 @@ def test_exit_codes(error: BaseException, code: int, as_json: bool, monkeypatch:
         assert err.strip()
 
 
+def test_a_second_ctrl_c_leaves_no_traceback_of_the_end_and_a_caller_s_handler_stays() -> None:
+    code = """if True:
+        import signal
+        from pronghorn import cli
+        def stop(_):
+            raise KeyboardInterrupt
+        cli.runs = stop
+        print(cli.main(["runs"]), signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+        print(cli.main(), signal.getsignal(signal.SIGINT) is signal.SIG_IGN)
+    """
+    ended = subprocess.run([sys.executable, "-c", code, "runs"], capture_output=True, text=True, check=True, timeout=60)
+    assert ended.stdout.splitlines() == ["130 True", "130 True"]
+
+
+def test_something_is_shown_before_the_seconds_of_heavy_imports(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model: m\ndata: {train: a.jsonl}\n")
+    code = """if True:
+        import sys
+        from pronghorn import cli
+        from pronghorn.report import display
+        class Shown(Exception):
+            pass
+        class Recorder:
+            def progress(self, label, done, total):
+                raise Shown(label)
+            def close(self):
+                pass
+        display.make_display = lambda json, stages=None: Recorder()
+        for words in sys.argv[2:]:
+            try:
+                cli.main([word.replace("RECIPE", sys.argv[1]) for word in words.split()])
+            except Shown:
+                print(words, not {"torch", "transformers"} & set(sys.modules))
+    """
+    verbs = ["train RECIPE", "check RECIPE", "data show RECIPE", "data stats RECIPE", "eval r", "chat r",
+             "export r --to merged", "verify m"]
+    ended = subprocess.run([sys.executable, "-c", code, str(recipe), *verbs], capture_output=True, text=True, check=True,
+                           timeout=60)
+    assert ended.stdout.splitlines() == [f"{verb} True" for verb in verbs]
+
+
+def test_an_output_that_cannot_show_every_letter_is_no_error(place: Place) -> None:
+    ended = in_a_process("data", "show", str(place.recipe), PYTHONIOENCODING="ascii")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "?40 + " not in ended.stdout  # digits stay digits
+    assert "<|im_end|>?" in ended.stdout
+
+
+@pytest.mark.parametrize("words", ["runs --root RUNS", "runs --root RUNS --json", "new -"])
+def test_a_full_disk_under_the_output_is_an_environment_fault(place: Place, words: str) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("there is no /dev/full here")
+    with full.open("w") as nowhere:
+        command = [sys.executable, "-m", "pronghorn.cli", *words.replace("RUNS", str(place.runs)).split()]
+        ended = subprocess.run(command, stdout=nowhere, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    assert ended.returncode == 3
+    assert ended.stderr.startswith("standard output: no space left on the disk")
+    assert "Traceback" not in ended.stderr
+
+
+def test_without_a_standard_output_a_command_still_works(place: Place) -> None:
+    ended = subprocess.run(["sh", "-c", f"exec {sys.executable} -m pronghorn.cli runs --root {place.runs} >&-"],
+                           capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "runs", lambda arguments: arguments.no_such_thing)
     with pytest.raises(AttributeError):
@@ -246,6 +314,16 @@ def test_chat_answers_one_prompt(place: Place, capsys: pytest.CaptureFixture[str
     assert set(answer) == {"answer"}
     said = shown(capsys, "chat", str(place.run), "--prompt", "add 1 and 2", "--max-tokens", "8")
     assert said.strip("\n") == answer["answer"]
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--prompt", "a", "--max-tokens", "0"], "--max-tokens 0"), (["--prompt", "a", "--max-tokens", "-5"], "--max-tokens -5"),
+    (["--json"], "--json needs --prompt"),
+])
+def test_what_chat_cannot_do(place: Place, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    assert main(["chat", str(place.run), *words]) == 2
+    out, err = capsys.readouterr()
+    assert said in out + err
 
 
 def test_chat_ends_with_an_empty_line_or_the_end_of_input(

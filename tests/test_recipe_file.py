@@ -151,13 +151,37 @@ def test_unknown_keys_are_answered_with_a_known_one(line: str, fix: str) -> None
     ("train: {schedule: cosinus}", "did you mean `cosine`? one of: cosine, linear, constant"),
     ("precision: 16", "one of: auto, bf16, fp16, fp32"),
     ("train: {lr: fast}", "correct the value of train.lr"),
-    ("train: 3", "correct the value of train"),
+    ("train: 3", "write its keys below it, some of: epochs, steps,"),
+    ("eval: {stop: 3}", "write its keys below it, some of: patience, min_delta"),
+    ("memory: {budget: 24}", "write auto, an amount such as 24GB, or a share such as 80%"),
+    ("train: {lr: }", "give train.lr one, or leave the key out"),
+    ("output: 2024", 'put it in quotes: output: "2024"'),
     ("eval: {every: [1, 2]}", "correct the value of eval.every"),
 ])
 def test_a_wrong_value_is_told_once_with_what_to_write(line: str, fix: str) -> None:
     ((where, _, hint),) = told(SMALLEST + line)
     assert where == "r.yaml:3"
     assert fix in hint
+
+
+def test_aliases_that_never_end_or_make_billions_are_refused_at_once() -> None:
+    ((where, what, _),) = told(SMALLEST + "lora: &a {r: *a}\n")
+    assert (where, what) == ("r.yaml:3", "an alias stands inside what it is an alias of")
+    bomb = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
+    ((_, what, _),) = told(bomb + SMALLEST)
+    assert "over 100,000 values" in what
+    ((_, what, _),) = told(SMALLEST + "lora: " + "{r: " * 2000 + "1" + "}" * 2000)
+    assert what == "the recipe is nested too deep"
+    assert parse_recipe("model: some/model\ndata: {train: &f a.jsonl, eval: *f}\n").data.eval == "a.jsonl"
+
+
+@pytest.mark.parametrize("value", ["", "[]", "7"])
+def test_training_data_that_is_no_name_is_told_what_is(value: str) -> None:
+    ((where, what, hint),) = told(f"model: a\ndata:\n  train: {value}\n")
+    assert where == "r.yaml:3"
+    assert what.startswith("data.train: ")
+    assert hint == "give a file, a folder or a hub data set, or a list of them"
+    assert not {"tuple", "NoneType"} & set(what.split())
 
 
 # Command line -----------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ DeviceMap = str | int | torch.device | dict[str, Any] | None
 class FastLanguageModel:
     @staticmethod
     def from_pretrained(
-        model_name: str,
+        model_name: str | Path,
         max_seq_length: int = DEFAULT_LENGTH,
         dtype: Dtype = None,
         load_in_4bit: bool = True,
@@ -85,6 +85,7 @@ class FastLanguageModel:
         if load_in_fp8:
             require_fp8_precision(device, DTYPES[precision])
         torch.manual_seed(random_state)
+        model_name = str(model_name)
         source = str(local_folder(model_name, token)) if token else model_name
         tokenizer = load_tokenizer(source)
         four_bit = load_in_4bit and not (load_in_16bit or load_in_fp8 or full_finetuning)
@@ -123,6 +124,11 @@ class FastLanguageModel:
         `max_seq_length` is there because scripts repeat it here; it must be the one the model was loaded with.
         """
         _refuse_unknown(FastLanguageModel.get_peft_model, unknown)
+        if not isinstance(model, torch.nn.Module):
+            raise CommandError(what=f"this is no model but a {type(model).__name__}",
+                               fix="model, tokenizer = FastLanguageModel.from_pretrained(...), then get_peft_model(model)")
+        if not 0 <= lora_dropout < 1:
+            raise CommandError(what=f"lora_dropout={lora_dropout}", fix="a share from 0 up to, but not, 1")
         loaded_with = getattr(model, "max_seq_length", None)
         if max_seq_length not in (None, loaded_with, DEFAULT_LENGTH):
             raise CommandError(what=f"max_seq_length={max_seq_length} here, {loaded_with} in from_pretrained",
@@ -272,6 +278,8 @@ def _precision(dtype: Dtype, half: bool, device: torch.device) -> torch.dtype:
 
 
 def _set_length(model: Any, tokenizer: Any, length: int, name: str) -> None:
+    if length < 1:
+        raise CommandError(what=f"max_seq_length={length}", fix="the longest sequence in tokens, such as 2048")
     made_for = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
     if made_for and length > made_for:
         if length != DEFAULT_LENGTH:

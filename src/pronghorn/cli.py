@@ -6,40 +6,80 @@ Exit codes: 0 done, 1 our bug, 2 bad recipe, data or command, 3 environment faul
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
-from pronghorn.errors import CommandError, Interrupted, PronghornError
+from pronghorn.errors import CommandError, EnvironmentFault, Interrupted, PronghornError
 from pronghorn.process import set_defaults
 
 if TYPE_CHECKING:
     from pronghorn.recipe import Recipe
+    from pronghorn.report.display import Display
+    from pronghorn.report.stages import Stages
 
+STARTING = "starting"
+STARTED = (STARTING, 1, 1)  # the end of that progress
 OVERRIDES = "any key of the recipe: train.lr=1e-4 output=runs/second"
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit code; only our own bugs leave a traceback."""
     set_defaults()
+    if words is None:
+        _make_printable()
     arguments = _parse(words)
     try:
         arguments.verb(arguments)
         sys.stdout.flush()
     except PronghornError as error:
+        if isinstance(error, Interrupted):
+            _ignore_ctrl_c(words)
         _show_error(error, as_json=getattr(arguments, "json", False))
         return error.exit_code
     except KeyboardInterrupt:
+        _ignore_ctrl_c(words)
         print("stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `pronghorn data show ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        _forget_output()
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _forget_output()
+        fault = EnvironmentFault(what="no space left on the disk", where=str(error.filename or "standard output"),
+                                 why=error.strerror or "", fix="free some space, then run the same command again")
+        _show_error(fault, as_json=False)
+        return fault.exit_code
     return 0
+
+
+def _make_printable() -> None:
+    """A terminal that is not UTF-8 gets `?` for what it cannot show, and a process without standard output is no error."""
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until the process ends
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _forget_output() -> None:
+    """Python flushes once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _ignore_ctrl_c(words: Sequence[str] | None) -> None:
+    """A second one would leave a traceback of the interpreter's end. Only where the process is ours."""
+    if words is None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _show_error(error: PronghornError, *, as_json: bool) -> None:
@@ -174,14 +214,11 @@ def new(arguments: argparse.Namespace) -> None:
 
 def check(arguments: argparse.Namespace) -> None:
     recipe = _recipe(arguments)
-    from pronghorn.report.display import make_display
-    from pronghorn.train.check import check_run
+    with _display(arguments) as display:
+        from pronghorn.train.check import check_run
 
-    display = make_display(json=arguments.json)
-    try:
+        display.progress(*STARTED)
         facts = check_run(recipe, report=display.progress)
-    finally:
-        display.close()
     _say(arguments, facts.as_dict(), facts.table())
 
 
@@ -216,16 +253,13 @@ def data_show(arguments: argparse.Namespace) -> None:
 
 def data_stats(arguments: argparse.Namespace) -> None:
     recipe = _recipe(arguments)
-    from pronghorn.data.stats import collect
-    from pronghorn.data.tokens import TokenizerFiles
-    from pronghorn.report.display import make_display
+    with _display(arguments) as display:
+        from pronghorn.data.stats import collect
+        from pronghorn.data.tokens import TokenizerFiles
 
-    display = make_display(json=arguments.json)
-    try:
+        display.progress(*STARTED)
         tokenizer = TokenizerFiles(recipe.model, recipe.data.chat_template)  # read only if the rows are not cached
         stats = collect(recipe.data, recipe.train.capacity, recipe.train.seed, tokenizer, progress=display.progress)
-    finally:
-        display.close()
     _say(arguments, stats.as_dict(), stats.table())
 
 
@@ -234,14 +268,11 @@ def train(arguments: argparse.Namespace) -> None:
     from pronghorn.report.stages import Stages
 
     stages = Stages()
-    with stages("imports"):
-        from pronghorn.report.display import make_display
-        from pronghorn.train.loop import train as run
-    display = make_display(json=arguments.json, stages=stages)
-    try:
+    with _display(arguments, stages) as display:
+        with stages("imports"):
+            from pronghorn.train.loop import train as run
+        display.progress(*STARTED)
         result = run(recipe, display=display, stages=stages, fresh=arguments.fresh)
-    finally:
-        display.close()
     if not arguments.json:
         _show_summary(result.folder)
 
@@ -256,22 +287,24 @@ def _show_summary(folder: Path) -> None:
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
-    from pronghorn.report.display import make_display
-    from pronghorn.train.trained_run import evaluate_run
+    with _display(arguments) as display:
+        from pronghorn.train.trained_run import evaluate_run
 
-    display = make_display(json=arguments.json)
-    try:
+        display.progress(*STARTED)
         figures = evaluate_run(Path(arguments.run), arguments.checkpoint, data=arguments.data, report=display.progress)
-    finally:
-        display.close()
     _say(arguments, figures, f"{figures['checkpoint']}: loss {figures['loss']:.4f}, perplexity {figures['perplexity']:.3f}"
                              f" over {figures['tokens']:,} tokens of {figures['documents']:,} documents")
 
 
 def chat(arguments: argparse.Namespace) -> None:
-    from pronghorn.train.trained_run import Chat
+    if arguments.max_tokens < 1:
+        raise CommandError(what=f"--max-tokens {arguments.max_tokens} leaves no room for an answer", fix="give 1 or more")
+    if arguments.json and arguments.prompt is None:
+        raise CommandError(what="--json needs --prompt", why="a talk is for people", fix="give one message: --prompt TEXT")
+    with _display(arguments, label="loading the model"):
+        from pronghorn.train.trained_run import Chat
 
-    talk = Chat(Path(arguments.run), arguments.checkpoint, max_tokens=arguments.max_tokens, system=arguments.system)
+        talk = Chat(Path(arguments.run), arguments.checkpoint, max_tokens=arguments.max_tokens, system=arguments.system)
     if arguments.prompt is not None:
         answer = talk.answer(arguments.prompt)
         _say(arguments, {"answer": answer}, answer)
@@ -288,23 +321,25 @@ def chat(arguments: argparse.Namespace) -> None:
 
 
 def export(arguments: argparse.Namespace) -> None:
-    from pronghorn.train.trained_run import export_run
-
     target = Path(arguments.target or Path(arguments.run) / f"export-{arguments.to}")
-    export_run(Path(arguments.run), arguments.checkpoint, target, arguments.to)
+    with _display(arguments, label="exporting"):
+        from pronghorn.train.trained_run import export_run
+
+        export_run(Path(arguments.run), arguments.checkpoint, target, arguments.to)
     _say(arguments, {"written": str(target)}, f"wrote {target}")
 
 
 def verify(arguments: argparse.Namespace) -> None:
-    from pronghorn.model.load import DTYPES, load_model, pick_device
-    from pronghorn.model.lora import add_adapter
-    from pronghorn.model.verify import verify as compare_layers
-    from pronghorn.recipe import Lora
+    with _display(arguments, label="loading and comparing"):
+        from pronghorn.model.load import DTYPES, load_model, pick_device
+        from pronghorn.model.lora import add_adapter
+        from pronghorn.model.verify import verify as compare_layers
+        from pronghorn.recipe import Lora
 
-    model = load_model(arguments.model, DTYPES[arguments.precision], pick_device())
-    if arguments.method == "lora":
-        model = add_adapter(model, Lora(), seed=0)
-    verdict = compare_layers(model)
+        model = load_model(arguments.model, DTYPES[arguments.precision], pick_device())
+        if arguments.method == "lora":
+            model = add_adapter(model, Lora(), seed=0)
+        verdict = compare_layers(model)
     _say(arguments, verdict.as_dict(), verdict.table())
 
 
@@ -356,14 +391,24 @@ def _recipe(arguments: argparse.Namespace) -> Recipe:
 
 
 def _prepared(recipe: Recipe, arguments: argparse.Namespace) -> tuple[Any, Any]:
-    from pronghorn.data.prepare import prepare
-    from pronghorn.data.tokens import load_tokenizer
-    from pronghorn.report.display import make_display
+    with _display(arguments) as display:
+        from pronghorn.data.prepare import prepare
+        from pronghorn.data.tokens import load_tokenizer
 
-    display = make_display(json=arguments.json)
-    try:
+        display.progress(*STARTED)
         tokenizer = load_tokenizer(recipe.model, recipe.data.chat_template)
         return tokenizer, prepare(recipe.data.train, recipe.data, tokenizer, progress=display.progress)
+
+
+@contextmanager
+def _display(arguments: argparse.Namespace, stages: Stages | None = None, label: str = STARTING) -> Iterator[Display]:
+    """From before the heavy imports on: those alone take 5 s on two CPU cores, and nobody likes a silent terminal."""
+    from pronghorn.report.display import make_display
+
+    display = make_display(json=arguments.json, stages=stages)
+    try:
+        display.progress(label, 0, 0)
+        yield display
     finally:
         display.close()
 

@@ -75,7 +75,7 @@ class Train(Section):
     weight_decay: NonNegative = 0.0
     clip: Positive = 1.0
     graph: Literal["auto", "on", "off"] = "auto"  # a step as CUDA graphs: where it can be, or an error, or never
-    seed: NonNegativeInt = 3407
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 3407
 
 
 class Memory(Section):

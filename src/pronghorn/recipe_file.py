@@ -69,12 +69,18 @@ output: runs/default
 """
 
 KeyPath = tuple[str | int, ...]
+MOST_VALUES = 100_000  # far more than there are keys; ten lines of aliases to aliases can make billions
 ROOT: KeyPath = ()
 # What to write where a key takes one of several kinds; pydantic's own message tells of one kind only.
 KINDS = {
     "data.eval": "give a file name, or a fraction between 0 and 1",
     "lora.targets": "write all-linear, or a list of layer names such as [q_proj, v_proj]",
     "train.betas": "write two numbers, such as [0.9, 0.999]",
+}
+# What to write where a value has the wrong type; pydantic names Python's types.
+FIXES = {
+    "data.train": "give a file, a folder or a hub data set, or a list of them",
+    "memory.budget": "write auto, an amount such as 24GB, or a share such as 80%",
 }
 SECTIONS = {key for key, field in Recipe.model_fields.items() if isinstance(field.annotation, type(BaseModel))}
 PYDANTIC_NAMES = {"str", "float", "int", "bool", "none"}
@@ -153,6 +159,9 @@ def _read_yaml(text: str, name: str, problems: list[PronghornError]) -> tuple[di
     yaml = YAML(typ="safe", pure=True)
     try:
         node = yaml.compose(io.StringIO(text))
+        values = _values_in(node, {}, name) if node is not None else 0
+    except RecursionError as error:
+        raise RecipeError(what="the recipe is nested too deep", where=name, fix="a recipe has at most three levels") from error
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
@@ -166,7 +175,22 @@ def _read_yaml(text: str, name: str, problems: list[PronghornError]) -> tuple[di
     if not isinstance(node, MappingNode):
         raise RecipeError(what="the recipe is not made of `key: value` lines", where=name, fix="start with `model: NAME`")
     places: dict[KeyPath, str] = {}
+    if values > MOST_VALUES:
+        raise RecipeError(what=f"the recipe has over {MOST_VALUES:,} values", where=name, why="aliases (*name) repeat lists",
+                          fix="write the few values that are meant")
     return _plain(node, yaml, ROOT, name, places, problems), places
+
+
+def _values_in(node: Node, known: dict[int, int], name: str) -> int:
+    """Once every alias is written out; a node that is not counted yet (0) and comes again holds itself."""
+    if id(node) not in known:
+        known[id(node)] = 0
+        inside = [pair[1] for pair in node.value] if isinstance(node, MappingNode) else node.value
+        known[id(node)] = 1 + sum(_values_in(one, known, name) for one in inside if isinstance(one, Node))
+    elif not known[id(node)]:
+        raise RecipeError(what="an alias stands inside what it is an alias of", where=f"{name}:{node.start_mark.line + 1}",
+                          fix="write out what is meant")
+    return known[id(node)]
 
 
 def _plain(node: Node, yaml: YAML, path: KeyPath, name: str, places: dict[KeyPath, str],
@@ -255,6 +279,16 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
         fix = (f"did you mean `{close[0]}`? " if close else "") + f"one of: {', '.join(choices)}"
         return RecipeError(what=f"{dotted}: {detail['input']!r} is not a choice", where=where, fix=fix)
     given = detail["input"]
+    if kind == "model_type":
+        return RecipeError(what=f"{dotted}: {_nothing_or(given)} does not fit", where=where, why="it is a section",
+                           fix=f"write its keys below it, some of: {', '.join(_fields(path))}")
+    if dotted in FIXES and kind.endswith(("_type", "too_short")):
+        return RecipeError(what=f"{dotted}: {_nothing_or(given)} does not fit", where=where, fix=FIXES[dotted])
+    if given is None:
+        return RecipeError(what=f"{dotted}: there is no value", where=where, fix=f"give {dotted} one, or leave the key out")
+    if kind == "string_type" and isinstance(given, (bool, int, float)):
+        quoted = f"""{dotted}='"{given}"'""" if where == "command line" else f'{path[-1]}: "{given}"'
+        return RecipeError(what=f"{dotted}: {given!r} is not a text", where=where, fix=f"put it in quotes: {quoted}")
     shown = f"{given!r} ({type(given).__name__})"
     if isinstance(given, (dict, list)):
         shown = "a section" if isinstance(given, dict) else "a list"
@@ -284,6 +318,10 @@ def _fields(path: KeyPath) -> list[str]:
             return []
         model = sections[0]
     return list(model.model_fields)
+
+
+def _nothing_or(given: Any) -> str:
+    return "nothing" if given is None else repr(given)
 
 
 def _lower_first(text: str) -> str:

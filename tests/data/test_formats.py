@@ -168,7 +168,7 @@ def test_unknown_columns_are_one_error_with_a_suggestion(columns: dict[str, Any]
 def test_a_forced_format_must_fit() -> None:
     assert detect_format([row(messages=[USER, ASSISTANT], text="t")], "x", "text") == "text"
     error = refused({"text": "t"}, "messages")
-    assert "not the format `messages`" in error.what
+    assert "the columns do not fit the format `messages`" in error.what
     assert "data.format: auto" in error.fix
     assert "instead of `promt`" in refused({"promt": "q", "completion": "a"}, "completion").fix
 

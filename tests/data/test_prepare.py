@@ -134,6 +134,49 @@ def test_nothing_but_bad_rows(model: Path, tmp_path: Path) -> None:
     assert "not one row" in caught.value.fix
 
 
+def test_what_is_left_out_is_told(model: Path, tmp_path: Path) -> None:
+    frame = length_of(model, tmp_path, "")
+    long = {"messages": [{"role": "user", "content": "?" * 300}, {"role": "assistant", "content": "a"}]}
+    path = write_rows(tmp_path / "a.jsonl", [long, *(row("q", f"{n}") for n in range(200))])
+    limit = frame + 30
+    assert prepared(model, path, max_length=512).remarks == ()
+    assert prepared(model, path, max_length=limit).remarks == (f"left out 1 of 201 rows: more than {limit} tokens",)
+    truncated = prepared(model, path, max_length=limit, long="truncate")
+    assert truncated.remarks == (f"left out 1 of 201 rows: the answer begins after {limit} tokens",)
+    split = prepared(model, path, max_length=limit, long="split")
+    pieces = 200 + split.counts.split_into
+    assert split.remarks == (f"left out {split.counts.no_loss} of {pieces} rows and pieces: nothing to learn from",)
+
+
+def test_turns_of_weight_0_are_read_and_not_trained_on(model: Path, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "bad", "weight": 0},
+             {"role": "user", "content": "r"}, {"role": "assistant", "content": "good", "weight": 1}]
+    speakers = {"user": "human", "assistant": "gpt"}
+    shared = [{"from": speakers[turn["role"]], "value": turn["content"], "weight": turn.get("weight")} for turn in turns]
+    plain = [{key: value for key, value in turn.items() if key != "weight"} for turn in turns]
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": turns}])
+    other = write_rows(tmp_path / "b.jsonl", [{"conversations": shared}])
+    same = prepared(model, write_rows(tmp_path / "c.jsonl", [{"messages": plain}])).tokens
+    tokenizer = make_tokenizer()
+    for tokens in (prepared(model, path).tokens, prepared(model, other).tokens):
+        assert tokens.ids(0).tolist() == same.ids(0).tolist()
+        assert tokenizer.decode(tokens.ids(0)[tokens.loss(0)]) == "good<|im_end|>"
+    assert tokenizer.decode(same.ids(0)[same.loss(0)]) == "bad<|im_end|>good<|im_end|>"
+    silent = write_rows(tmp_path / "d.jsonl", [{"messages": turns[:2]}])
+    with pytest.raises(DataError, match="no row is left") as caught:
+        prepared(model, silent)
+    assert "without a token that carries loss" in caught.value.why
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_a_weight_that_is_neither_0_nor_1_is_refused(model: Path, tmp_path: Path, column: str) -> None:
+    names = ("role", "content", "user", "assistant") if column == "messages" else ("from", "value", "human", "gpt")
+    who, said, asks, answers = names
+    turns = [{who: asks, said: "q"}, {who: answers, said: "a", "weight": 0.5}]
+    with pytest.raises(DataError, match=r"(message|turn) 2 has the weight 0.5"):
+        prepared(model, write_rows(tmp_path / "a.jsonl", [{column: turns}]))
+
+
 def test_several_sources_and_formats(model: Path, tmp_path: Path) -> None:
     first = write_rows(tmp_path / "a.jsonl", chat_rows(3))
     second = write_rows(tmp_path / "b.jsonl", [{"prompt": "2 + 2 =", "completion": " 4"}])
@@ -186,10 +229,11 @@ def test_truncation_that_leaves_nothing_to_learn(model: Path, tmp_path: Path) ->
 
 def test_all_rows_too_long(model: Path, tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", chat_rows(5))
-    for long in ("drop", "truncate"):
-        with pytest.raises(DataError, match="all rows are too long") as caught:
+    for long, said in (("drop", "all rows are too long"), ("truncate", "within its first 8 tokens")):
+        with pytest.raises(DataError, match=said) as caught:
             prepared(model, path, max_length=8, long=long)
         assert "max_length" in caught.value.fix
+        assert long not in caught.value.fix  # it is what was asked for
 
 
 def test_rows_without_loss_are_counted(model: Path, tmp_path: Path) -> None:

@@ -155,6 +155,25 @@ def test_a_bad_item_of_a_list_does_not_hide_the_others(here: Path, item: str) ->
     assert [row.where for row in bad] == ["x.json:2"]
 
 
+def test_items_of_a_list_on_one_line_have_a_number(here: Path) -> None:
+    """json.dump writes a list on one line: its line alone would name no row."""
+    (here / "x.json").write_text('[{"a": 1}, 7, {"a": 3},\n {"a": 4}, {"a": 5}]')
+    rows, bad = read_all("x.json")
+    assert [row.where for row in rows] == ["x.json:1", "x.json:1 row 3", "x.json:2", "x.json:2 row 5"]
+    assert [row.where for row in bad] == ["x.json:1 row 2"]
+
+
+@pytest.mark.parametrize(("name", "text"), [("x.json", '[{"a": "b'), ("x.jsonl", '{"a": "b')])
+def test_what_is_wrong_with_json_reads_well(here: Path, name: str, text: str) -> None:
+    (here / name).write_text(text)
+    try:
+        _, bad = read_all(name)
+        said = bad[0].why
+    except DataError as error:
+        said = error.what
+    assert said == f"not JSON: Unterminated string starting at column {len(text) - 1}"
+
+
 def test_the_excerpt_shows_the_trouble_of_a_long_line(here: Path) -> None:
     (here / "x.jsonl").write_text('{"text": "' + "a" * 500 + '" "HERE": 1, "more": "' + "b" * 500 + '"}')
     _, bad = read_all("x.jsonl")

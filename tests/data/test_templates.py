@@ -213,7 +213,7 @@ def test_calls_without_any_end_token() -> None:
 
 
 def test_a_call_that_the_template_leaves_out_is_an_error() -> None:
-    with pytest.raises(RowError, match="does not write the call of `f` in message 1"):
+    with pytest.raises(RowError, match="does not write the call of `f` in message 2"):  # counted from 1, as in all messages
         render_chat(tokenizer_for(CHATML), CALLING)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -114,6 +113,7 @@ def test_missing_tokenizers(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be loaded") as caught:
         load_tokenizer(str(tmp_path / "empty"), None)
     assert "tokenizer.json" in caught.value.fix
+    assert caught.value.why == "there is no tokenizer.json in the folder"
     with pytest.raises(ModelError) as caught:  # HF_HUB_OFFLINE is set for all tests
         load_tokenizer("nobody/no-such-model", None)
     assert caught.value.where == "nobody/no-such-model"
@@ -131,8 +131,10 @@ def test_code_in_a_model_folder_does_not_run(folder: Path, tmp_path: Path) -> No
     config |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
-    with contextlib.suppress(ModelError):
+    with pytest.raises(ModelError, match="cannot be loaded") as caught:
         load_tokenizer(str(folder), None)
+    assert "run code" in caught.value.why
+    assert "put tokenizer.json" not in caught.value.fix  # it is there
     assert not (tmp_path / "ran").exists()
 
 

@@ -444,3 +444,21 @@ def test_a_state_dict_goes_round() -> None:
     assert abs(fast(**inputs).loss - before) > 1e-3
     fast.load_state_dict(state)
     assert torch.equal(fast(**inputs).loss, before)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_noise_on_the_embeddings_is_as_in_transformers(padded: bool) -> None:
+    """NEFTune hooks the embeddings, and scales its noise by the length of the sequences, padding included."""
+    plain, fast = make(), make()
+    assert not install(fast)
+    ids = torch.randint(3, 67, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, 7:] = 0
+    losses = []
+    for model in (plain, fast):
+        model.get_input_embeddings().register_forward_hook(
+            lambda module, inputs, out: out + torch.empty_like(out).uniform_(-1, 1) / (out.size(1) * out.size(2)) ** 0.5)
+        torch.manual_seed(5)
+        losses.append(model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)

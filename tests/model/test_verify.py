@@ -8,7 +8,7 @@ import torch
 from pronghorn.errors import ModelError
 from pronghorn.model import decoder_layer
 from pronghorn.model.lora import add_adapter
-from pronghorn.model.verify import verify
+from pronghorn.model.verify import TOLERANCES, Gradient, Verdict, verify
 from pronghorn.recipe import Lora
 from samples import make_model
 
@@ -21,6 +21,15 @@ def test_a_sound_model_passes_and_is_left_as_it_was() -> None:
     assert verdict.gradients[0].cosine > 0.999999
     assert len(verdict.gradients) == 2 * 7 * 2  # A and B of seven linears in two layers
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(("cosine", "norm_ratio", "sound"), [
+    (1.0, 0.99977, True),  # SmolLM2-135M, layer 0, float32: rounding of both sides, told by float64
+    (0.999995, 1.0, True), (1.0, 0.99, False), (1.0, 1.01, False), (0.9999, 1.0, False), (float("nan"), 1.0, False),
+])
+def test_an_error_counts_the_same_along_a_gradient_and_across_it(cosine: float, norm_ratio: float, sound: bool) -> None:
+    verdict = Verdict("float32", 1.0, 1.0, (Gradient("a", cosine, norm_ratio),), *TOLERANCES[torch.float32])
+    assert (verdict.wrong() == []) is sound
 
 
 def test_full_fine_tuning_is_verified_too() -> None:

@@ -110,6 +110,19 @@ def plain_text(console):
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
 
 
+def test_a_long_label_is_shown_whole_and_nothing_done_is_no_number(capsys):
+    console, display = live_display()
+    display.progress("loading the model", 0, 0)
+    time.sleep(0.3)
+    display.close()
+    assert re.search(r"loading the model ━+ *[\r\n]", plain_text(console))
+    now = [0.0]
+    plain = PlainDisplay(clock=lambda: now[0])
+    for now[0] in (0.0, 3.0):
+        plain.progress("loading the model", 0, 0)
+    assert capsys.readouterr().out == "loading the model\n"
+
+
 def test_live_view_shows_step_loss_rate_time_and_stages():
     stages = Stages(started=time.monotonic() - 2.0)  # not this process's own start, which may be longer ago than a run's can be
     console, display = live_display(stages)

@@ -53,8 +53,12 @@ def test_one_broken_log_does_not_hide_the_others(tmp_path):
 def test_no_runs_and_no_folder(tmp_path):
     assert list_runs(tmp_path) == []
     assert "no runs" in shown(runs_table([]))
-    with pytest.raises(CommandError, match="no such folder"):
+    with pytest.raises(CommandError, match="no such folder") as caught:
         list_runs(tmp_path / "nowhere")
+    assert "--root" in caught.value.fix
+    with pytest.raises(CommandError, match="at least two") as caught:
+        compare([tmp_path])
+    assert f"--root {tmp_path}" in caught.value.fix
 
 
 def test_compare_tells_what_differs_and_the_loss_at_equal_tokens(tmp_path):

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pronghorn.errors import DataError, ModelError, RecipeError
+from pronghorn.errors import DataError, EnvironmentFault, ModelError, RecipeError
 from pronghorn.recipe import Recipe
 from pronghorn.report.display import JsonDisplay
 from pronghorn.report.run_log import read_log
 from pronghorn.train.check import Facts, check_run
 from pronghorn.train.loop import train
+from samples import make_model, make_tokenizer
 
 RecipeFor = Callable[..., Recipe]
 
@@ -94,3 +95,40 @@ def test_what_a_run_would_refuse_is_refused(recipe_for: RecipeFor, changes: dict
     with pytest.raises(error) as caught:
         check(recipe_for(**changes))
     assert said in str(caught.value)
+
+
+def test_cuda_graphs_are_refused_where_there_is_no_gpu(recipe_for: RecipeFor) -> None:
+    with pytest.raises(EnvironmentFault, match=r"train\.graph: on") as caught:
+        check(recipe_for(train={"graph": "on"}))
+    assert caught.value.why == "there is no NVIDIA GPU"
+
+
+@pytest.mark.parametrize(("tied", "layers", "why"), [
+    (True, "fast", "embeddings"), (True, "own", "embeddings"), (False, "fast", "fast layers"), (False, "own", ""),
+])
+def test_an_adapter_on_the_head_is_refused_where_it_would_break_something(
+        recipe_for: RecipeFor, tmp_path: Path, tied: bool, layers: str, why: str) -> None:
+    """On fast layers the first step would have failed; of a tied model, the merged export would have been another model."""
+    make_model(tie_word_embeddings=tied).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    recipe = recipe_for(model=str(tmp_path / "model"), layers=layers, lora={"r": 4, "targets": ["q_proj", "lm_head"]})
+    if not why:
+        assert check(recipe).trainable > 0
+        return
+    with pytest.raises(RecipeError, match="lm_head cannot have an adapter") as caught:
+        check(recipe)
+    assert why in caught.value.why
+
+
+def test_a_lora_section_beside_method_full_is_told(recipe_for: RecipeFor) -> None:
+    told = "method: full trains all of the model; what the recipe says under lora is not used"
+    assert told in check(recipe_for(method="full", lora={"r": 4})).notices
+    assert told not in check(recipe_for(method="full", lora={"r": 16})).notices
+    assert told not in check(recipe_for(lora={"r": 4})).notices
+
+
+def test_counting_the_steps_of_many_epochs_shows_how_far_it_is(recipe_for: RecipeFor) -> None:
+    shown: list[tuple[str, int, int]] = []
+    check_run(recipe_for(train={"epochs": 3}), report=lambda *how_far: shown.append(how_far))
+    assert [how_far for how_far in shown if "steps" in how_far[0]] == [
+        ("counting steps of epochs", done, 3) for done in (1, 2, 3)]

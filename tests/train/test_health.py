@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,11 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from pronghorn.cli import main
 from pronghorn.data.batches import Cursor, StepBatch, build_batch
-from pronghorn.errors import HealthStop, RecipeError
+from pronghorn.errors import HealthStop, ModelError, RecipeError
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from pronghorn.train.health import offending_rows, require_sound, require_trainable
 from pronghorn.train.objectives import loss_sum
+from pronghorn.train.setup import set_up
 from samples import ListTable, chat_rows, make_model, write_rows
 
 CPU = torch.device("cpu")
@@ -139,3 +141,17 @@ def test_a_whole_run_names_the_line_of_its_file(
     assert "the loss is not finite; the weights were not touched" in told
     assert "why: seen with" in told
     assert f"{data}:17\n" in told
+
+
+def test_a_weight_that_is_not_finite_is_named_before_anything_trains(tiny_model: Path, recipe_for: Callable[..., Any],
+                                                                     tmp_path: Path) -> None:
+    """Nothing with NaN in it equals itself, so packed documents seemed to see each other."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 3] = math.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    recipe = recipe_for(model=str(folder))
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj.* not every number is finite") as caught:
+        set_up(recipe, Path(recipe.output), report=lambda *_: None, stage=lambda _: nullcontext())
+    assert caught.value.where == str(folder)

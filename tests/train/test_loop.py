@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from pronghorn.errors import CheckpointError, HealthStop, Interrupted, RecipeError
+from pronghorn.errors import CheckpointError, EnvironmentFault, HealthStop, Interrupted, RecipeError
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.report.stages import Stages
-from pronghorn.train import loop, step
+from pronghorn.train import loop, run_folder, step
+from pronghorn.train.checkpoint import MARGIN_BYTES
 from pronghorn.train.loop import train
 from pronghorn.train.setup import prepare_data
 from samples import chat_rows, write_rows
@@ -267,3 +269,23 @@ def test_fast_and_own_layers_give_the_same_run(recipe_for: Callable[..., Recipe]
     assert len(curves["fast"]) > 10
     # Seen at most: 1e-7 in fp32; 6e-3 for a gradient norm in bf16, where the loss differs by 2e-5.
     assert curves["fast"] == [pytest.approx(pair, rel=1e-5 if precision == "fp32" else 2e-2) for pair in curves["own"]]
+
+
+def test_a_disk_that_no_checkpoint_would_fit_on_is_refused_before_the_first_step(
+        recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint keeps MARGIN_BYTES free; a run that leaves fewer would train up to its first one."""
+    room = SimpleNamespace(total=10**9, used=10**9 - MARGIN_BYTES, free=MARGIN_BYTES)
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda _: room)
+    recipe, display = recipe_for(), Silent()
+    with pytest.raises(EnvironmentFault, match="not enough disk space for this run"):
+        train(recipe, display=display)
+    assert display.events == []
+    assert not Path(recipe.output).exists()
+
+
+def test_a_run_in_the_working_folder_has_its_name(recipe_for: Callable[..., Recipe], tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    train(recipe_for(output=".", train={"steps": 1}), display=Silent())
+    assert read_log(Path())[0]["run"] == "here"

@@ -265,6 +265,17 @@ def test_set_aside_leaves_what_is_not_a_run_alone(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "home").iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.parametrize("inside", [".", "notes"])
+def test_the_folder_a_command_runs_in_is_not_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str) -> None:
+    """It would be renamed with everything in it, and the run would go on inside: on the old run's checkpoints."""
+    (tmp_path / "work" / "notes").mkdir(parents=True)
+    (tmp_path / "work" / "run.jsonl").write_text("{}")
+    monkeypatch.chdir(tmp_path / "work" / inside)
+    with pytest.raises(CommandError, match="runs in is not set aside"):
+        set_aside(os.path.relpath(tmp_path / "work"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["work"]
+
+
 def test_a_link_to_another_disk_stays_one(tmp_path: Path) -> None:
     (tmp_path / "big").mkdir()
     link = tmp_path / "run"

@@ -128,6 +128,26 @@ def test_a_4_bit_run_is_evaluated_talked_to_and_exported(tiny_model: Path, tmp_p
     assert held_out == pytest.approx(seen[max(seen)], rel=1e-4)  # the merged model is the trained one
 
 
+def test_a_run_is_used_from_any_folder(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its recipe's names count from where it was trained, which its own place gives away; also after a move."""
+    home = tmp_path / "home"
+    home.mkdir()
+    shutil.copytree(tiny_model, home / "model")
+    monkeypatch.chdir(home)
+    recipe = recipe_at(Path(), Path("model"), train={"steps": 2}, output="runs/a")
+    assert (recipe.model, recipe.data.train, recipe.data.eval) == ("model", ("train.jsonl",), "eval.jsonl")
+    train(recipe, display=JsonDisplay())
+    seen = evaluate_run(Path("runs/a"), "last", data=None, report=lambda *_: None)["loss"]
+    monkeypatch.chdir(tmp_path)
+    home.rename(tmp_path / "moved")
+    for run in ("moved/runs/a", str(tmp_path / "moved" / "runs" / "a")):
+        assert evaluate_run(Path(run), "last", data=None, report=lambda *_: None)["loss"] == seen
+    monkeypatch.chdir(tmp_path / "moved" / "runs" / "a")
+    export_run(Path(), "last", tmp_path / "merged", "merged")
+    shutil.copytree(tmp_path / "moved" / "runs" / "a", tmp_path / "alone")
+    assert TrainedRun(tmp_path / "alone", "last").recipe == recipe  # from there nothing can be found
+
+
 def test_other_data_can_be_evaluated(run: Path, tmp_path: Path) -> None:
     other = write_rows(tmp_path / "other.jsonl", chat_rows(3, seed=4))
     figures = evaluate_run(run, "last", data=str(other), report=lambda *_: None)

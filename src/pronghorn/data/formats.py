@@ -71,9 +71,9 @@ def detect_format(rows: Sequence[RawRow], where: str, asked: Literal["auto"] | F
         raise DataError(what="no row could be read, so there is no format to find out", where=where, fix="repair the rows")
     columns = list(dict.fromkeys(column for row in rows for column in row.fields))
     formats = KNOWN if asked == "auto" else {asked: KNOWN[asked]}
-    unmet = "no known format" if asked == "auto" else f"not the format `{asked}`"
+    unmet = "fit no known format" if asked == "auto" else f"do not fit the format `{asked}`"
     raise DataError(
-        what=f"the columns fit {unmet}; found " + ", ".join(f"`{column}`" for column in columns),
+        what=f"the columns {unmet}; found " + ", ".join(f"`{column}`" for column in columns),
         where=where,
         why="; ".join(f"{name} needs {needs}" for name, needs in formats.items()),
         fix=_better_names(columns) or ("set data.format: auto, or " * (asked != "auto") + "rename the columns"),

@@ -250,7 +250,7 @@ def _bad_rows(bad: Sequence[BadRow], read: int) -> DataError:
     others = f" ({more:,} more bad row{'s' if more > 1 else ''}: {_some([row.where for row in bad[1:]])})" if more else ""
     fix = "correct the row, or set data.bad_rows: skip to set such rows aside in a file"
     if len(bad) == read:
-        fix = "not one row can be used: check data.format and the columns"
+        fix = "not one row can be used: check data.format, the columns and the chat template"
     return DataError(f"{first.why}{others}", where=first.where, why=f"the row is: {first.excerpt}", fix=fix)
 
 
@@ -333,6 +333,11 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
     with_loss = cut.loss_counts > 0
     no_loss = int((~with_loss).sum())
     kept = cut.select(np.flatnonzero(with_loss)) if no_loss else cut
+    if dropped_long and strict:
+        why = "the answer begins after" if spec.long == "truncate" else "more than"
+        remarks.append(f"left out {dropped_long:,} of {len(table):,} rows: {why} {limit:,} tokens")
+    if no_loss and strict:
+        remarks.append(f"left out {no_loss:,} of {len(cut):,} rows{' and pieces' * (split_into > 0)}: nothing to learn from")
     if rows.bad:
         remarks.append(f"{rows.bad:,} bad rows set aside in {rows.bad_rows_file}")
     counts = Counts(
@@ -373,6 +378,11 @@ def _too_many_long(table: TokenTable, limit: int, affected: int) -> DataError:
 
 def _nothing_left(names: Sequence[str], counts: Counts, spec: Data) -> DataError:
     where = ", ".join(names)
+    if counts.dropped_long and spec.long == "truncate":
+        return DataError(
+            f"no row has anything to learn within its first {spec.max_length:,} tokens", where=where,
+            why="truncated there, the answers are gone", fix="set data.max_length higher, or data.long: split",
+        )  # fmt: skip
     if counts.dropped_long and counts.dropped_long + counts.no_loss >= counts.read - counts.bad - counts.junk:
         return DataError(
             f"all rows are too long: none has {spec.max_length:,} tokens or fewer", where=where,

@@ -266,11 +266,15 @@ def _read_jsonl(source: Source) -> Iterator[RawRow | BadRow]:
             yield _json_row(where, stripped.decode()) if _decodes(stripped, "utf-8") else _not_utf8(source, where, stripped)
 
 
+def _not_json(error: json.JSONDecodeError) -> str:
+    return f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"  # "Unterminated string starting at"
+
+
 def _json_row(where: str, text: str) -> RawRow | BadRow:
     try:
         fields = STRICT.decode(text)
     except json.JSONDecodeError as error:
-        return BadRow(where, f"not JSON: {error.msg} at column {error.colno}", excerpt(text, error.pos))
+        return BadRow(where, _not_json(error), excerpt(text, error.pos))
     except _NotAllowedError as error:
         return BadRow(where, str(error), excerpt(text))
     except (RecursionError, ValueError) as error:
@@ -322,19 +326,21 @@ def _read_json(source: Source) -> Iterator[RawRow | BadRow]:
         yield from _list_rows(source, text, next(iter(lists.values())))
     except json.JSONDecodeError as error:
         near = excerpt(text, error.pos)
-        raise DataError(what=f"not JSON: {error.msg} at column {error.colno}", where=f"{source.name}:{error.lineno}",
+        raise DataError(what=_not_json(error), where=f"{source.name}:{error.lineno}",
                         why=f"near: {near}", fix="correct it there; what follows cannot be read") from error
     except RecursionError as error:
         raise DataError(what="the JSON is nested too deep", where=source.name, fix="write plain rows") from error
 
 
 def _list_rows(source: Source, text: str, start: int) -> Generator[RawRow | BadRow, None, int]:
-    """The items of the list that opens at `start`, one at a time, each with its line; returns where the list ends."""
-    position, line, counted = _after_space(text, start + 1), 1, 0
+    """The items of the list that opens at `start`, one at a time, each with its line, and its number where it shares the line
+    with the one before it; returns where the list ends."""
+    position, line, counted, last, number = _after_space(text, start + 1), 1, 0, 0, 0
     while not text.startswith("]", position):
-        line, counted = line + text.count("\n", counted, position), position
+        line, counted, number = line + text.count("\n", counted, position), position, number + 1
         _, end = LENIENT.raw_decode(text, position)
-        yield _json_row(f"{source.name}:{line}", text[position:end])
+        yield _json_row(f"{source.name}:{line}" + f" row {number}" * (line == last), text[position:end])
+        last = line
         position = _after_space(text, end)
         if text.startswith(",", position):
             position = _after_space(text, position + 1)

@@ -380,7 +380,7 @@ def _template_fault(error: Exception, where: str) -> DataError:
 
 def _cannot_derive(message: int, where: str, why: str) -> RowError:
     return RowError(
-        f"cannot tell which tokens the assistant says in message {message}", where=where, why=why,
+        f"cannot tell which tokens the assistant says in message {message + 1}", where=where, why=why,
         fix="put {% generation %} blocks into the template (data.chat_template), or set data.loss_on: all",
     )  # fmt: skip
 
@@ -397,7 +397,7 @@ def _require_calls(rendered: Rendered, messages: list[Message], where: str) -> N
             name = str((call.get("function") or call).get("name"))
             if name not in rendered.text[turn.start : turn.stop]:
                 raise RowError(
-                    f"the chat template does not write the call of `{name}` in message {turn.message}", where=where,
+                    f"the chat template does not write the call of `{name}` in message {turn.message + 1}", where=where,
                     why="the model would learn to say what is left of the turn without it",
                     fix="use a model whose template knows tools, or drop the row (data.bad_rows: skip)",
                 )  # fmt: skip

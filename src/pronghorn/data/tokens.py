@@ -106,9 +106,12 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
     # What transformers raises for a folder without tokenizer, an unknown name, no network, or a broken file.
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        raise ModelError(
-            "its tokenizer cannot be loaded", where=name, why=str(error).strip().split("\n")[0], fix=_how_to_find(name)
-        ) from error
+        why, fix = str(error).strip().split("\n")[0], _how_to_find(name)
+        if "custom code" in why:
+            why, fix = "it wants to run code from its repository, and no file can", "use a model whose tokenizer needs no code"
+        elif folder.is_dir() and not (folder / "tokenizer.json").is_file():
+            why = "there is no tokenizer.json in the folder"
+        raise ModelError("its tokenizer cannot be loaded", where=name, why=why, fix=fix) from error
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(
             "its tokenizer has no tokenizer.json, so which tokens carry loss cannot be checked", where=name,

@@ -33,7 +33,7 @@ def guarded(name: str, load: Any) -> Any:
                              why="no file can make Pronghorn run code",
                              fix="use a model type that transformers has itself") from error
         first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
-        raise ModelError(
-            what="cannot load the model", where=name, why=first[:300],
-            fix="check the name; without a network, the model must be a folder or already in the hub cache",
-        ) from error
+        fix = "check the name; without a network, the model must be a folder or already in the hub cache"
+        if Path(name).expanduser().is_dir():
+            fix = "get the folder's files again, all of them; or use a causal language model that this transformers knows"
+        raise ModelError(what="cannot load the model", where=name, why=first[:300], fix=fix) from error

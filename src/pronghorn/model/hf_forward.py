@@ -144,11 +144,14 @@ def _look_at_norms(engine: FastCausalLM) -> None:
 
 def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack, load: ExpertLoad | None = None) -> Tensor:
     _look_at_norms(engine)
-    if inputs.get("inputs_embeds") is None:
+    embedded, table = inputs.get("inputs_embeds"), engine.backbone.embed_tokens
+    if embedded is None and table._forward_hooks:
+        embedded = table(inputs["input_ids"])  # a hook (NEFTune's noise) wants rows of sequences, padding included
+    if embedded is None:
         ids = inputs["input_ids"].reshape(-1)
         h = engine.embed(ids if pack.real is None else ids[pack.real])
     else:
-        h = inputs["inputs_embeds"].flatten(0, 1)
+        h = embedded.flatten(0, 1)
         h = engine.scaled(h if pack.real is None else h[pack.real])
     return engine.hidden(h, replace(engine.documents(pack.cu_seqlens, pack.longest, pack.positions), load=load))
 

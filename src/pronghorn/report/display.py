@@ -108,7 +108,8 @@ class PlainDisplay:
         elif now - began >= PROGRESS_AFTER and now - self._last_progress >= PROGRESS_EVERY:
             self._last_progress = now
             self._open.add(label)
-            self._line.say(f"{label}: {done:,} of {total:,} ({done / total:.0%})" if total else f"{label}: {done:,}")
+            amount = f": {done:,} of {total:,} ({done / total:.0%})" if total else f": {done:,}" if done else ""
+            self._line.say(f"{label}{amount}")
 
     def close(self) -> None:
         self._line.flush()
@@ -180,7 +181,7 @@ class LiveDisplay:
         width = min(self._console.width, 100)
         rows: list[RenderableType] = []
         for label, (done, total) in list(self._bars.items()):
-            amount = f"{done:,} of {total:,}" if total else f"{done:,}"
+            amount = f"{done:,} of {total:,}" if total else f"{done:,}" if done else ""
             rows.append(_bar_row(label, done, total, amount, width))
         if self._run.step or self._run.steps:
             rows += self._training(width)
@@ -311,11 +312,12 @@ def _generation(generation: dict[str, Any], width: int) -> str:
 
 def _bar_row(label: str, done: int, total: int, amount: str, width: int) -> RenderableType:
     row = Table.grid()
-    row.add_column(width=LABEL_WIDTH, no_wrap=True)
+    room = max(LABEL_WIDTH, min(len(label) + 1, width // 2))  # a short-lived bar with a long name need not stand in line
+    row.add_column(width=room, no_wrap=True)
     row.add_column(width=_bar_width(width))
     row.add_column(no_wrap=True, overflow="ellipsis")
     bar = ProgressBar(total=total or None, completed=done, pulse=not total, width=_bar_width(width), complete_style="green")
-    row.add_row(Text(wording.one_line(label, LABEL_WIDTH - 1)), bar, Text(f" {amount}"))
+    row.add_row(Text(wording.one_line(label, room - 1)), bar, Text(f" {amount}"))
     return row
 
 

@@ -45,7 +45,8 @@ class RunInfo:
 def list_runs(root: Path) -> list[RunInfo]:
     """Every folder below root (or root itself) that holds a run.jsonl."""
     if not root.is_dir():
-        raise CommandError("no such folder", where=str(root), fix="name the folder that holds your runs, such as runs")
+        raise CommandError("no such folder", where=str(root), why="runs are looked for below it",
+                           fix="name the folder that holds your runs: pronghorn runs --root FOLDER")
     found = []
     for place, folders, files in os.walk(root):
         # Runs do not lie inside runs: their checkpoints need not be searched.
@@ -99,7 +100,8 @@ def runs_table(runs: Sequence[RunInfo]) -> RenderableType:
 def compare(folders: Sequence[Path]) -> dict[str, Any]:
     """The runs side by side, as plain data: each list has one entry a run, in the order given."""
     if len(folders) < 2:
-        raise CommandError("comparing needs at least two runs", fix="name two or more run folders")
+        below = f"; for those below {folders[0]}: pronghorn runs --root {folders[0]}" if folders else ""
+        raise CommandError("comparing needs at least two runs", fix=f"name two or more run folders{below}")
     logs = [_log_of(folder) for folder in folders]
     runs = [figures(events) for events in logs]
     recipes = [flat(run.recipe) for run in runs]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pronghorn.data.batches import StepBatch, TokenRows, build_batch
-from pronghorn.errors import HealthStop, RecipeError
+from pronghorn.errors import HealthStop, ModelError, RecipeError
 from pronghorn.train.objectives import loss_sum
 
 NAMED = 5  # rows named in a message; more would not be read
@@ -22,6 +22,16 @@ def require_trainable(model: torch.nn.Module) -> int:
         raise RecipeError(what="nothing is trainable", why="no parameter of this model asks for a gradient",
                           fix="check method and lora.targets")
     return count
+
+
+def refuse_broken_weights(model: torch.nn.Module, name: str) -> None:
+    """Asked once something else failed: it reads every weight, and a model that is sound need not wait for that."""
+    broken = [key for key, p in model.named_parameters() if p.is_floating_point() and not bool(torch.isfinite(p).all())]
+    if broken:
+        more = f" and {len(broken) - 1} more weights" if len(broken) > 1 else ""
+        raise ModelError(what=f"{broken[0]}{more}: not every number is finite", where=name,
+                         why="the model's files hold NaN or infinity, and everything computed from them does, too",
+                         fix="get the model's files again; if they are meant so, set precision: fp32 (fp16 ends at 65,504)")
 
 
 def require_sound(loss: float, grad_norm: float, step: int, offenders: Callable[[], list[str]], folder: str) -> None:

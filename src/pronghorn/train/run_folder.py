@@ -103,18 +103,18 @@ def set_aside(path: str | Path) -> Path | None:
         real = path.resolve()
         if not real.exists():
             return None
-        if Path.cwd().is_relative_to(real):
-            raise CommandError(
-                "the folder this command runs in is not set aside", where=str(path),
-                why=f"{real} would be renamed with everything in it, and this command would go on inside",
-                fix="choose another folder: output=runs/NAME",
-            )
         if not any(next(real.glob(trace), None) for trace in _TRACES_OF_A_RUN):
             if real.is_dir() and not any(real.iterdir()):
                 return None
             raise CommandError(
                 "this is not a run's folder, so it is not set aside", where=str(path),
                 why=f"it has no {LOCK_NAME}, run.jsonl or checkpoint inside", fix="choose another folder: output=runs/NAME",
+            )
+        if Path.cwd().is_relative_to(real):
+            raise CommandError(
+                "the folder this command runs in is not set aside", where=str(path),
+                why=f"{real} would be renamed with everything in it, and this command would go on inside",
+                fix="choose another folder: output=runs/NAME",
             )
         lock = _lock(path)
         try:

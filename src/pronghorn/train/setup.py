@@ -17,9 +17,10 @@ from pronghorn.data.batches import BatchLoader, Cursor, Shapes, build_batch, ste
 from pronghorn.data.packing import Packs, pack
 from pronghorn.data.prepare import hold_out, prepare
 from pronghorn.data.tokens import TokenTable, load_tokenizer
-from pronghorn.errors import CheckpointError, DataError, RecipeError
+from pronghorn.errors import CheckpointError, DataError, ModelError, RecipeError
 from pronghorn.model.causal_lm import engine_of, install, require_isolated_documents
 from pronghorn.model.config import read_config
+from pronghorn.model.families import why_not_fast
 from pronghorn.model.load import (
     DTYPES,
     ModelFacts,
@@ -33,13 +34,13 @@ from pronghorn.model.load import (
     resolve_precision,
 )
 from pronghorn.model.lora import add_adapter, restore_adapter
-from pronghorn.recipe import Recipe
+from pronghorn.recipe import Lora, Recipe
 from pronghorn.train.checkpoint import TrainState, latest_checkpoint, load_checkpoint, restore_rng
 from pronghorn.train.evaluate import Progress
-from pronghorn.train.health import require_trainable
+from pronghorn.train.health import refuse_broken_weights, require_trainable
 from pronghorn.train.memory import RunMemory, plan_memory
 from pronghorn.train.optim import make_optimizer, restore_optimizer
-from pronghorn.train.step import StageTimer, Step, autocast, make_step
+from pronghorn.train.step import StageTimer, Step, autocast, make_step, no_graph
 
 Report = Callable[[str, int, int], None]
 FEW_STEPS = 10  # below this, warm-up and schedule hardly act; people usually meant a smaller batch
@@ -125,16 +126,21 @@ def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: Stage
         raise DataError(what="no rows are left to train on", fix="`pronghorn data stats` shows what was dropped and why")
     with stage("pack"):
         first = pack(train.lengths, spec.capacity, seed=spec.seed, epoch=0)
-        total = spec.steps or _steps(recipe, train, first)
+        total = spec.steps or _steps(recipe, train, first, report)
     pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
     return RunData(train, evaluation, remarks, first, total, pad_id)
 
 
-def _steps(recipe: Recipe, train: TokenTable, first: Packs) -> int:
+def _steps(recipe: Recipe, train: TokenTable, first: Packs, report: Report) -> int:
     """Counted, not estimated: an epoch's number of packs depends on its shuffle, and the schedule needs the exact total."""
     spec = recipe.train
-    packs = [first, *(pack(train.lengths, spec.capacity, seed=spec.seed, epoch=e) for e in range(1, spec.epochs))]
-    return sum(steps_per_epoch(len(p), packs_per_step(recipe)) for p in packs)
+    total = steps_per_epoch(len(first), packs_per_step(recipe))
+    for epoch in range(1, spec.epochs):
+        report("counting steps of epochs", epoch, spec.epochs)
+        packs = pack(train.lengths, spec.capacity, seed=spec.seed, epoch=epoch)
+        total += steps_per_epoch(len(packs), packs_per_step(recipe))
+    report("counting steps of epochs", spec.epochs, spec.epochs)
+    return total
 
 
 def packs_per_step(recipe: Recipe) -> int:
@@ -162,14 +168,33 @@ def look_ahead(recipe: Recipe) -> tuple[torch.device, Precision, ModelFacts, Any
     precision, what is known of the model, and the tokenizer."""
     device = pick_device()
     precision = resolve_precision(recipe.precision, device)
+    if recipe.train.graph == "on" and device.type != "cuda":
+        raise no_graph("there is no NVIDIA GPU")
     if recipe.fp8:
         require_fp8_precision(device, precision)
+    _refuse_adapted_head(recipe)
     facts = inspect_model(recipe.model, None if recipe.method == "full" else recipe.lora, four_bit=recipe.method == "qlora",
                           fp8=recipe.method == "fp8")
     require_fp8_products(recipe, facts)
     tokenizer = load_tokenizer(recipe.model, recipe.data.chat_template)
     require_tokenizer_fits(tokenizer, facts.vocabulary, recipe.model)
     return device, precision, facts, tokenizer
+
+
+def _refuse_adapted_head(recipe: Recipe) -> None:
+    """Our layers' loss multiplies by the head's weight itself, and would find that out in the first step only. A head that is
+    the embeddings, too, cannot be merged: they would become what only the head should."""
+    named = [] if isinstance(recipe.lora.targets, str) else [name.rsplit(".", 1)[-1] for name in recipe.lora.targets]
+    if recipe.method == "full" or "lm_head" not in named:
+        return
+    text = read_config(recipe.model).get_text_config()
+    if text.tie_word_embeddings:
+        why, fix = "its weight is the embeddings', and a merged model would change both", "leave lm_head out of lora.targets"
+    elif recipe.layers == "fast" and not why_not_fast(text):
+        why, fix = "fast layers multiply by its weight in the loss", "leave lm_head out of lora.targets, or set layers: own"
+    else:
+        return
+    raise RecipeError(what="lora.targets: lm_head cannot have an adapter here", why=why, fix=fix)
 
 
 def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> Session:
@@ -190,8 +215,12 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> S
         model = _build_model(recipe, precision, device, found[0] if found else None, report)
         require_trainable(model)
         why_own_layers = "the recipe asks for them" if recipe.layers == "own" else install(model, fp8=recipe.fp8)
-        with autocast(precision, device):  # as the step will be: FP8 layers of trained fp32 weights know no other
-            require_isolated_documents(model, device, facts.vocabulary)
+        try:
+            with autocast(precision, device):  # as the step will be: FP8 layers of trained fp32 weights know no other
+                require_isolated_documents(model, device, facts.vocabulary)
+        except ModelError:
+            refuse_broken_weights(model, recipe.model)  # with NaN nothing equals itself; then that is what to say
+            raise
         if recipe.compute == "fp8":
             _require_fp8_layers(model, why_own_layers)
         torch.manual_seed(recipe.train.seed)
@@ -261,6 +290,8 @@ def notices(recipe: Recipe, data: RunData, device: torch.device, precision: Prec
     said = list(data.remarks)
     if data.total_steps < FEW_STEPS and not recipe.train.steps:
         said.append(f"only {data.total_steps} steps; a train.batch_tokens below {recipe.train.batch_tokens:,} gives more")
+    if recipe.method == "full" and recipe.lora != Lora():
+        said.append("method: full trains all of the model; what the recipe says under lora is not used")
     if device.type == "cpu" and precision != "fp32":
         said.append(f"precision {precision} is honoured, but most CPUs compute it far slower than fp32")
     if facts.longest and recipe.data.max_length > facts.longest:

@@ -150,11 +150,15 @@ def make_step(model: Any, optimizer: torch.optim.Optimizer, *, device: torch.dev
     if not why_not and isinstance(optimizer, FusedAdamW):
         return GraphedStep(model, optimizer, device=device, precision=precision, clip=clip, say=say, must=graph == "on")
     if graph == "on":
-        raise EnvironmentFault(what="train.graph: on, but this run cannot be captured", why=why_not,
-                               fix="set train.graph: auto (or off), or change what stands against it")
+        raise no_graph(why_not)
     if graph == "auto" and device.type == "cuda":
         say(f"steps run without a CUDA graph: {why_not}")
     return EagerStep(model, optimizer, device=device, precision=precision, clip=clip)
+
+
+def no_graph(why: str) -> EnvironmentFault:
+    return EnvironmentFault(what="train.graph: on, but this run cannot be captured", why=why,
+                            fix="set train.graph: auto (or off), or change what stands against it")
 
 
 def why_not_graphed(model: Any, optimizer: torch.optim.Optimizer, device: torch.device, precision: Precision) -> str:

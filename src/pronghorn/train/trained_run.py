@@ -32,7 +32,7 @@ class TrainedRun:
                                fix="give a run's output folder; `pronghorn runs` lists them")
         self.path = self._choose(found, which, run)
         manifest = verify_checkpoint(self.path)
-        self.recipe = Recipe.model_validate(manifest["recipe"])
+        self.recipe = _found_again(Recipe.model_validate(manifest["recipe"]), run)
         self.step: int = manifest["step"]
 
     @staticmethod
@@ -56,6 +56,23 @@ class TrainedRun:
         model = trained_model(self.path, self.recipe, DTYPES[precision], device)
         model.eval()
         return model, load_tokenizer(str(self.path), None), device
+
+
+def _found_again(recipe: Recipe, run: Path) -> Recipe:
+    """Names in a recipe count from the folder it was trained in. From another one, that is where the run's folder, as the
+    recipe names it, lies."""
+    output, now = Path(recipe.output), run.resolve()
+    base = now.parents[len(output.parts) - 1] if output.parts and not output.is_absolute() else now
+    if base / output != now:
+        return recipe
+
+    def place(name: str) -> str:
+        return str(base / name) if not Path(name).exists() and (base / name).exists() else name
+
+    data = recipe.data.model_copy(update={
+        "train": tuple(place(name) for name in recipe.data.train),
+        "eval": place(recipe.data.eval) if isinstance(recipe.data.eval, str) else recipe.data.eval})
+    return recipe.model_copy(update={"model": place(recipe.model), "data": data})
 
 
 def evaluate_run(run: Path, which: str, *, data: str | None, report: Callable[[str, int, int], None]) -> dict[str, Any]:
