@@ -42,7 +42,7 @@ def test_a_recipe_survives_json() -> None:
     {"train": {"lr": 0.0}}, {"train": {"lr": -1e-4}}, {"train": {"lr": float("nan")}}, {"train": {"lr": float("inf")}},
     {"train": {"epochs": 0}}, {"train": {"warmup": 1.0}}, {"train": {"warmup": -0.1}}, {"train": {"betas": [0.9, 1.0]}},
     {"train": {"betas": [0.9]}}, {"train": {"clip": 0}}, {"train": {"seed": -1}}, {"train": {"steps": 0}},
-    {"train": {"seed": 2**63}},
+    {"train": {"seed": 2**63}}, {"train": {"capacity": 2**25, "batch_tokens": 2**25}},
     {"train": {"weight_decay": -0.1}}, {"lora": {"r": 0}}, {"lora": {"alpha": 0}}, {"lora": {"dropout": 1.0}},
     {"lora": {"plus_ratio": 0.5}}, {"lora": {"targets": []}}, {"lora": {"targets": [""]}}, {"data": {"train": []}},
     {"data": {"train": ""}}, {"data": {"train": "a", "eval": 0.0}}, {"data": {"train": "a", "eval": 1.0}},

@@ -64,7 +64,7 @@ class Train(Section):
     epochs: PositiveInt = 1
     steps: PositiveInt | None = None  # stop after so many optimizer steps instead of after `epochs`
     batch_tokens: PositiveInt = 65536  # tokens in one optimizer step
-    capacity: PositiveInt = 16384  # tokens in one micro-batch; batch_tokens is a multiple of it
+    capacity: Annotated[int, Field(gt=0, le=2**24)] = 16384  # tokens in one micro-batch; batch_tokens is a multiple of it
     lr: Positive = 2e-4
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: Fraction = 0.03  # fraction of all steps

@@ -62,9 +62,10 @@ def _found_again(recipe: Recipe, run: Path) -> Recipe:
     """Names in a recipe count from the folder it was trained in. From another one, that is where the run's folder, as the
     recipe names it, lies."""
     output, now = Path(recipe.output), run.resolve()
-    base = now.parents[len(output.parts) - 1] if output.parts and not output.is_absolute() else now
-    if base / output != now:
+    depth = len(output.parts)
+    if output.is_absolute() or not 0 < depth <= len(now.parents) or now.parents[depth - 1] / output != now:
         return recipe
+    base = now.parents[depth - 1]
 
     def place(name: str) -> str:
         return str(base / name) if not Path(name).exists() and (base / name).exists() else name
