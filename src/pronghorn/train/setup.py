@@ -21,6 +21,7 @@ from pronghorn.errors import CheckpointError, DataError, ModelError, RecipeError
 from pronghorn.model.causal_lm import engine_of, install, require_isolated_documents
 from pronghorn.model.config import read_config
 from pronghorn.model.families import why_not_fast
+from pronghorn.model.fingerprint import fingerprint, require_same_weights
 from pronghorn.model.load import (
     DTYPES,
     ModelFacts,
@@ -89,6 +90,7 @@ class Session:
     device: torch.device
     precision: Precision
     notices: list[str]  # to be told: the run empties it into its log
+    weights: str  # fingerprint of the frozen model's
     memory: RunMemory | None = None  # the plan that the layers follow
     step: int = 0
     cursor: Cursor = field(default_factory=Cursor)
@@ -211,6 +213,8 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> S
     shapes = Shapes.planned(data.train, data.first_epoch, recipe.train.capacity)
     memory = plan_memory(recipe, read_config(recipe.model), shapes, device, precision, evaluates=data.evaluation is not None)
     with stage("load"):
+        if found and recipe.method != "full":  # there, the checkpoint has all of the weights itself
+            require_same_weights(recipe.model, found[1].values.get("weights", ""), found[0].name)
         report("loading the model", 0, 0)
         model = _build_model(recipe, precision, device, found[0] if found else None, report)
         require_trainable(model)
@@ -240,7 +244,7 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> S
                              seed=recipe.train.seed, workers=recipe.data.workers, start=cursor, pad_id=data.pad_id,
                              pin=device.type == "cuda", shapes=shapes)
     session = Session(recipe, data, tokenizer, model, optimizer, step, loader, device, precision, notices=said,
-                      memory=memory if planned else None, cursor=cursor)
+                      weights=fingerprint(recipe.model), memory=memory if planned else None, cursor=cursor)
     if found:
         _restore(session, found[1])
     return session
