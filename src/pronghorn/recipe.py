@@ -7,7 +7,7 @@ Reading YAML, with lines and did-you-mean, is in `recipe_file.py`; this file hol
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     NonNegativeInt,
     PositiveInt,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -32,8 +33,21 @@ def _one_or_many(value: Any) -> Any:
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_one_or_many), Field(min_length=1)]
 
 
+def _takes_a_number(annotation: Any) -> bool:
+    parts = {annotation, *get_args(annotation), *(inner for part in get_args(annotation) for inner in get_args(part)[:1])}
+    return bool(parts & {int, float}) and str not in parts
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _yes_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic would take `epochs: true` for 1."""
+        if isinstance(value, bool) and _takes_a_number(cls.model_fields[info.field_name or ""].annotation):
+            raise ValueError(f"{str(value).lower()} is not a number; write one")
+        return value
 
 
 class Lora(Section):
