@@ -19,7 +19,7 @@ from pronghorn.data.batches import Cursor, StepBatch, build_batch
 from pronghorn.errors import HealthStop, ModelError, RecipeError
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
-from pronghorn.train.health import offending_rows, require_sound, require_trainable
+from pronghorn.train.health import Offenders, offending_rows, require_sound, require_trainable
 from pronghorn.train.objectives import loss_sum
 from pronghorn.train.setup import set_up
 from samples import ListTable, chat_rows, make_model, write_rows
@@ -27,13 +27,13 @@ from samples import ListTable, chat_rows, make_model, write_rows
 CPU = torch.device("cpu")
 
 
-def never() -> list[str]:
+def never() -> Offenders:
     raise AssertionError("asked for offenders although nothing is wrong")
 
 
 def test_sound_numbers_pass_and_nothing_is_computed() -> None:
-    require_sound(2.0, 0.5, 1, never, "runs/x")
-    require_sound(0.0, 1e-30, 1, never, "runs/x")
+    require_sound(2.0, 0.5, 1, never, "runs/x", "fp32")
+    require_sound(0.0, 1e-30, 1, never, "runs/x", "fp32")
 
 
 @pytest.mark.parametrize(("loss", "norm", "said"), [
@@ -43,23 +43,33 @@ def test_sound_numbers_pass_and_nothing_is_computed() -> None:
 ])
 def test_a_number_that_is_not_finite_names_the_rows(loss: float, norm: float, said: str) -> None:
     with pytest.raises(HealthStop, match=said) as caught:
-        require_sound(loss, norm, 7, lambda: ["a.jsonl:3", "a.jsonl:9"], "runs/x")
+        require_sound(loss, norm, 7, lambda: Offenders(["a.jsonl:3", "a.jsonl:9"], [f"a.jsonl:{i}" for i in range(40)]), "runs/x", "bf16")
     error = caught.value
     assert (error.exit_code, error.where) == (4, "runs/x")
     assert "weights were not touched" in error.what
     assert error.why == "seen with a.jsonl:3, a.jsonl:9"
-    assert "train.lr" in error.fix
+    assert error.fix.endswith("if they are fine, lower train.lr or set precision: fp32")
+
+
+@pytest.mark.parametrize(("found", "why"), [
+    (Offenders(["a:1", "a:2"], ["a:1", "a:2"]), "seen with each of the step's 2 rows, so it is the weights and not the data"),
+    (Offenders([], ["a:1", "a:2"]), "none of the step's rows is bad alone, only together: a:1, a:2"),
+])
+def test_rows_are_not_blamed_where_all_or_none_of_them_is_bad(found: Offenders, why: str) -> None:
+    with pytest.raises(HealthStop) as caught:
+        require_sound(math.nan, 1.0, 1, lambda: found, "runs/x", "fp32")
+    assert (caught.value.why, caught.value.fix) == (why, "lower train.lr")  # the precision is what it would advise
 
 
 def test_at_most_five_rows_are_named() -> None:
     with pytest.raises(HealthStop) as caught:
-        require_sound(math.nan, 1.0, 1, lambda: [f"a:{i}" for i in range(12)], "runs/x")
+        require_sound(math.nan, 1.0, 1, lambda: Offenders([f"a:{i}" for i in range(12)], ["a:0"] * 40), "runs/x", "fp32")
     assert caught.value.why == "seen with a:0, a:1, a:2, a:3, a:4 and 7 more"
 
 
 def test_gradients_that_are_all_zero() -> None:
     with pytest.raises(HealthStop, match="step 1: all gradients are zero") as caught:
-        require_sound(2.0, 0.0, 1, never, "runs/x")
+        require_sound(2.0, 0.0, 1, never, "runs/x", "fp32")
     assert "lora.targets" in caught.value.fix
 
 
@@ -83,7 +93,7 @@ def poisoned_step(rows: list[list[int]], capacity: int = 64) -> tuple[ListTable,
     return table, StepBatch(tuple(build_batch(table, half, capacity) for half in halves), Cursor(), 0.0)
 
 
-def offenders(model: Any, rows: list[list[int]]) -> list[str]:
+def offenders(model: Any, rows: list[list[int]]) -> Offenders:
     table, step = poisoned_step(rows)
     return offending_rows(model, step, table, lambda row: f"row {row}", CPU, nullcontext)
 
@@ -95,7 +105,7 @@ def test_the_rows_with_a_poisoned_token_are_named_and_no_others() -> None:
     model = make_model(tie_word_embeddings=False)
     with torch.no_grad():
         model.get_input_embeddings().weight[POISON] = math.nan
-    assert offenders(model, ROWS) == ["row 1", "row 4"]
+    assert offenders(model, ROWS).rows == ["row 1", "row 4"]
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -109,11 +119,11 @@ def test_a_gradient_that_overflows_is_found_though_the_loss_is_finite() -> None:
     alone = [build_batch(table, np.array([i]), len(row)) for i, row in enumerate(ROWS)]
     assert all(torch.isfinite(loss_sum(model, batch)) for batch in alone)
     found = offending_rows(model, step, table, lambda row: f"row {row}", CPU, nullcontext)
-    assert found == ["row 1", "row 4"]
+    assert found.rows == ["row 1", "row 4"]
 
 
-def test_all_rows_are_named_when_none_is_bad_alone() -> None:
-    assert offenders(make_model(), ROWS) == [f"row {i}" for i in range(len(ROWS))]
+def test_none_is_named_when_none_is_bad_alone() -> None:
+    assert offenders(make_model(), ROWS) == ([], [f"row {i}" for i in range(len(ROWS))])
 
 
 def test_a_whole_run_names_the_line_of_its_file(

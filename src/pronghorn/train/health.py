@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,13 @@ def refuse_broken_weights(model: torch.nn.Module, name: str) -> None:
                          fix="get the model's files again; if they are meant so, set precision: fp32 (fp16 ends at 65,504)")
 
 
-def require_sound(loss: float, grad_norm: float, step: int, offenders: Callable[[], list[str]], folder: str) -> None:
+class Offenders(NamedTuple):
+    rows: list[str]  # whose own loss or gradient is not finite
+    of: list[str]  # the step's rows
+
+
+def require_sound(loss: float, grad_norm: float, step: int, offenders: Callable[[], Offenders], folder: str,
+                  precision: str) -> None:
     """Called before the optimizer steps. `offenders` is asked only when something is wrong: it computes."""
     if grad_norm == 0.0 and math.isfinite(loss):
         raise HealthStop(
@@ -44,11 +50,18 @@ def require_sound(loss: float, grad_norm: float, step: int, offenders: Callable[
         )
     broken = "loss" if not math.isfinite(loss) else "gradient" if not math.isfinite(grad_norm) else ""
     if broken:
-        raise HealthStop(
-            what=f"step {step}: the {broken} is not finite; the weights were not touched", where=folder,
-            why=f"seen with {_listed(offenders())}",
-            fix="look at those rows (`pronghorn data show`); if they are fine, lower train.lr or set precision: fp32",
-        )
+        why, fix = _cause(offenders(), "lower train.lr" + " or set precision: fp32" * (precision != "fp32"))
+        raise HealthStop(what=f"step {step}: the {broken} is not finite; the weights were not touched", where=folder, why=why,
+                         fix=fix)
+
+
+def _cause(found: Offenders, otherwise: str) -> tuple[str, str]:
+    """(why, fix): rows are to blame only if others are not."""
+    if not found.rows:
+        return f"none of the step's rows is bad alone, only together: {_listed(found.of)}", otherwise
+    if len(found.rows) == len(found.of) > 1:
+        return f"seen with each of the step's {len(found.of)} rows, so it is the weights and not the data", otherwise
+    return f"seen with {_listed(found.rows)}", f"look at those rows (`pronghorn data show`); if they are fine, {otherwise}"
 
 
 def _listed(rows: Iterable[str]) -> str:
@@ -58,8 +71,7 @@ def _listed(rows: Iterable[str]) -> str:
 
 
 def offending_rows(model: Any, step_batch: StepBatch, table: TokenRows, where: Callable[[int], str],
-                   device: torch.device, autocast: Callable[[], Any]) -> list[str]:
-    """The documents whose own loss or gradient is not finite; all of the step's if none is bad alone."""
+                   device: torch.device, autocast: Callable[[], Any]) -> Offenders:
     documents = [row for batch in step_batch.batches for row in batch.documents]
     guilty = []
     for row in documents:
@@ -72,4 +84,4 @@ def offending_rows(model: Any, step_batch: StepBatch, table: TokenRows, where: C
         if not torch.isfinite(loss) or not all(bool(torch.isfinite(grad).all()) for grad in grads):
             guilty.append(where(row))
     model.zero_grad(set_to_none=True)
-    return guilty or [where(row) for row in documents]
+    return Offenders(guilty, [where(row) for row in documents])

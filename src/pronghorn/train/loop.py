@@ -42,7 +42,7 @@ from pronghorn.train.checkpoint import (
 )
 from pronghorn.train.checkpoint_writer import CheckpointWriter, Snapshot
 from pronghorn.train.evaluate import evaluate
-from pronghorn.train.health import offending_rows, require_sound
+from pronghorn.train.health import Offenders, offending_rows, require_sound
 from pronghorn.train.memory import COMPARED_AFTER, WARM_UP, evaluation_capacity, out_of_memory
 from pronghorn.train.optim import lr_scale, optimizer_tensors, set_lr, trainable
 from pronghorn.train.run_folder import RunFolder, set_aside
@@ -239,7 +239,7 @@ class _Run:
             result = session.take_step.finish(self.stages)
             if not result.skipped:
                 require_sound(result.loss, result.grad_norm, session.step + 1, lambda: self._offenders(step_batch),
-                              folder=str(self.folder))
+                              folder=str(self.folder), precision=session.precision)
         except HealthStop:
             restore_rng(done.rng)
             self._forget_what_is_under_way()
@@ -261,7 +261,7 @@ class _Run:
             self._hand_over(self._snapshots.popleft())
         self._tell_written()
 
-    def _offenders(self, step_batch: StepBatch) -> list[str]:
+    def _offenders(self, step_batch: StepBatch) -> Offenders:
         session = self.session
         session.take_step.release()
         return offending_rows(session.model, step_batch, session.data.train, session.data.train.where, session.device,
