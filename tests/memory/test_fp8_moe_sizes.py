@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_moe_sizes import FAMILIES, TARGETS, TOKENS, forward, storages
+from test_moe_sizes import FAMILIES, TARGETS, TOKENS, bytes_that_leave, forward, storages
 from test_moe_sizes import job_of as job_in_32_bits
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +16,6 @@ from pronghorn.memory.calibrate import calibrate, layer_work
 from pronghorn.memory.costs import MixtureModel, predicted_costs
 from pronghorn.memory.forecast import plan_report, problem_of
 from pronghorn.memory.gpus import GPUS
-from pronghorn.memory.offload import bytes_needed
 from pronghorn.memory.plan import make_plan, smallest_budget
 from pronghorn.memory.sizes import Job, kept_bytes, kept_parts, shape_of, static_parts, unpacked_bytes
 from pronghorn.memory.working import pieces_worth_trying, working_bytes
@@ -26,7 +25,7 @@ from pronghorn.model.few_bit_experts import STACKS, few_bit_experts_
 from pronghorn.model.fp8_linear import Fp8Linear, quantize_linears_fp8_
 from pronghorn.model.fp8_moe_layer import Fp8MoeDecoderLayer
 from pronghorn.model.fp8_projections import Fp8Projections
-from pronghorn.model.kept import Level, leave
+from pronghorn.model.kept import Level
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Recipe
 
@@ -69,19 +68,7 @@ def test_what_leaves_fits_into_its_slot(level: Level) -> None:
     _, kept = forward(model_of("qwen2_moe", TARGETS["experts"]))
     job = job_of("qwen2_moe", targets=TARGETS["experts"])
     slot = problem_of(job, predicted_costs(job, GPUS["h200"]), 10**9, 10**9).slot(level)
-
-    class Place:
-        needed = 0
-
-        def leave(self, layer: int, tensors: Any) -> None:
-            self.needed = bytes_needed(tensors)
-
-        def back(self, layer: int) -> Any:
-            raise AssertionError
-
-    place = Place()
-    leave(kept, level, 0, place)
-    assert slot - 2 * 16 * 256 <= place.needed <= slot
+    assert slot - 2 * 16 * 256 <= bytes_that_leave(kept, level) <= slot
 
 
 @pytest.mark.parametrize("adapters", TARGETS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from allocations import Allocations, stand_in_for_experts, stand_in_for_kernels
 from test_fp8_working import stand_in_for_fp8
-from test_moe_working import LEVELS, NARROW, SIZES, TARGETS, TOKENS, config_of, documents
+from test_moe_working import LEVELS, NARROW, SIZES, TARGETS, TOKENS, config_of, documents, ready_on_a_gpu
 from transformers import AutoModelForCausalLM
 
 from pronghorn.bench.workloads import MODELS
@@ -203,13 +203,7 @@ def test_the_allocator_of_a_gpu_agrees(family: str, adapters: str, recompute: Re
         pytest.skip(why)
     with torch.device("cuda"):
         model = model_of(family, adapters)
-    engine = engine_of(model)
-    assert engine is not None
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    sums = AdapterSums(engine, torch.bfloat16)
-    bounds = torch.arange(0, TOKENS + 1, 256, dtype=torch.int32, device="cuda")
-    shared = engine.documents(bounds, 256, torch.arange(TOKENS, device="cuda") % 256, 256)
+    engine, sums, shared = ready_on_a_gpu(model)
     layer, job = engine.layers[0], Job(shape_of(config_of(family)), TOKENS, method="fp8", targets=TARGETS[adapters])
     assert type(layer) is Fp8MoeDecoderLayer
     h, dh = (torch.randn(TOKENS, job.shape.width, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -102,6 +102,17 @@ def test_an_evaluation_holds_a_layers_forward_or_the_head() -> None:
     assert evaluation_bytes(job, 4096) >= kept_bytes(half, "nothing") + forward_bytes(half, "nothing")
 
 
+def ready_on_a_gpu(model: Any) -> tuple[Any, AdapterSums, Documents]:
+    """Engine, sums of its adapters' gradients as a captured step has them, and documents of 256 tokens."""
+    engine = engine_of(model)
+    assert engine is not None
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    bounds = torch.arange(0, TOKENS + 1, 256, dtype=torch.int32, device="cuda")
+    shared = engine.documents(bounds, 256, torch.arange(TOKENS, device="cuda") % 256, 256)
+    return engine, AdapterSums(engine, torch.bfloat16), shared
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("recompute", LEVELS)
@@ -111,13 +122,7 @@ def test_the_allocator_of_a_gpu_agrees(family: str, adapters: str, recompute: Re
     """Layers of real width in bf16, their own kernels, 8,192 tokens of short documents."""
     with torch.device("cuda"):
         model = model_of(family, adapters, torch.bfloat16)
-    engine = engine_of(model)
-    assert engine is not None
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    sums = AdapterSums(engine, torch.bfloat16)
-    bounds = torch.arange(0, TOKENS + 1, 256, dtype=torch.int32, device="cuda")
-    shared = engine.documents(bounds, 256, torch.arange(TOKENS, device="cuda") % 256, 256)
+    engine, sums, shared = ready_on_a_gpu(model)
     layer, job = engine.layers[0], Job(shape_of(config_of(family)), TOKENS, targets=TARGETS[adapters])
     D = job.shape.width
     h = torch.randn(TOKENS, D, device="cuda", dtype=torch.bfloat16)

@@ -1,9 +1,9 @@
 """Tells whether a model's files are still those an adapter was trained on.
 
 An adapter fits the weights it was trained on and no others, and nothing in its shapes would show that they were replaced: by a
-newer revision of a hub name, or by another run's export into the same folder. Reading 16 GB to be sure takes longer than
-loading them, so the digest is of each file's name, its size, and 64 blocks of 4 KB spread evenly over it: any training changes
-all of them.
+newer revision of a hub name, or by another run's export into the same folder. To be sure, all of the files would have to be
+read. The digest is of each one's name, its size, and 256 blocks of 4 KB spread evenly over it: a change that touches no more
+than a 256th of a file in one place can go unnoticed, one of a whole model cannot.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pronghorn.errors import CheckpointError
 
-BLOCKS, BLOCK = 64, 4096
+BLOCKS, BLOCK = 256, 4096
 
 
 def fingerprint(name: str) -> str:
