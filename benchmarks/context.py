@@ -125,7 +125,7 @@ def peak(torch: Any) -> int | None:
 
 def attempt(system: str, model: str, method: Method, tokens: int, budget: str, *, time_limit: float = TIME_LIMIT,
             path: str = "") -> Row:
-    """One process to its end or its time limit. Told apart: trained, out of memory, timed out, failed."""
+    """One process to its end or its time limit. Told apart: trained, out of memory, timed out, killed, failed."""
     words = ["-m", "benchmarks.context", "--one", system, "--model", model, "--method", method, "--tokens", str(tokens),
              "--budget", budget]
     places = (*path.split(":"), str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))
@@ -157,6 +157,8 @@ def outcome(lines: Sequence[str], code: int) -> Row:
         row: Row = json.loads(told[-1].removeprefix("RESULT "))
         return row
     why = last_error(lines, code)
+    if code == -signal.SIGKILL:  # not by us: that would have been the time limit
+        return {"status": "killed", "why": f"by the system, as it does when the host's memory is full; last seen: {why}"}
     no_room = any(words in why for words in ("OutOfMemoryError", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"))
     return {"status": NO_ROOM if no_room else "failed", "why": why}
 
@@ -214,7 +216,7 @@ def search_among(candidates: Sequence[int], done: Iterable[Row], measure: Callab
 
 
 class Results:
-    """Rows of every attempt; one that timed out or failed is tried again, and replaced."""
+    """Rows of every attempt; one that timed out, failed or was killed is tried again, and replaced."""
 
     def __init__(self, path: Path, command: str) -> None:
         self.path = path
@@ -281,7 +283,8 @@ def run(options: argparse.Namespace) -> None:
     lengths = [rounded(int(tokens)) for tokens in options.tokens.split(",") if tokens]
     names = ",".join(name.removesuffix("-ckpt") for name in wanted)
     results = Results(options.out, f"python -m benchmarks.context --budget {options.budget} --systems {names}"
-                                   + (f" --tokens {options.tokens}" if options.tokens else ""))
+                                   + (f" --tokens {options.tokens}" if options.tokens else "")
+                                   + (f" --ours {options.ours}" if options.ours else ""))
     if not options.show:
         prepare(options.model)
     for system in () if options.show else wanted:

@@ -6,7 +6,7 @@
     python tests/sft_script.py --compare --started    # the same from an adapter that is not zero, as after some training
     python tests/sft_script.py --compare --model FOLDER --data FILE    # of a model that has learned something
 
-100 steps in bf16 on a GPU, 6 in fp32 without one (--bf16: in bf16 there, too). Needs no network: model and tokenizer are made
+100 steps in bf16 on a GPU, 6 in fp32 without one (--bf16, --no-bf16: the other way). Needs no network: model and tokenizer are made
 here, unless a folder is named.
 
 In bf16 the comparison has two more curves: plain with the same batches in larger micro-batches, which differs by rounding
@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plain", action="store_true", help="transformers + PEFT alone")
     parser.add_argument("--compare", action="store_true", help="both, and their difference")
     parser.add_argument("--started", action="store_true", help="B of the adapter is drawn instead of zero")
-    parser.add_argument("--bf16", action="store_true", default=CUDA, help="on a CPU, too")
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=CUDA, help="the default on a GPU")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder, with --data")
     parser.add_argument("--data", type=Path, help='JSONL of {"messages": [...]}')
     parser.add_argument("--out", type=Path, help="a JSON file for the curves")

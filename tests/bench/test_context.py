@@ -84,7 +84,9 @@ def test_errors_are_told_apart() -> None:
     assert outcome(trace, 1)["status"] == NO_ROOM
     other = outcome([*trace[:2], "ValueError: no such thing"], 1)
     assert other == {"status": "failed", "why": "ValueError: no such thing"}
-    assert outcome([], -9) == {"status": "failed", "why": "exit code -9"}
+    killed = outcome(["Host RAM is nearly full"], -9)
+    assert killed["status"] == "killed" and "host's memory is full" in killed["why"] and "nearly full" in killed["why"]
+    assert outcome([], 3) == {"status": "failed", "why": "exit code 3"}
 
 
 def test_results_outlive_a_call(tmp_path: Path) -> None:
