@@ -44,8 +44,8 @@ class Switch:
         """Every so many layers offload; 0: none."""
         import torch
 
+        from pronghorn.memory.levels import SLOT_PADDING
         from pronghorn.memory.offload import OffloadPool
-        from pronghorn.memory.plan import SLOT_PADDING
         from pronghorn.memory.sizes import kept_bytes
         from pronghorn.model.causal_lm import engine_of
         from pronghorn.train.step import make_step

@@ -6,8 +6,8 @@
     python tests/sft_script.py --compare --started    # the same from an adapter that is not zero, as after some training
     python tests/sft_script.py --compare --model FOLDER --data FILE    # of a model that has learned something
 
-100 steps in bf16 on a GPU, 6 in fp32 without one (--bf16, --no-bf16: the other way). Needs no network: model and tokenizer are made
-here, unless a folder is named.
+100 steps in bf16 on a GPU, 6 in fp32 without one (--bf16, --no-bf16: the other way). Needs no network: model and tokenizer are
+made here, unless a folder is named.
 
 In bf16 the comparison has two more curves: plain with the same batches in larger micro-batches, which differs by rounding
 alone, and plain in float32, from the same weights, which is the one the fast curve must follow within 1 %. Against plain in

@@ -11,7 +11,7 @@ from pronghorn.bench.workloads import MODELS
 from pronghorn.errors import CommandError, RecipeError
 from pronghorn.memory.costs import LayerCosts
 from pronghorn.memory.forecast import job_of, picture, plan_report
-from pronghorn.memory.plan import KEEP, Level
+from pronghorn.memory.levels import KEEP, Level
 from pronghorn.recipe import Recipe
 
 

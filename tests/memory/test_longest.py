@@ -12,8 +12,9 @@ from pronghorn.errors import RecipeError
 from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.forecast import longest_report, problem_of
 from pronghorn.memory.gpus import find_gpu
+from pronghorn.memory.levels import Problem
 from pronghorn.memory.longest import EXACT, STEP, longest_document, with_one_document
-from pronghorn.memory.plan import Problem, make_plan, smallest_budget
+from pronghorn.memory.plan import make_plan, smallest_budget
 from pronghorn.memory.sizes import Job, shape_of
 from pronghorn.recipe import Recipe
 

@@ -15,9 +15,10 @@ from pronghorn.memory.calibrate import calibrate, layer_work
 from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.forecast import problem_of
 from pronghorn.memory.gpus import GPUS
+from pronghorn.memory.levels import KEEP, evaluate
 from pronghorn.memory.moe_sizes import stored
 from pronghorn.memory.offload import bytes_needed
-from pronghorn.memory.plan import KEEP, evaluate, make_plan, smallest_budget
+from pronghorn.memory.plan import make_plan, smallest_budget
 from pronghorn.memory.sizes import Job, kept_bytes, kept_parts, shape_of, static_parts, unpacked_bytes
 from pronghorn.memory.working import pieces_worth_trying, working_bytes
 from pronghorn.model.adapter_sums import AdapterSums

@@ -11,7 +11,8 @@ import torch
 from pronghorn.errors import RecipeError
 from pronghorn.memory.costs import LINK, predicted_costs
 from pronghorn.memory.gpus import GPUS
-from pronghorn.memory.plan import Problem, make_plan
+from pronghorn.memory.levels import Problem
+from pronghorn.memory.plan import make_plan
 from pronghorn.memory.sizes import Job, Optimizer, host_moments, moment_bytes, shape_of, static_parts
 from pronghorn.train.fused_adamw import FusedAdamW
 

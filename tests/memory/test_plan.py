@@ -13,18 +13,8 @@ from pronghorn.errors import EnvironmentFault, RecipeError
 from pronghorn.memory.costs import LayerCosts, predicted_costs
 from pronghorn.memory.forecast import problem_of as problem_for
 from pronghorn.memory.gpus import GPUS
-from pronghorn.memory.plan import (
-    KEEP,
-    LEVELS,
-    Level,
-    Outcome,
-    Problem,
-    evaluate,
-    host_room,
-    make_plan,
-    parse_budget,
-    smallest_budget,
-)
+from pronghorn.memory.levels import KEEP, LEVELS, Level, Outcome, Problem, evaluate
+from pronghorn.memory.plan import host_room, make_plan, parse_budget, smallest_budget
 from pronghorn.memory.sizes import Job, peak_within, shape_of
 
 GB = 10**9

@@ -21,7 +21,7 @@ from transformers import (
 from pronghorn.bench.workloads import MODELS
 from pronghorn.errors import ModelError
 from pronghorn.memory.costs import LayerCosts
-from pronghorn.memory.plan import KEEP, Problem, evaluate
+from pronghorn.memory.levels import KEEP, Problem, evaluate
 from pronghorn.memory.sizes import LIBRARY_BYTES, Job, kept_bytes, kept_parts, shape_of, static_parts
 from pronghorn.memory.working import head_bytes, working_bytes
 from pronghorn.model.adapter_sums import AdapterSums

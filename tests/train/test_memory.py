@@ -15,7 +15,8 @@ from pronghorn.data.batches import Shapes
 from pronghorn.errors import EnvironmentFault, Interrupted, RecipeError
 from pronghorn.memory import working
 from pronghorn.memory.costs import LayerCosts
-from pronghorn.memory.plan import KEEP, smallest_budget
+from pronghorn.memory.levels import KEEP
+from pronghorn.memory.plan import smallest_budget
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.config import read_config
 from pronghorn.model.decoder_layer import FastDecoderLayer
@@ -152,7 +153,7 @@ def test_where_a_layer_does_not_fit_a_part_of_its_tokens_is_timed(deep_recipe: R
 
 def offload_everything(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The planner's choice is replaced: half of the layers leave for the host, the last one among them."""
-    from pronghorn.memory.plan import Level, evaluate
+    from pronghorn.memory.levels import Level, evaluate
 
     pools, real = [], RunMemory._install
 

@@ -123,7 +123,8 @@ def test_a_budget_trains_the_same_numbers(family: str, changes: dict[str, Any], 
 def test_experts_that_leave_for_the_host_train_the_same_numbers(method: str, deep_recipe: Callable[..., Recipe],
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the layers of each kind, whatever the planner would choose."""
-    from pronghorn.memory.plan import Level, plan_of
+    from pronghorn.memory.levels import Level
+    from pronghorn.memory.plan import plan_of
     from pronghorn.train.memory import RunMemory
 
     free, real = train(deep_recipe("qwen2_moe", "free", method=method), display=Silent()), RunMemory._install

@@ -13,8 +13,9 @@ from typing import Any
 from pronghorn.errors import CommandError
 from pronghorn.memory.costs import LayerCosts, predicted_costs
 from pronghorn.memory.gpus import PRICES_AS_OF, Gpu, find_gpu
+from pronghorn.memory.levels import LEVELS, POOL_SLOTS, Level, Problem, evaluate
 from pronghorn.memory.longest import STEP, longest_document, with_one_document
-from pronghorn.memory.plan import LEVELS, POOL_SLOTS, Level, Plan, Problem, evaluate, make_plan, parse_budget
+from pronghorn.memory.plan import Plan, make_plan, parse_budget
 from pronghorn.memory.sizes import Job, host_moments, kept_bytes, shape_of, static_parts
 from pronghorn.memory.working import pieces_worth_trying
 from pronghorn.recipe import Recipe

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pronghorn.errors import RecipeError
-from pronghorn.memory.plan import Problem, make_plan
+from pronghorn.memory.levels import Problem
+from pronghorn.memory.plan import make_plan
 from pronghorn.memory.sizes import Job
 from pronghorn.memory.working import pieces_worth_trying
 

@@ -23,8 +23,9 @@ from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.forecast import job_of, level_table, memory_lines, picture, problem_of
 from pronghorn.memory.gpus import GPUS, Gpu, find_gpu
 from pronghorn.memory.host_embeddings import move_embeddings, why_embeddings_stay
+from pronghorn.memory.levels import KEEP
 from pronghorn.memory.offload import OffloadPool
-from pronghorn.memory.plan import KEEP, Plan, host_room, make_plan, parse_budget
+from pronghorn.memory.plan import Plan, host_room, make_plan, parse_budget
 from pronghorn.memory.sizes import CONTEXT_BYTES, Job, host_moments
 from pronghorn.memory.working import evaluation_bytes, head_share
 from pronghorn.model.causal_lm import engine_of

@@ -1,0 +1,73 @@
+"""The search looks at few splits, as its bounds hold and are near. Whether it finds the best: test_plan.py, by brute force."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pronghorn.bench.workloads import MODELS
+from pronghorn.memory.costs import predicted_costs
+from pronghorn.memory.forecast import problem_of
+from pronghorn.memory.gpus import GPUS
+from pronghorn.memory.levels import Level, Problem, evaluate
+from pronghorn.memory.search import KINDS, _Grid, fastest, smallest, splits_of
+from pronghorn.memory.sizes import RECOMPUTES, Job, shape_of
+
+GB = 10**9
+
+
+def problem(layers: int, budget: float, *, tokens: int = 16384, document: int = 300, host: float = 100.0) -> Problem:
+    shape = replace(shape_of(MODELS["llama-8b"]), layers=layers)
+    job = Job(shape, tokens, "qlora", graphed=False, in_place=True, attended=document)
+    return problem_of(job, predicted_costs(job, GPUS["h200"]), int(budget * GB), int(host * GB))
+
+
+def test_splits_are_all_there_is() -> None:
+    splits = splits_of(5)
+    assert len({tuple(split) for split in splits}) == len(splits)
+    assert (splits >= 0).all()
+    assert (splits.sum(axis=1) == 5).all()
+    assert len(splits) == np.prod([(5 + i) / i for i in range(1, KINDS)]).round()
+
+
+@pytest.mark.parametrize(("budget", "host", "document"), [(17, 100, 300), (24, 100, 300), (24, 20, 16384), (40, 5, 16384)])
+def test_no_levels_that_fit_are_below_their_bound(budget: float, host: float, document: int) -> None:
+    """Any levels of each kind, offloaded or not: those that fit take no less time than the bound of their split says."""
+    given, draw, met = problem(12, budget, host=host, document=document), random.Random(0), 0
+    case, pieces = given.cases()[-1], given.pieces[-1]
+    grid, limit = _Grid(case, pieces), given.usable - given.aside + 1
+    for _ in range(600):
+        wanted = draw.choices(RECOMPUTES, weights=[draw.random() ** 3 for _ in RECOMPUTES], k=12)
+        share = draw.choice([0, 0.5, 0.9, 1])
+        levels = [Level(kind, draw.random() < share) for kind in sorted(wanted, key=RECOMPUTES.index)]
+        outcome = evaluate(case, levels, pieces)
+        if outcome.peak >= limit or outcome.host > case.host_left:
+            continue
+        split = np.array([[wanted.count(kind) for kind in RECOMPUTES]])
+        assert grid.bounds(split, limit)[0] <= outcome.ms
+        met += 1
+    assert met > 20
+
+
+@pytest.mark.parametrize(("layers", "budget", "tokens", "document"), [
+    (80, 30, 16384, 300), (126, 60, 16384, 300), (126, 60, 65536, 65536),
+])
+def test_a_large_model_is_planned_at_once(layers: int, budget: float, tokens: int, document: int,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 126-layer model took 65 to 211 s when every split with less compute than the best was looked at."""
+    given, looked_at, table = problem(layers, budget, tokens=tokens, document=document), [], _Grid.table
+
+    def noted(grid: _Grid, split: np.ndarray, limit: float) -> object:
+        looked_at.append(split)
+        return table(grid, split, limit)
+
+    monkeypatch.setattr(_Grid, "table", noted)
+    found = fastest(given)
+    assert found is not None
+    assert sum(found.staying) + sum(found.leaving) == layers
+    assert len(looked_at) < 0.05 * len(given.pieces) * len(given.cases()) * len(splits_of(layers))
+    assert fastest(replace(given, budget=GB)) is None
+    assert sum(smallest(given).staying) + sum(smallest(given).leaving) == layers
