@@ -105,7 +105,7 @@ def test_its_parts_are_those_of_the_profile(model: str, products: float, element
 def test_more_work_takes_longer() -> None:
     h200 = GPUS["h200"]
     plain = predicted_costs(job_of("llama-8b"), h200)
-    assert 0 < plain.recompute_gate_up < plain.recompute_layer < plain.forward < plain.backward
+    assert 0 < plain.recompute_gate_up < plain.recompute_around < plain.recompute_layer < plain.forward < plain.backward
     assert predicted_costs(job_of("llama-8b", attended=16384), h200).backward > plain.backward
     assert predicted_costs(job_of("llama-8b", method="fp8"), h200).forward < plain.forward
     assert predicted_costs(job_of("llama-8b", method="qlora"), h200).forward > plain.forward

@@ -84,7 +84,7 @@ def stand_in_for_fp8_experts(monkeypatch: pytest.MonkeyPatch) -> None:
         experts: {"fp8_cast_rows": cast, "fp8_cast_grad_rows": cast_grad},
         fp8_moe_layer: {"gated_activation_fp8_forward": activation_forward, "gated_activation_forward": activation_forward},
         fp8_layer: {name: getattr(decoder_layer, name)
-                    for name in ("attention_forward", "attention_backward", "rms_norm_backward", "pick_backend")},
+                    for name in ("attention_backward", "rms_norm_backward", "pick_backend")},
     }.items():
         for name, stand_in in names.items():
             monkeypatch.setattr(module, name, stand_in)

@@ -14,7 +14,7 @@ from pronghorn.errors import CommandError
 from pronghorn.memory.costs import Model, predicted_costs
 from pronghorn.memory.forecast import job_of, plan_report
 from pronghorn.memory.gpus import GPUS
-from pronghorn.memory.sizes import Job, kept_bytes, shape_of, static_parts, unpacked_bytes
+from pronghorn.memory.sizes import RECOMPUTES, Job, kept_bytes, shape_of, static_parts, unpacked_bytes
 from pronghorn.memory.working import working_bytes
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.fp8_linear import quantize_linears_fp8_
@@ -110,7 +110,7 @@ def test_the_methods_stand_in_their_order() -> None:
     job = Job(shape_of(MODELS["llama-8b"]), 16384)
     in_fp8 = replace(job, method="fp8")
     assert sum(static_parts(in_fp8).values()) < 0.65 * sum(static_parts(job).values())
-    work = [working_bytes(in_fp8, what) for what in ("nothing", "gate_up", "layer")]
+    work = [working_bytes(in_fp8, what) for what in reversed(RECOMPUTES)]
     assert work == sorted(work)
     nf4 = replace(job, method="qlora")
     assert unpacked_bytes(replace(nf4, compute="fp8")) < unpacked_bytes(nf4)  # a byte instead of two

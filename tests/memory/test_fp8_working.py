@@ -80,7 +80,7 @@ def engine_of_size(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     stand_in_for_kernels(monkeypatch)
     stand_in_for_fp8(monkeypatch)
     assert isinstance(engine.layers[0], Fp8DecoderLayer)
-    for name in ("attention_forward", "attention_backward", "rms_norm_backward", "pick_backend"):
+    for name in ("attention_backward", "rms_norm_backward", "pick_backend"):
         monkeypatch.setattr(fp8_layer, name, getattr(decoder_layer, name))
     return engine
 
@@ -147,7 +147,7 @@ def test_norms_in_other_places_are_counted(family: str, pieces: int, monkeypatch
     engine = engine_of_size(CONFIGS[family], monkeypatch)
     tables = {kind: (torch.empty(TOKENS, 64, device="meta"),) * 2 for kind in engine.kinds}
     job = Job(shape_of(CONFIGS[family]), TOKENS, element=4, method="fp8")
-    for recompute in ("gate_up", "layer"):
+    for recompute in ("gate_up", "around_attention", "layer"):
         forward, held = most_held(engine.layers[0], recompute, pieces, job, replace(documents(), rotary=tables))
         kept = kept_bytes(job, recompute) - unpacked_bytes(job)
         assert forward == pytest.approx(kept + forward_bytes(job, recompute, pieces), rel=0.01), recompute

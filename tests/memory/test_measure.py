@@ -17,10 +17,12 @@ def sleeping(ms: float) -> Callable[[], None]:
 
 def test_times_are_those_of_the_work_and_go_where_they_belong() -> None:
     work = LayerWork(forward=sleeping(4), gate_up_and_backward=sleeping(150), recompute_gate_up=sleeping(2),
-                     recompute_layer=sleeping(3), rest=sleeping(6), pieces=(sleeping(10), sleeping(130), 4))
+                     recompute_around=sleeping(5), recompute_layer=sleeping(3), rest=sleeping(6),
+                     pieces=(sleeping(10), sleeping(130), 4))
     costs = measure_costs(work, CPU, repeats=3, copy_bytes=1 << 16)
     assert costs.measured
-    for measured, slept in ((costs.forward, 4), (costs.recompute_gate_up, 2), (costs.recompute_layer, 3), (costs.rest, 6)):
+    for measured, slept in ((costs.forward, 4), (costs.recompute_gate_up, 2), (costs.recompute_around, 5),
+                            (costs.recompute_layer, 3), (costs.rest, 6)):
         assert slept <= measured < slept + 25  # a busy machine wakes late
     assert costs.backward == pytest.approx(148, abs=25)  # without what was computed again before it
     assert costs.piece == pytest.approx(40, abs=9)  # each of three further turns
@@ -43,7 +45,7 @@ def test_the_median_forgives_one_slow_run_and_warm_up_is_not_counted() -> None:
 
 
 def test_known_rates_are_taken_as_they_are() -> None:
-    nothing = LayerWork(*[lambda: None] * 4)  # type: ignore[arg-type]
+    nothing = LayerWork(*[lambda: None] * 5)  # type: ignore[arg-type]
     costs = measure_costs(nothing, CPU, repeats=2, rates=(5.0, 7.0), piece=0.5)
     assert (costs.to_host, costs.from_host, costs.piece) == (5.0, 7.0, 0.5)
     assert costs.forward > 0

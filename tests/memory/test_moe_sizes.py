@@ -19,7 +19,7 @@ from pronghorn.memory.levels import KEEP, evaluate
 from pronghorn.memory.moe_sizes import stored
 from pronghorn.memory.offload import bytes_needed
 from pronghorn.memory.plan import make_plan, smallest_budget
-from pronghorn.memory.sizes import Job, kept_bytes, kept_parts, shape_of, static_parts, unpacked_bytes
+from pronghorn.memory.sizes import RECOMPUTES, Job, kept_bytes, kept_parts, shape_of, static_parts, unpacked_bytes
 from pronghorn.memory.working import pieces_worth_trying, working_bytes
 from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of, install
@@ -99,7 +99,7 @@ def bytes_that_leave(kept: Any, level: Level) -> int:
     return place.needed
 
 
-@pytest.mark.parametrize("level", ["nothing", "gate_up", "layer"])
+@pytest.mark.parametrize("level", ["nothing", "gate_up", "around_attention", "layer"])
 def test_what_leaves_fits_into_its_slot(level: Level) -> None:
     """The family with the most tensors."""
     _, kept = forward(model_of("qwen2_moe", TARGETS["experts"]))
@@ -181,11 +181,11 @@ def test_layers_that_are_not_alike_are_refused() -> None:
 def test_less_memory_takes_more_time(model: str, targets: Any) -> None:
     shape = replace(shape_of(MODELS[model]), layers=8)
     job = Job(shape, 8192, targets=targets)
-    work = [working_bytes(job, what) for what in ("nothing", "gate_up", "layer")]
+    work = [working_bytes(job, what) for what in reversed(RECOMPUTES)]
     assert work == sorted(work)
     assert pieces_worth_trying(job) == (1,)
     costs = predicted_costs(job, GPUS["h200"])
-    assert 0 < costs.recompute_gate_up < costs.recompute_layer < costs.forward < costs.backward
+    assert 0 < costs.recompute_gate_up < costs.recompute_around < costs.recompute_layer < costs.forward < costs.backward
     problem = problem_of(job, costs, 10**12, 64 * 10**9)
     least, most, times = smallest_budget(problem), make_plan(problem), []
     for share in (0.0, 0.3, 0.6, 1.0):

@@ -20,7 +20,7 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 
 TOKENS = 8192
-LEVELS: list[Recompute] = ["nothing", "gate_up", "layer"]
+LEVELS: list[Recompute] = ["nothing", "gate_up", "around_attention", "layer"]
 # As published, cut to two layers; Qwen1.5-MoE has an expert that all tokens share. Of one narrow expert a token, what a layer
 # holds is elsewhere: in attention, in the shared expert, in the gradients of many experts' adapters.
 SIZES: dict[str, dict[str, Any]] = {

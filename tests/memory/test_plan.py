@@ -15,6 +15,7 @@ from pronghorn.memory.forecast import problem_of as problem_for
 from pronghorn.memory.gpus import GPUS
 from pronghorn.memory.levels import KEEP, LEVELS, Level, Outcome, Problem, evaluate
 from pronghorn.memory.plan import host_room, make_plan, parse_budget, smallest_budget
+from pronghorn.memory.search import worth_its_memory
 from pronghorn.memory.sizes import Job, peak_within, shape_of
 
 GB = 10**9
@@ -30,15 +31,17 @@ def problem_of(layers: int = 32, budget: float = 1000, host: int = HOST, pieces:
 
 def everything(problem: Problem) -> list[Outcome]:
     """Of all assignments of a level to each layer, in all orders, and all pieces."""
+    tried = [level for level in LEVELS if level.recompute != "around_attention" or worth_its_memory(problem)]
     return [evaluate(problem, levels, pieces) for pieces in problem.pieces
-            for levels in itertools.product(LEVELS, repeat=problem.job.shape.layers)]
+            for levels in itertools.product(tried, repeat=problem.job.shape.layers)]
 
 
 COSTS: dict[str, dict[str, float]] = {
     "this link": {},
     "a slow link": {"to_host": 8e6, "from_host": 6e6},
     "a fast link": {"to_host": 4e8, "from_host": 4e8},
-    "recomputing is dear": {"recompute_gate_up": 30.0, "recompute_layer": 31.0},
+    "recomputing is dear": {"recompute_gate_up": 30.0, "recompute_around": 30.5, "recompute_layer": 31.0},
+    "attention is dear": {"recompute_gate_up": 4.0, "recompute_around": 9.0, "recompute_layer": 40.0},
 }
 
 
@@ -226,7 +229,7 @@ def test_the_host_tells_its_room(tmp_path: Path) -> None:
 
 
 def test_hidden_copies_cost_nothing_and_slow_ones_the_difference() -> None:
-    costs = LayerCosts(10, 20, 5, 8, 0, 0, 1, 1)
+    costs = LayerCosts(10, 20, 5, 7, 8, 0, 0, 1, 1)
     problem = replace(problem_of(4), costs=costs)
     slot = problem.slot("layer")
     levels = [Level("layer", offload=True)] * 2 + [Level("layer")] * 2

@@ -188,7 +188,7 @@ def test_what_a_trainer_calls_has_the_auxiliary_loss_too() -> None:
 # ---- what is kept, counted, exported -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["gate_up", "layer"])
+@pytest.mark.parametrize("level", ["gate_up", "around_attention", "layer"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen2_moe"])
 def test_computing_again_changes_no_bit(family: str, method: str, level: Level) -> None:

@@ -168,7 +168,7 @@ def test_without_the_rounding_nothing_differs(family: str, monkeypatch: pytest.M
     reference, model = model_of(family, stored="nf4", fast=False), model_of(family, stored="nf4")
     dequantize_model_(reference, torch.float32)
     truth = gradients(reference, own_loss(reference, batch))
-    for levels, pieces in ((["nothing"] * 3, 1), (["layer", "gate_up", "layer"], 3)):
+    for levels, pieces in ((["nothing"] * 3, 1), (["layer", "gate_up", "around_attention"], 3)):
         set_layers(model, levels, pieces)
         ours = result_of(model, batch)
         assert ours[0] == pytest.approx(truth[0], rel=1e-6)
@@ -215,7 +215,7 @@ def test_every_level_gives_the_same_bits(family: str) -> None:
     model, batch = model_of(family), batch_of()
     expected = gradients(model, fast_loss(model, batch))
     pool = OffloadPool(3, 8_000_000, torch.device("cpu"))
-    for levels in (["gate_up"] * 3, ["layer"] * 3, ["layer", "gate_up", "nothing"]):
+    for levels in (["gate_up"] * 3, ["around_attention"] * 3, ["layer"] * 3, ["layer", "gate_up", "nothing"]):
         for place in (None, pool):
             for layer, level in zip(engine(model).layers, levels, strict=True):
                 layer.level, layer.offload = level, place  # type: ignore[assignment]
@@ -246,7 +246,7 @@ def test_the_mlp_in_pieces_gives_the_same_gradients(family: str, stored: str) ->
     expected = gradients(model, fast_loss(model, batch))
     pool = OffloadPool(3, 8_000_000, torch.device("cpu"))
     for pieces, place in ((3, None), (7, pool)):
-        for levels in (["gate_up"] * 3, ["layer", "nothing", "layer"]):
+        for levels in (["gate_up"] * 3, ["layer", "nothing", "layer"], ["around_attention"] * 3):
             set_layers(model, levels, pieces, place)
             assert_close(result_of(model, batch), expected)
             pool.finish()
@@ -416,7 +416,7 @@ def test_on_a_gpu(config: Any, stored: str, monkeypatch: pytest.MonkeyPatch) -> 
     (dequantize_fp8_ if stored == "fp8" else dequantize_model_)(reference, torch.float32)
     ours = result_of(model, batch)
     assert_as_fp8_allows(ours, gradients(reference, own_loss(reference.float(), batch)), 0.98 if stored == "fp8" else 0.96, 0.9)
-    for level in ("gate_up", "layer"):
+    for level in ("gate_up", "around_attention", "layer"):
         for layer in engine(model).layers:
             layer.level = level  # type: ignore[assignment]
         again = result_of(model, batch)

@@ -135,7 +135,7 @@ def test_every_level_gives_the_same_bits(family: str, targets: str) -> None:
     expected, engine = result_of(model, batch), engine_of(model)
     assert engine is not None
     pool = OffloadPool(2, 8_000_000, torch.device("cpu"))
-    for level in ("nothing", "gate_up", "layer"):
+    for level in ("nothing", "gate_up", "around_attention", "layer"):
         for place in (None, pool):
             for layer in engine.layers:
                 layer.level, layer.offload = level, place  # type: ignore[assignment]

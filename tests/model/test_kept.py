@@ -27,7 +27,8 @@ FAMILIES = {
     "gemma2": Gemma2Config(**SMALL, head_dim=8, sliding_window=16, query_pre_attn_scalar=8),
     "olmo2": Olmo2Config(**SMALL),
 }
-LEVELS: tuple[Level, ...] = ("nothing", "gate_up", "layer")
+LEVELS: tuple[Level, ...] = ("nothing", "gate_up", "around_attention", "layer")
+MIXED = ["layer", "around_attention", "nothing", "around_attention"]
 
 
 def model_of(family: str, lora: bool) -> tuple[Any, FastCausalLM]:
@@ -63,7 +64,7 @@ def test_every_level_gives_the_same_bits(family: str, lora: bool) -> None:
     model, engine = model_of(family, lora)
     loss, expected = gradients(model)
     assert any(float(grad.norm()) > 0 for grad in expected.values())
-    for levels in (["gate_up"] * 4, ["layer"] * 4, ["layer", "gate_up", "nothing", "layer"]):
+    for levels in (["gate_up"] * 4, ["layer"] * 4, ["layer", "gate_up", "nothing", "layer"], MIXED):
         for layer, level in zip(engine.layers, levels, strict=True):
             layer.level = level  # type: ignore[assignment]
         again, found = gradients(model)
@@ -84,7 +85,7 @@ def test_the_mlp_in_pieces_gives_the_same_gradients(family: str, lora: bool, sum
     model, engine = model_of(family, lora)
     loss, expected = gradients(model)
     for pieces in (2, 3, 8):
-        for levels in (["gate_up"] * 4, ["layer"] * 4, ["layer", "gate_up", "nothing", "layer"]):
+        for levels in (["gate_up"] * 4, ["layer"] * 4, ["layer", "gate_up", "nothing", "layer"], MIXED):
             for layer, level in zip(engine.layers, levels, strict=True):
                 layer.level, layer.pieces = level, pieces  # type: ignore[assignment]
             again, found = summed_gradients(model, engine) if summed else gradients(model)
@@ -106,7 +107,7 @@ def summed_gradients(model: Any, engine: FastCausalLM) -> tuple[float, dict[str,
     return float(loss.detach()), found
 
 
-@pytest.mark.parametrize("level", ["gate_up", "layer"])
+@pytest.mark.parametrize("level", ["gate_up", "around_attention", "layer"])
 def test_evaluation_in_pieces_and_what_waits_elsewhere(level: Level) -> None:
     model, engine = model_of("llama", lora=True)
     batch = build_batch(random_table(12), np.arange(12), 512)
@@ -128,7 +129,7 @@ def test_what_waits_elsewhere_comes_back_bit_for_bit(family: str) -> None:
     model, engine = model_of(family, lora=True)
     _, expected = gradients(model)
     pool = OffloadPool(4, 4_000_000, torch.device("cpu"))
-    for layer, level in zip(engine.layers, ("nothing", "layer", "gate_up", "nothing"), strict=True):
+    for layer, level in zip(engine.layers, ("around_attention", "layer", "gate_up", "around_attention"), strict=True):
         layer.level, layer.offload = level, pool  # type: ignore[assignment]
     _, found = gradients(model)
     pool.finish()
@@ -143,9 +144,10 @@ def test_a_level_holds_on_to_what_it_says(level: Level) -> None:
     kept = Kept(*(tensor() for _ in range(8)), gu=tensor(), xa3=tensor(), rstd={"before_mlp": torch.randn(3)})
     h, gu, norm = kept.h, kept.gu, kept.rstd["before_mlp"]
     left = leave(kept, level, 0, None)
-    if level == "layer":
+    if level in ("layer", "around_attention"):
         assert isinstance(left, Input)
         assert left.h is h
+        assert (left.o is kept.o and left.lse is kept.lse) if level == "around_attention" else left.o is left.lse is None
         return
     assert isinstance(left, Kept)
     assert left.gu is (gu if level == "nothing" else None)

@@ -161,7 +161,7 @@ def offload_everything(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         from dataclasses import replace
 
         levels = tuple(Level(level, offload=i % 2 == 1) for i, level in
-                       enumerate(("layer", "layer", "gate_up", "gate_up", "nothing", "nothing")))
+                       enumerate(("layer", "layer", "around_attention", "around_attention", "gate_up", "nothing")))
         outcome = evaluate(self.plan.problem, levels)
         slot = max(self.plan.problem.slot(level.recompute) for level in levels if level.offload)
         self.plan = replace(self.plan, levels=levels, peak_bytes=outcome.peak, host_bytes=outcome.host, slot_bytes=slot)

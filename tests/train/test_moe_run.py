@@ -131,7 +131,7 @@ def test_experts_that_leave_for_the_host_train_the_same_numbers(method: str, dee
 
     def install(self: RunMemory, engine: Any) -> None:
         assert all(isinstance(layer, Fp8MoeDecoderLayer) == (method == "fp8") for layer in engine.layers)
-        levels = [Level("layer", True), Level("gate_up", True), Level("gate_up"), Level("nothing", True)]
+        levels = [Level("layer", True), Level("around_attention", True), Level("gate_up"), Level("nothing", True)]
         self.plan = plan_of(self.plan.problem, levels, 1)
         real(self, engine)
 

@@ -75,6 +75,7 @@ def layer_work(engine: FastCausalLM, documents: Documents, tokens: int, rows: in
         forward=with_weights_loaded_anew(lambda: layer.forward(h, documents)),
         gate_up_and_backward=with_weights_loaded_anew(lambda: layer.backward(dh, gate_up_again(), documents)),
         recompute_gate_up=gate_up_again,
+        recompute_around=lambda: layer.again(Input(h, kept.xa3, kept.o, kept.lse), documents, None),
         recompute_layer=lambda: layer.again(Input(h, kept.xa3), documents, None),
         rest=rest,
         pieces=(whole_layer(1), whole_layer(PIECES), PIECES) if engine.has_pieces and tokens >= PIECES else None,

@@ -44,6 +44,7 @@ class LayerCosts:
     forward: float
     backward: float
     recompute_gate_up: float
+    recompute_around: float  # all but attention
     recompute_layer: float
     rest: float  # embeddings, head, loss
     optimizer: float  # once a step
@@ -55,11 +56,12 @@ class LayerCosts:
     def times(self, share: int) -> LayerCosts:
         """Measured on a share of the tokens: of all of them."""
         return replace(self, forward=share * self.forward, backward=share * self.backward, rest=share * self.rest,
-                       recompute_gate_up=share * self.recompute_gate_up, recompute_layer=share * self.recompute_layer,
-                       piece=share * self.piece)
+                       recompute_gate_up=share * self.recompute_gate_up, recompute_around=share * self.recompute_around,
+                       recompute_layer=share * self.recompute_layer, piece=share * self.piece)
 
     def again(self, recompute: Recompute) -> float:
-        return {"nothing": 0.0, "gate_up": self.recompute_gate_up, "layer": self.recompute_layer}[recompute]
+        return {"nothing": 0.0, "gate_up": self.recompute_gate_up, "around_attention": self.recompute_around,
+                "layer": self.recompute_layer}[recompute]
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,8 @@ class Model:
         spared = 0.0
         if "after_mlp" not in s.norms:  # the last product's result is needed by nobody
             spared = self.products("down") + self.move(3 * s.mlp_width)
+        if what == "around_attention":
+            spared += whole.attention
         return whole.total - whole.unpack - spared
 
     def unpack(self, *, turned: bool = False) -> float:
@@ -200,8 +204,9 @@ class Model:
 
     def costs(self) -> LayerCosts:
         link = self.gpu.link_gbs * LINK * 1e6
-        return LayerCosts(self.forward().total, self.backward().total, self.recompute("gate_up"), self.recompute("layer"),
-                          self.rest(), self.optimizer(), link, link, self.piece())
+        again = (self.recompute("gate_up"), self.recompute("around_attention"), self.recompute("layer"))
+        return LayerCosts(self.forward().total, self.backward().total, *again, self.rest(), self.optimizer(), link, link,
+                          self.piece())
 
 
 class MixtureModel(Model):
@@ -296,6 +301,7 @@ class MixtureModel(Model):
         whole, F = self.forward(), self.mixture.width
         behind = self.grouped(self.down) + self.thin_forward(self.down) + self.products("down")
         behind += (self.rows(3 * F + s.width) + self.cast_rows(F)) / ELEMENTWISE
+        behind += whole.attention if what == "around_attention" else 0.0
         return whole.total - whole.unpack - behind
 
     def piece(self) -> float:

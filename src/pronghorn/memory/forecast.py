@@ -20,7 +20,7 @@ from pronghorn.memory.sizes import Job, host_moments, kept_bytes, shape_of, stat
 from pronghorn.memory.working import pieces_worth_trying
 from pronghorn.recipe import Recipe
 
-BLOCKS = {"nothing": "█", "gate_up": "▓", "layer": "░"}
+BLOCKS = {"nothing": "█", "gate_up": "▓", "around_attention": "▒", "layer": "░"}
 LEAVES, STAYS = "↑", " "
 HOST_BYTES = 64 * 10**9  # pinned host memory that a plan for another machine counts on
 MARGIN = 0.01  # of a budget
@@ -167,7 +167,8 @@ def picture(levels: Sequence[Level]) -> list[str]:
         if any(level.offload for level in some):
             lines.append("      host  " + "".join(LEAVES if level.offload else STAYS for level in some).rstrip())
     shown = {level.recompute for level in levels}
-    names = {"nothing": "keeps everything", "gate_up": "gate and up again", "layer": "all again"}
+    names = {"nothing": "keeps everything", "gate_up": "gate and up again", "around_attention": "only attention kept",
+             "layer": "all again"}
     legend = [f"{BLOCKS[kind]} {name}" for kind, name in names.items() if kind in shown]
     return [*lines, "            " + "  ".join(legend + ([f"{LEAVES} offloaded"] if any(x.offload for x in levels) else []))]
 

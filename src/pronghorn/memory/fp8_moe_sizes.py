@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from pronghorn.kernels.fp8_cast import fp8_pitch
 from pronghorn.memory import fp8_sizes
-from pronghorn.memory.moe_sizes import gradients, of_the_mlp, stacks, turned_gradient
+from pronghorn.memory.moe_sizes import again, gradients, of_the_mlp, stacks, turned_gradient
 
 if TYPE_CHECKING:
     from pronghorn.memory.sizes import Job, Recompute
@@ -48,9 +48,8 @@ def working(job: Job, recompute: Recompute, parts: dict[str, int], sums: int) ->
     """The most that a layer's backward holds beside what is kept and shared. `parts`: of what it could keep. `sums`: of
     attention."""
     dh, gu = job.capacity * job.shape.width * job.element, parts["gu"]
-    again = sum(parts.values()) - parts["h"] - gu if recompute == "layer" else 0
-    again += gu if recompute != "nothing" else 0
-    return again + dh + max(_in_experts(job, gu), _in_attention(job, sums) - of_the_mlp(parts))
+    fresh = again(recompute, parts) + (gu if recompute != "nothing" else 0)
+    return fresh + dh + max(_in_experts(job, gu), _in_attention(job, sums) - of_the_mlp(parts))
 
 
 def _in_experts(job: Job, gu: int) -> int:

@@ -86,20 +86,22 @@ def forward_in_pieces(job: Job, recompute: Recompute, rows: int, parts: dict[str
     if recompute == "gate_up":
         branch = D if "after_mlp" in s.norms else 0  # kept; not there yet of the last piece, then twice, to be one tensor
         return ranks + max(T * D + max(mlp - rows * branch, T * branch), T * o8)
-    heads = parts["qkv"] + parts.get("q, k", 0) + parts["lse"]
+    heads = parts["qkv"] + parts.get("q, k", 0) + (parts["lse"] if recompute == "layer" else 0)
+    result = s.out_width * e if recompute == "layer" else 0  # attention's, else it stays
     branch = max(o8 + D, 2 * D if "after_attention" in s.norms else 0)
-    return ranks + parts["rstd"] + max(T * D + mlp, heads + T * max(D + _input(g["qkv"]), s.out_width * e + branch))
+    return ranks + parts["rstd"] + max(T * D + mlp, heads + T * max(D + _input(g["qkv"]), result + branch))
 
 
 def working_in_pieces(job: Job, recompute: Recompute, rows: int, sums: int, parts: dict[str, int]) -> int:
-    """As `working`, with what level "layer" computes again. The gradient of h2 takes the place of that of h3; attention begins
-    without h2 and the MLP's output, and what it kept is free before the norm of its input has its turn."""
+    """As `working`, with what is computed again from the layer's input. The gradient of h2 takes the place of that of h3;
+    attention begins without h2 and the MLP's output, and what it kept is free before the norm of its input has its turn."""
     s, T, e, g = job.shape, job.capacity, job.element, job.groups()
     D, F, X, dgu8 = s.width * e, s.mlp_width * e, s.qkv_width * e, _grad(g["gate_up"])
     norm_of_mlp, norm_of_attention = (D if slot in s.norms else 0 for slot in ("after_mlp", "after_attention"))
     attended = sum(parts.get(name, 0) for name in ("qkv", "q, k", "lse", "o"))
-    again = attended + parts["h2"] + parts["rstd"] + T * norm_of_attention if recompute == "layer" else 0
-    branch = norm_of_mlp if recompute == "layer" else 0  # the MLP's output, once more, for its norm
+    again = attended + parts["h2"] + parts["rstd"] + T * norm_of_attention if recompute != "gate_up" else 0
+    again -= parts["o"] + parts["lse"] if recompute == "around_attention" else 0
+    branch = norm_of_mlp if recompute != "gate_up" else 0  # the MLP's output, once more, for its norm
     freed = parts["h2"] + T * (norm_of_mlp - branch)
     gate_up = max(D + _input(g["gate_up"]), branch and branch + max(F + _input(g["down"]), D))
     back = branch + max(norm_of_mlp + F + max(dgu8, _grad(g["down"])), dgu8 + D)

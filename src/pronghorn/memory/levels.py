@@ -27,7 +27,7 @@ from pronghorn.memory.working import forward_bytes, head_bytes, top_bytes, worki
 
 POOL_SLOTS = 3  # layers' worth of device memory that offloading takes: two buffers for the way back, one layer on its way out
 SLOT_PADDING = 16 * 256  # bytes: what aligning a layer's tensors costs at most; one with experts has twice as many
-NAMES: dict[Recompute, str] = {"nothing": "keep", "gate_up": "gate/up again",
+NAMES: dict[Recompute, str] = {"nothing": "keep", "gate_up": "gate/up again", "around_attention": "attention kept",
                                "layer": "all again"}
 
 

@@ -32,6 +32,7 @@ class LayerWork:
     forward: Work
     gate_up_and_backward: Work  # gate and up once more, then backward
     recompute_gate_up: Work
+    recompute_around: Work  # all but attention
     recompute_layer: Work
     rest: Work | None = None  # embeddings, head and loss, both ways
     optimizer: Work | None = None
@@ -52,9 +53,9 @@ def measure_costs(work: LayerWork, device: torch.device, *, repeats: int = REPEA
     gate_up = timed(work.recompute_gate_up)
     return LayerCosts(
         forward=timed(work.forward), backward=max(timed(work.gate_up_and_backward) - gate_up, LEAST_MS),
-        recompute_gate_up=gate_up,
-        recompute_layer=timed(work.recompute_layer), rest=timed(work.rest), optimizer=timed(work.optimizer), to_host=to_host,
-        from_host=from_host, piece=piece, measured=True,
+        recompute_gate_up=gate_up, recompute_around=timed(work.recompute_around), recompute_layer=timed(work.recompute_layer),
+        rest=timed(work.rest), optimizer=timed(work.optimizer), to_host=to_host, from_host=from_host, piece=piece,
+        measured=True,
     )
 
 

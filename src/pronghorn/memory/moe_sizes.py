@@ -204,8 +204,15 @@ def working(job: Job, recompute: Recompute, parts: dict[str, int], sums: int) ->
     attention = T * (s.out_width + (0 if job.in_place else s.qkv_width + g["qkv"].extra)) * e + sums + more_dh
     free = of_the_mlp(parts) - (gu if recompute != "nothing" else 0)
     moments.append(attention - free + down_grads + up_grads + shared_grads + out_grads)
-    again = sum(parts.values()) - parts["h"] - gu if recompute == "layer" else 0
-    return again + dh + max(moments)
+    return again(recompute, parts) + dh + max(moments)
+
+
+def again(recompute: Recompute, parts: dict[str, int]) -> int:
+    """What is computed again from a layer's input, but for gate and up."""
+    if recompute in ("nothing", "gate_up"):
+        return 0
+    attention = parts["o"] + parts["lse"] if recompute == "around_attention" else 0
+    return sum(parts.values()) - parts["h"] - parts["gu"] - attention
 
 
 def gradients(stack: Stack, job: Job) -> int:

@@ -19,10 +19,11 @@ from typing import NamedTuple
 import numpy as np
 
 from pronghorn.memory.levels import POOL_SLOTS, Counts, Problem, milliseconds_of
-from pronghorn.memory.sizes import RECOMPUTES, kept_bytes, static_parts
+from pronghorn.memory.sizes import RECOMPUTES, Recompute, kept_bytes, static_parts
 from pronghorn.memory.working import forward_bytes, head_bytes, top_bytes, working_bytes
 
-KINDS = len(RECOMPUTES)
+KINDS, AROUND = len(RECOMPUTES), RECOMPUTES.index("around_attention")
+MANY = 256  # splits looked at together: a hundred cost little more time than one
 EQUAL_MS = 1e-6  # steps that differ by less take the same time
 
 
@@ -40,21 +41,25 @@ def fastest(problem: Problem) -> Found | None:
     limit = problem.usable - problem.aside + 1  # peaks below
     grids = _grids(problem)
     splits = splits_of(problem.job.shape.layers)
+    if not worth_its_memory(problem):
+        splits = splits[splits[:, AROUND] == 0]
     bounds = [grid.bounds(splits, limit) for grid in grids]
     possible = [np.flatnonzero(np.isfinite(bound)) for bound in bounds]
     of_grid = np.concatenate([np.full(len(rows), number) for number, rows in enumerate(possible)])
     rows = np.concatenate(possible)
     bound = np.concatenate([found[where] for found, where in zip(bounds, possible, strict=True)])
     best: tuple[tuple[float, ...], Found] | None = None
-    for at in np.argsort(bound, kind="stable"):
-        if best is not None and bound[at] > best[0][0]:
-            break
-        grid = grids[of_grid[at]]
-        table = grid.table(splits[rows[at]], limit)
-        fits = (table.peak < limit) & (table.host <= grid.problem.host_left)
-        found = table.first("ms", "host", "peak", where=fits)
-        if found and (best is None or found[0] < best[0]):
-            best = found[0], grid.found(*found[1])
+    order, begin, some = np.argsort(bound, kind="stable"), 0, 8
+    while begin < len(order) and (best is None or bound[order[begin]] <= best[0][0]):
+        next_ones = order[begin : begin + some]
+        for number in np.unique(of_grid[next_ones]):
+            grid = grids[number]
+            table = grid.table(splits[rows[next_ones[of_grid[next_ones] == number]]], limit)
+            fits = (table.peak < limit) & (table.host <= grid.problem.host_left)
+            found = table.first("ms", "host", "peak", where=fits)
+            if found and (best is None or found[0] < best[0]):
+                best = found[0], grid.found(*found[1])
+        begin, some = begin + some, min(2 * some, MANY)
     return best and best[1]
 
 
@@ -72,6 +77,17 @@ def smallest(problem: Problem) -> Found:
 
 def _grids(problem: Problem) -> list[_Grid]:
     return [_Grid(case, pieces) for case in problem.cases() for pieces in problem.pieces]
+
+
+def worth_its_memory(problem: Problem) -> bool:
+    """Whether keeping attention's result alone saves more time a byte than keeping all but gate and up, as it does where
+    documents are long: else such layers are not looked at."""
+
+    def time_a_byte(kept: Recompute) -> float:
+        saved = problem.costs.recompute_layer - problem.costs.again(kept)
+        return saved / (kept_bytes(problem.job, kept) - kept_bytes(problem.job, "layer"))
+
+    return time_a_byte("around_attention") > time_a_byte("gate_up")
 
 
 @lru_cache(maxsize=4)
@@ -142,20 +158,21 @@ class _Grid:
         back = splits @ self.back_ms + np.maximum(leaves - hidden, 0.0) / costs.from_host
         return np.where(possible, self.problem.rest_ms + forward + back + splits @ self.pieces_ms - EQUAL_MS, np.inf)
 
-    def table(self, split: Counts, limit: float) -> _Table:
-        """The offloadings of one split that are worth trying."""
+    def table(self, splits: Counts, limit: float) -> _Table:
+        """The offloadings of some splits that are worth trying."""
         if not self.problem.host_left:
-            return self._evaluated(split, np.zeros((1, KINDS), dtype=np.int64))
-        most = int(np.argmax(split))
-        choices = [np.arange(1 if kind == most else n + 1) for kind, n in enumerate(split)]
-        none = np.stack([axis.ravel() for axis in np.meshgrid(*choices, indexing="ij")], axis=1)
-        none = none[none @ self.slots <= self.problem.host_left]
-        before = self._evaluated(split, none)
+            return self._evaluated(splits, np.zeros_like(splits))
+        most = np.argmax(splits, axis=1)
+        of_each = [_of_the_others(tuple(map(int, split)), int(kind)) for split, kind in zip(splits, most, strict=True)]
+        none, lengths = np.concatenate(of_each), [len(rows) for rows in of_each]
+        few = none @ self.slots <= self.problem.host_left
+        layers, most, none = np.repeat(splits, lengths, axis=0)[few], np.repeat(most, lengths)[few], none[few]
+        before = self._evaluated(layers, none)
         more_pool = POOL_SLOTS * (np.maximum(before.slot, self.slots[most]) - before.slot)
-        least = np.ceil((before.peak + more_pool - limit) / self.kept[most]).clip(1, split[most])
-        some = none.copy()
-        some[:, most] = least
-        return self._evaluated(split, np.concatenate([none, some]))
+        least = np.ceil((before.peak + more_pool - limit) / self.kept[most])
+        some, each = none.copy(), np.arange(len(none))
+        some[each, most] = least.clip(1, layers[each, most])
+        return self._evaluated(np.concatenate([layers, layers]), np.concatenate([none, some]))
 
     def extremes(self) -> _Table:
         """Layers of one kind or two, with none of a kind offloaded, all but one, which then need not wait for its copy at the
@@ -173,8 +190,7 @@ class _Grid:
         return self._evaluated(np.concatenate([split for split, _ in rows]), np.concatenate([leaving for _, leaving in rows]))
 
     def _evaluated(self, layers: Counts, leaving: Counts) -> _Table:
-        """`layers` by kind, [n, KINDS] or the same for all rows of `leaving` [n, KINDS]."""
-        layers = np.broadcast_to(layers, leaving.shape)
+        """`layers` by kind, and how many of them leave."""
         staying = layers - leaving
         below = np.cumsum(staying * self.kept, axis=1)  # kept by the layers up to the last of each kind
         largest = np.where(layers > 0, below + self.working, 0).max(axis=1)
@@ -189,6 +205,13 @@ class _Grid:
             ms = ms + milliseconds_of(self.problem.costs, recompute, self.slots[kind], layers[:, kind], leaving[:, kind])
         ms = np.round(ms / EQUAL_MS) * EQUAL_MS  # copies that hide change the last bit of a sum, and must not win by it
         return _Table(staying, leaving, peak, ms, leaving @ self.slots, slot)
+
+
+@lru_cache(maxsize=4096)
+def _of_the_others(split: tuple[int, ...], most: int) -> Counts:
+    """Every number of each kind that can leave, and none of the kind with the most layers."""
+    choices = [np.arange(1 if kind == most else n + 1) for kind, n in enumerate(split)]
+    return np.stack([axis.ravel() for axis in np.meshgrid(*choices, indexing="ij")], axis=1)
 
 
 def _uppermost(layers: Counts) -> Counts:

@@ -26,8 +26,10 @@ from pronghorn.model.families import FAMILIES, layer_type, why_not_fast
 
 Method = Literal["lora", "qlora", "fp8", "full"]
 Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
-Recompute = Literal["nothing", "gate_up", "layer"]  # what backward computes again, beside the norms and the activation product
-RECOMPUTES: tuple[Recompute, ...] = ("layer", "gate_up", "nothing")  # largest working set first: so from the bottom up
+# What backward computes again, beside the norms and the activation product; "around_attention": all but attention.
+Recompute = Literal["nothing", "gate_up", "around_attention", "layer"]
+RECOMPUTES: tuple[Recompute, ...] = ("layer", "around_attention", "gate_up", "nothing")  # the largest working set first
+FROM_ITS_INPUT: tuple[Recompute, ...] = ("layer", "around_attention")  # a layer is computed again from there
 
 FP32 = 4
 LIBRARY_BYTES = 96 << 20  # cuBLAS workspaces, tables of addresses, batches waiting for their turn
@@ -299,10 +301,10 @@ def kept_parts(job: Job) -> dict[str, int]:
 
 def kept_bytes(job: Job, recompute: Recompute) -> int:
     """gate_up: all but `gu`. layer: the input; and x A^T of the down projection, which spares computing the activation; of a
-    mixture the input alone."""
+    mixture the input alone. around_attention: attention's result, too."""
     parts = kept_parts(job)
-    if recompute == "layer":
-        return parts["h"] + parts.get("xa3", 0)
+    if recompute in FROM_ITS_INPUT:
+        return parts["h"] + parts.get("xa3", 0) + (parts["o"] + parts["lse"] if recompute == "around_attention" else 0)
     return sum(parts.values()) - (parts["gu"] if recompute == "gate_up" else 0)
 
 

@@ -19,7 +19,7 @@ from pronghorn.kernels.attention import SHORT
 from pronghorn.kernels.attention_flash import backward_turns
 from pronghorn.kernels.linear_cross_entropy import chunk_rows
 from pronghorn.memory import fp8_moe_sizes, fp8_sizes, moe_sizes
-from pronghorn.memory.sizes import FP32, Job, Recompute, kept_bytes, kept_parts, unpacked_bytes
+from pronghorn.memory.sizes import FP32, FROM_ITS_INPUT, Job, Recompute, kept_bytes, kept_parts, unpacked_bytes
 
 SMALLEST_PIECE = 2048  # rows: below, a product of the MLP does not fill the GPU any more
 MOST_PIECES = 32
@@ -78,8 +78,12 @@ def forward_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
     mlp = whole.d + piece.gu_ext + max(piece.x2_ext, piece.a_ext + (piece.d if "after_mlp" in job.shape.norms else 0))
     if recompute == "gate_up":
         return mlp + unpacked_bytes(job)
-    heads = parts["qkv"] + parts.get("q, k", 0) + parts["lse"]
-    attention = heads + max(whole.x1_ext, parts["o"] + whole.d * (2 if "after_attention" in job.shape.norms else 1))
+    heads, result = parts["qkv"] + parts.get("q, k", 0), parts["o"]
+    if recompute == "layer":
+        heads += parts["lse"]
+    else:  # it stays
+        result = 0
+    attention = heads + max(whole.x1_ext, result + whole.d * (2 if "after_attention" in job.shape.norms else 1))
     return max(attention, mlp) + unpacked_bytes(job)
 
 
@@ -95,13 +99,13 @@ def working_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
         return unpacked_bytes(job) + fp8_sizes.working_in_pieces(job, recompute, -(-job.capacity // pieces),
                                                                  _sums_of_attention(job), parts)
     if job.fp8:
-        again = kept_bytes(job, "nothing") - parts["gu"] - kept_bytes(job, "layer") if recompute == "layer" else 0
+        again = kept_bytes(job, "gate_up") - kept_bytes(job, recompute) if recompute in FROM_ITS_INPUT else 0
         return again + fp8_sizes.working(job, recompute, _sums_of_attention(job)) + unpacked_bytes(job) + trained
     one_buffer = g["down"].extra and g["down"].extra == g["out"].extra
     dh = whole.dh_ext if one_buffer else 3 * whole.d  # the gradient itself, and copies of it where it cannot be used in place
     again = 0
-    if recompute == "layer":
-        again = sum(parts[name] for name in parts if name not in ("gu", "h", "xa3"))
+    if recompute in FROM_ITS_INPUT:
+        again = kept_bytes(job, "gate_up") - kept_bytes(job, recompute)
         again -= (parts.get("xa2", 0) + parts.get("y", 0)) if pieces > 1 else 0
     if recompute == "nothing":
         mlp = max(whole.da, whole.d)
@@ -113,7 +117,7 @@ def working_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
     if job.graphed and g["down"].extra:
         mlp += SUMS_PROGRAMS * job.rank * sum(g[name].adapters for name in ("gate_up", "down")) * s.mlp_width * FP32
     mlp_is_done = parts["h2"] + parts.get("xa2", 0) + parts.get("y", 0)
-    freed = {"layer": parts["h2"], "gate_up": mlp_is_done, "nothing": mlp_is_done + parts["gu"]}[recompute]
+    freed = parts["h2"] if recompute in FROM_ITS_INPUT else mlp_is_done + (parts["gu"] if recompute == "nothing" else 0)
     attention = whole.do + (0 if job.in_place else whole.dqkv_ext) + _sums_of_attention(job) - freed
     attention += whole.d if "after_attention" in s.norms else 0
     return again + dh + max(mlp, attention) + unpacked_bytes(job) + trained

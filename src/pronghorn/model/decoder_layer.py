@@ -44,6 +44,7 @@ from pronghorn.model.families import ACTIVATIONS, Family, activation_name, layer
 from pronghorn.model.kept import Attended, Elsewhere, GradientRoom, Input, Kept, Left, Level, come_back, leave
 from pronghorn.model.mlp_pieces import PlainSteps, again_up_to_the_mlp, backward_in_pieces, forward_in_pieces
 from pronghorn.model.projections import Group, Projections
+from pronghorn.model.rows import rows_like, spread
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ class FastDecoderLayer:
         return forward_in_pieces(PlainSteps(self), level, h, documents, rows)
 
     def forward(self, h: Tensor, documents: Documents, rows: Tensor | None = None) -> tuple[Tensor, Kept]:
-        kept = self._to_gate_up(h, documents, rows)
+        kept = self._to_gate_up(Input(h), documents, rows)
         assert kept.gu is not None
         a_ext = self.activated(kept.gu)
         h3, kept.y2 = self.branch(self.down, a_ext, kept.h2, self.after_mlp, kept.rstd, "after_mlp", extended=True)
@@ -186,28 +187,36 @@ class FastDecoderLayer:
         """A copy of a A^T of down's adapter."""
         return a_ext[:, a_ext.shape[1] - self.down.extra :].clone() if self.down.extra else None
 
-    def attended(self, h: Tensor, documents: Documents, rows: Tensor | None) -> Attended:
+    def attended(self, given: Input, documents: Documents, rows: Tensor | None) -> Attended:
         """Everything before the attention's output projection."""
         rstd: dict[str, Tensor] = {}
+        h, o, lse = given.h, given.o, given.lse
         x = self.normed(self.before_attention, h, self.qkv.extra, rstd, "before_attention")
         qkv, xa1 = self.qkv.forward(x) if self.q_norm else self.qkv.forward_with_room(x)
         del x
         q, k, v, qk_rstd = self._rope(qkv[:, : self._qkv_width], documents)
-        o_ext = rows_like(h, self.heads * self.head_width + self.out.extra)
-        o = o_ext[:, : self.heads * self.head_width].unflatten(1, (self.heads, self.head_width))
-        _, lse = attention_forward(q, k, v, documents.cu_seqlens, documents.longest, out=o, spans_2T=documents.spans_2T,
-                                   typical=documents.typical, **self.attention_options)
-        h_rows = h
-        if rows is not None:
-            o_ext, h_rows = o_ext.index_select(0, rows), h.index_select(0, rows)
+        if o is None or lse is None:
+            o = rows_like(h, self.heads * self.head_width + self.out.extra)
+            lse = self.attend(q, k, v, o, documents)
+        o_ext, h_rows = (o, h) if rows is None else (o.index_select(0, rows), h.index_select(0, rows))
         return Attended(q, k, v, lse, o, o_ext, h_rows, qkv, qk_rstd, xa1, rstd)
 
-    def _to_gate_up(self, h: Tensor, documents: Documents, rows: Tensor | None) -> Kept:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, documents: Documents) -> Tensor:
+        """Fills o, but for its extra columns; lse."""
+        _, lse = attention_forward(q, k, v, documents.cu_seqlens, documents.longest, out=self.heads_of(o),
+                                   spans_2T=documents.spans_2T, typical=documents.typical, **self.attention_options)
+        return lse
+
+    def heads_of(self, o: Tensor) -> Tensor:
+        of_heads: Tensor = o[:, : self.heads * self.head_width].unflatten(1, (self.heads, self.head_width))
+        return of_heads
+
+    def _to_gate_up(self, given: Input, documents: Documents, rows: Tensor | None) -> Kept:
         """Everything before the activation."""
-        seen = self.attended(h, documents, rows)
+        seen = self.attended(given, documents, rows)
         x2, h2, y1 = self._to_mlp(seen.o_ext, seen.h_rows, seen.rstd)
         gu, xa2 = self.gate_up_of(x2)
-        return seen.kept(h, h2, gu=gu, xa2=xa2, y1=y1)
+        return seen.kept(given.h, h2, gu=gu, xa2=xa2, y1=y1)
 
     def gate_up_of(self, x2_ext: Tensor) -> tuple[Tensor, Tensor | None]:
         """gu, with room behind it for the columns that its gradient has there; and x A^T."""
@@ -220,7 +229,7 @@ class FastDecoderLayer:
         if isinstance(found, Input):
             if self.pieces > 1:
                 return again_up_to_the_mlp(PlainSteps(self), found, documents, rows)
-            kept = self._to_gate_up(found.h, documents, rows)
+            kept = self._to_gate_up(found, documents, rows)
             kept.xa3 = found.xa3
             if self.after_mlp is not None and kept.gu is not None:
                 _, kept.y2 = self.branch(self.down, self.activated(kept.gu), kept.h2, self.after_mlp, kept.rstd, "after_mlp",
@@ -316,7 +325,7 @@ class FastDecoderLayer:
         width = do.shape[1]
         out_grads = self.out.backward_parameters(dy, kept.o_ext[:, :width], kept.o_ext[:, width:] if self.out.extra else None)
         if rows is not None:
-            do, dh = _spread(do, rows, len(kept.h)), _spread(dh, rows, len(kept.h))
+            do, dh = spread(do, rows, len(kept.h)), spread(dh, rows, len(kept.h))
         options, sinks = self.attention_options, self.sinks
         backend = pick_backend(do.device, do.dtype, self.head_width, softcap=options["softcap"] is not None,
                                sinks=sinks is not None, typical=documents.typical)
@@ -324,8 +333,8 @@ class FastDecoderLayer:
             options["sinks_N"] = None  # there, only their own gradient needs them once more: lse has them in it
         dqkv_ext = self._room_for_dqkv(do, kept.qkv, backend)
         dq, dk, dv, dsinks = attention_backward(
-            do.unflatten(1, (self.heads, self.head_width)), kept.q, kept.k, kept.v, kept.o, kept.lse, documents.cu_seqlens,
-            documents.longest, spans_2T=documents.spans_2T, typical=documents.typical, **options, backend=backend,
+            self.heads_of(do), kept.q, kept.k, kept.v, self.heads_of(kept.o), kept.lse, documents.cu_seqlens, documents.longest,
+            spans_2T=documents.spans_2T, typical=documents.typical, **options, backend=backend,
             # FlashAttention-2 could only copy into them; RoPE's backward then reads its tensors where they are.
             grads=None if backend == "flash2" else self._parts_of(dqkv_ext))
         self._out_of_rope(dq, dk, dv, dqkv_ext, kept, documents, norm_grads)
@@ -464,19 +473,6 @@ class FastDecoderLayer:
         _, norm_grads["q_norm"], norm_grads["k_norm"] = qk_rope_backward(
             dq, dk, dv, cos, sin, out=dqkv_ext[:, : self._qkv_width], **options
         )
-
-
-def rows_like(x: Tensor, width: int) -> Tensor:
-    """A buffer of T rows. Zeros on the CPU, whose bf16 product reads beyond the columns it is given (torch 2.13): what
-    stands in columns not filled yet must at least be finite."""
-    make = x.new_empty if x.is_cuda else x.new_zeros
-    return make(x.shape[0], width)
-
-
-def _spread(x_ND: Tensor, rows: Tensor, tokens: int) -> Tensor:
-    """N rows where they belong among all tokens, zeros elsewhere. Rows that fill up a static size all name the last token and
-    hold zeros, so it does not matter which of them is written last."""
-    return x_ND.new_zeros(tokens, x_ND.shape[1]).index_copy_(0, rows, x_ND)
 
 
 class _Layer(torch.autograd.Function):

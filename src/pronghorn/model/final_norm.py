@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward
-from pronghorn.model.decoder_layer import Norm, rows_like
+from pronghorn.model.decoder_layer import Norm
 from pronghorn.model.kept import GradientRoom
+from pronghorn.model.rows import rows_like
 
 
 def final_norm(h_ND: Tensor, norm: Norm, room: GradientRoom, extra: int) -> Tensor:

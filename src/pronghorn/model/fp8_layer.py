@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.attention import attention_backward, attention_forward, pick_backend
+from pronghorn.kernels.attention import attention_backward, pick_backend
 from pronghorn.kernels.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
 from pronghorn.kernels.fp8_norm import rms_norm_fp8_forward
 from pronghorn.kernels.lora_linear import NormOf
 from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
-from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm, _spread, rows_like
+from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm
 from pronghorn.model.families import Family
 from pronghorn.model.fp8_linear import Fp8Linear
 from pronghorn.model.fp8_projections import Fp8Projections, Fp8Workspace, Rows, trains_whole
@@ -46,11 +46,12 @@ from pronghorn.model.mlp_pieces import (
     out_of_norm_in_place,
 )
 from pronghorn.model.quantized import NF4Linear
+from pronghorn.model.rows import rows_like, spread
 
 
 @dataclass
 class Fp8Kept(Kept):
-    """`o_ext` has no extra columns: only `rows` of attention's output in the last layer, else what `o` is a view of."""
+    """`o` and `o_ext` have no extra columns."""
 
     xa_o: Tensor | None = None
 
@@ -65,15 +66,15 @@ class Fp8Attention(FastDecoderLayer):
         self.qkv = Fp8Projections(self.layer.self_attn, self.family.qkv, workspace)
         self.out = Fp8Projections(self.layer.self_attn, ("o_proj",), workspace)
 
-    def attended(self, h: Tensor, documents: Documents, rows: Tensor | None) -> Attended:
+    def attended(self, given: Input, documents: Documents, rows: Tensor | None) -> Attended:
         rstd: dict[str, Tensor] = {}
+        h, o, lse = given.h, given.o, given.lse
         qkv, xa1 = self.qkv.product(self._normed_rows(self.before_attention, h, self.qkv, rstd, "before_attention"))
         q, k, v, qk_rstd = self._rope(qkv, documents)
-        o_TX = rows_like(h, self.heads * self.head_width)
-        o = o_TX.unflatten(1, (self.heads, self.head_width))
-        _, lse = attention_forward(q, k, v, documents.cu_seqlens, documents.longest, out=o, spans_2T=documents.spans_2T,
-                                   typical=documents.typical, **self.attention_options)
-        h_rows, o_rows = (h, o_TX) if rows is None else (h.index_select(0, rows), o_TX.index_select(0, rows))
+        if o is None or lse is None:
+            o = rows_like(h, self.heads * self.head_width)
+            lse = self.attend(q, k, v, o, documents)
+        h_rows, o_rows = (h, o) if rows is None else (h.index_select(0, rows), o.index_select(0, rows))
         return Attended(q, k, v, lse, o, o_rows, h_rows, qkv if self.q_norm else None, qk_rstd, xa1, rstd)
 
     def _normed_rows(self, norm: Norm | None, h: Tensor, group: Fp8Projections, rstd: dict[str, Tensor], name: str
@@ -97,7 +98,7 @@ class Fp8Attention(FastDecoderLayer):
         out_grads = self.out.parameter_grads(dy, dyb, kept.o_ext, xa_o)
         dh: Tensor | None = dh2
         if rows is not None:
-            do, dh = _spread(do, rows, len(kept.h)), _spread(dh2, rows, len(kept.h))
+            do, dh = spread(do, rows, len(kept.h)), spread(dh2, rows, len(kept.h))
         dqkv, dsinks = self._grad_of_attention(do, kept, documents, norm_grads)
         del do, dy
         kept.release("q", "k", "v", "o", "o_ext", "lse", "qkv", "y1")
@@ -129,8 +130,8 @@ class Fp8Attention(FastDecoderLayer):
         if sinks is not None and not sinks.requires_grad and backend in ("short", "flash2"):
             options["sinks_N"] = None  # as in decoder_layer.py, and so is what follows
         dq, dk, dv, dsinks = attention_backward(
-            do.unflatten(1, (self.heads, self.head_width)), kept.q, kept.k, kept.v, kept.o, kept.lse, documents.cu_seqlens,
-            documents.longest, spans_2T=documents.spans_2T, typical=documents.typical, **options, backend=backend,
+            self.heads_of(do), kept.q, kept.k, kept.v, self.heads_of(kept.o), kept.lse, documents.cu_seqlens, documents.longest,
+            spans_2T=documents.spans_2T, typical=documents.typical, **options, backend=backend,
             grads=None if backend == "flash2" else self._parts_of(dqkv),
         )
         self._out_of_rope(dq, dk, dv, dqkv, kept, documents, norm_grads)
@@ -171,21 +172,21 @@ class Fp8DecoderLayer(Fp8Attention):
         return forward_in_pieces(Fp8Steps(self), level, h, documents, rows)
 
     def forward(self, h: Tensor, documents: Documents, rows: Tensor | None = None) -> tuple[Tensor, Kept]:
-        kept = self._to_gate_up(h, documents, rows)
+        kept = self._to_gate_up(Input(h), documents, rows)
         assert kept.gu is not None
         y, kept.xa3 = self.down.product(self.activated_rows(kept.gu))
         h3, kept.y2 = self._added(y, kept.h2, self.after_mlp, kept.rstd, "after_mlp")
         return h3, kept
 
-    def _to_gate_up(self, h: Tensor, documents: Documents, rows: Tensor | None) -> Fp8Kept:
-        kept = self.up_to_the_mlp(h, documents, rows)
+    def _to_gate_up(self, given: Input, documents: Documents, rows: Tensor | None) -> Fp8Kept:
+        kept = self.up_to_the_mlp(given, documents, rows)
         kept.gu, kept.xa2 = self.gate_up_rows(kept.h2, kept.h_rows, kept.rstd)
         kept.h_rows = None
         return kept
 
-    def up_to_the_mlp(self, h: Tensor, documents: Documents, rows: Tensor | None) -> Fp8Kept:
+    def up_to_the_mlp(self, given: Input, documents: Documents, rows: Tensor | None) -> Fp8Kept:
         """`h2` is the attention branch's output where the norm before the MLP adds `h_rows` to it."""
-        seen = self.attended(h, documents, rows)
+        h, seen = given.h, self.attended(given, documents, rows)
         y, xa_o = self.out.product(seen.o_ext)
         if self.before_mlp is not None and self.after_attention is None:
             return Fp8Kept(**vars(seen.kept(h, y, h_rows=seen.h_rows)), xa_o=xa_o)
@@ -203,7 +204,7 @@ class Fp8DecoderLayer(Fp8Attention):
         if isinstance(found, Input):
             if self.pieces > 1:
                 return again_up_to_the_mlp(Fp8Steps(self), found, documents, rows)
-            kept = self._to_gate_up(found.h, documents, rows)
+            kept = self._to_gate_up(found, documents, rows)
             kept.xa3 = found.xa3
             if self.after_mlp is not None and kept.gu is not None:
                 y = self.down.product(self.activated_rows(kept.gu))[0]
@@ -285,8 +286,8 @@ class Fp8Steps:
     def __init__(self, layer: Fp8DecoderLayer) -> None:
         self.layer = layer
 
-    def up_to_the_mlp(self, h: Tensor, documents: Documents, rows: Tensor | None) -> Kept:
-        return self.layer.up_to_the_mlp(h, documents, rows)
+    def up_to_the_mlp(self, given: Input, documents: Documents, rows: Tensor | None) -> Kept:
+        return self.layer.up_to_the_mlp(given, documents, rows)
 
     def gate_up(self, y: Tensor, h: Tensor | None, rstd: Rstd) -> tuple[Tensor, Tensor | None]:
         return self.layer.gate_up_rows(y, h, rstd)

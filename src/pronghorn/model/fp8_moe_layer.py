@@ -27,7 +27,7 @@ from pronghorn.model.families import Family
 from pronghorn.model.fp8_layer import Fp8Attention
 from pronghorn.model.fp8_linear import Fp8Linear
 from pronghorn.model.fp8_projections import Fp8Projections, Fp8Workspace, Rows
-from pronghorn.model.kept import Kept
+from pronghorn.model.kept import Input, Kept
 from pronghorn.model.moe_layer import Grads, MoeDecoderLayer, MoeKept
 
 
@@ -43,12 +43,12 @@ class Fp8MoeDecoderLayer(Fp8Attention, MoeDecoderLayer):
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
-    def _to_gate_up(self, h: Tensor, documents: Documents, rows: Tensor | None) -> MoeKept:
-        seen, norm = self.attended(h, documents, rows), self.before_mlp
+    def _to_gate_up(self, given: Input, documents: Documents, rows: Tensor | None) -> MoeKept:
+        seen, norm = self.attended(given, documents, rows), self.before_mlp
         assert norm is not None
         y, xa_o = self.out.product(seen.o_ext)
         x2, h2 = self.add_and_norm(norm, y, seen.h_rows, seen.rstd)
-        kept = self._routed(h, seen, x2, h2)
+        kept = self._routed(given.h, seen, x2, h2)
         kept.xa_o = xa_o
         return kept
 

@@ -2,6 +2,7 @@
 
     level "nothing"    all of it; norms' outputs and the activation product are not part of it: they are computed again anyway
           "gate_up"    without the gate and up product (2F values a token, more than all the rest)
+          "around_attention"    what "layer" has, and attention's result: all but attention is computed again
           "layer"      the layer's input, and the T x R behind `down`'s A, which spares the down product a second run
 
 Recomputed values are the same bits: the same kernels on the same inputs. With `offload`, what stays waits somewhere else
@@ -16,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-Level = Literal["nothing", "gate_up", "layer"]  # what is computed again
+Level = Literal["nothing", "gate_up", "around_attention", "layer"]  # what is computed again
 
 
 @dataclass
@@ -26,8 +27,8 @@ class Kept:
     k: Tensor
     v: Tensor
     lse: Tensor
-    o: Tensor  # attention's output, of every token
-    o_ext: Tensor  # with the extra columns; only `rows` of it in the last layer, else what `o` is part of
+    o: Tensor  # attention's output, of every token, with the extra columns
+    o_ext: Tensor  # only `rows` of it in the last layer, else the same
     h2: Tensor
     gu: Tensor | None
     qkv: Tensor | None = None  # before qk-norm; without one, what q, k, v are parts of, with room for its gradient's columns
@@ -84,10 +85,12 @@ class GradientRoom:
 
 
 class Input(NamedTuple):
-    """All that level "layer" leaves."""
+    """What a layer can begin with: its input, and what it need not do again."""
 
     h: Tensor
-    xa3: Tensor | None
+    xa3: Tensor | None = None
+    o: Tensor | None = None
+    lse: Tensor | None = None
 
 
 class Elsewhere(Protocol):
@@ -109,8 +112,10 @@ Left = Kept | Input | Away
 
 def leave(kept: Kept | Input, level: Level, layer: int, elsewhere: Elsewhere | None) -> Left:
     """What forward holds on to until backward."""
-    left: Kept | Input = Input(kept.h, kept.xa3) if level == "layer" else kept
-    if level == "gate_up" and isinstance(kept, Kept):
+    left = kept
+    if isinstance(kept, Kept) and level in ("layer", "around_attention"):
+        left = Input(kept.h, kept.xa3) if level == "layer" else Input(kept.h, kept.xa3, kept.o, kept.lse)
+    elif isinstance(kept, Kept) and level == "gate_up":
         kept.gu = None
     if elsewhere is None:
         return left

@@ -10,9 +10,9 @@ and those add up over the pieces. Products of 4,096 rows are as fast as those of
 Layers that multiply in FP8 (fp8_layer.py) do the same with steps of their own (`MlpSteps`): each row has its own scale, so the
 rows of a piece are the same bytes as among all.
 
-At level "layer" nobody needs h2 after forward, so h3 takes its place; and what backward starts from is the attention branch's
-output, which the first pass over a piece turns into h2. Every row goes through the same operations as in one piece; products
-of fewer rows may sum in another order, and sums over pieces do.
+At levels "layer" and "around_attention" nobody needs h2 after forward, so h3 takes its place; and what backward starts from is
+the attention branch's output, which the first pass over a piece turns into h2. Every row goes through the same operations as in
+one piece; products of fewer rows may sum in another order, and sums over pieces do.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class MlpSteps(Protocol[Activated]):
     @property
     def layer(self) -> FastDecoderLayer: ...
 
-    def up_to_the_mlp(self, h: Tensor, documents: Documents, rows: Tensor | None) -> Kept:
+    def up_to_the_mlp(self, given: Input, documents: Documents, rows: Tensor | None) -> Kept:
         """`h2` is the attention branch's output while `h_rows` is there, which the norm before the MLP adds to it."""
 
     def gate_up(self, y: Tensor, h: Tensor | None, rstd: Rstd) -> tuple[Tensor, Tensor | None]:
@@ -90,9 +90,9 @@ def pieces_of(rows: int, pieces: int) -> Iterator[slice]:
 def forward_in_pieces(steps: MlpSteps[Any], level: Level, h: Tensor, documents: Documents, rows: Tensor | None
                       ) -> tuple[Tensor, Kept | Input]:
     """(h3, what the level holds on to)"""
-    all_again = level == "layer"
-    kept = steps.up_to_the_mlp(h, documents, rows)
-    y, h_rows = kept.h2, kept.h_rows
+    all_again = level in ("layer", "around_attention")
+    kept = steps.up_to_the_mlp(Input(h), documents, rows)
+    y, h_rows, done = kept.h2, kept.h_rows, (kept.o, kept.lse) if level == "around_attention" else ()
     if all_again:
         kept.release("q", "k", "v", "o", "o_ext", "lse", "qkv", "y1")
     h3 = y if all_again else y.new_empty(y.shape)
@@ -118,7 +118,7 @@ def forward_in_pieces(steps: MlpSteps[Any], level: Level, h: Tensor, documents: 
         del y2
     joined = {name: _joined(values) for name, values in parts.items()}
     if all_again:
-        return h3, Input(h, joined["xa3"])
+        return h3, Input(h, joined["xa3"], *done)
     kept.h_rows, kept.xa2, kept.xa3, kept.y2 = None, joined["xa2"], joined["xa3"], joined["y2"]
     kept.rstd |= {name: whole for name in ("before_mlp", "after_mlp") if (whole := joined[name]) is not None}
     return h3, kept
@@ -142,8 +142,8 @@ def _joined(parts: list[Tensor]) -> Tensor | None:
 
 
 def again_up_to_the_mlp(steps: MlpSteps[Any], found: Input, documents: Documents, rows: Tensor | None) -> Kept:
-    """What backward starts from at level "layer"."""
-    kept = steps.up_to_the_mlp(found.h, documents, rows)
+    """What backward starts from at levels "layer" and "around_attention"."""
+    kept = steps.up_to_the_mlp(found, documents, rows)
     kept.xa3 = found.xa3
     return kept
 
@@ -206,8 +206,8 @@ class PlainSteps:
     def __init__(self, layer: FastDecoderLayer) -> None:
         self.layer = layer
 
-    def up_to_the_mlp(self, h: Tensor, documents: Documents, rows: Tensor | None) -> Kept:
-        layer, seen = self.layer, self.layer.attended(h, documents, rows)
+    def up_to_the_mlp(self, given: Input, documents: Documents, rows: Tensor | None) -> Kept:
+        layer, h, seen = self.layer, given.h, self.layer.attended(given, documents, rows)
         if layer.adds_before_mlp:
             return seen.kept(h, layer.out.forward(seen.o_ext)[0], h_rows=seen.h_rows)
         h2, y1 = layer.branch(layer.out, seen.o_ext, seen.h_rows, layer.after_attention, seen.rstd, "after_attention")

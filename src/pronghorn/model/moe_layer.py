@@ -36,13 +36,14 @@ from pronghorn.kernels.moe_gated import ExpertActivation, expert_gated_backward,
 from pronghorn.kernels.moe_gather import gather_rows
 from pronghorn.kernels.rms_norm import rms_norm_forward
 from pronghorn.kernels.routing import Routing, route_backward, routing_forward
-from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, rows_like
+from pronghorn.model.decoder_layer import Documents, FastDecoderLayer
 from pronghorn.model.expert_load import BalancedLogits
 from pronghorn.model.experts import ExpertStack, Router
 from pronghorn.model.families import Family
 from pronghorn.model.fp8_projections import Fp8Workspace
 from pronghorn.model.kept import Attended, Input, Kept, Left, Level, come_back
 from pronghorn.model.projections import Group, Projections
+from pronghorn.model.rows import rows_like
 
 Grads = list[Tensor | None]
 SILU = ExpertActivation("silu")
@@ -124,15 +125,15 @@ class MoeDecoderLayer(FastDecoderLayer):
     # ---- forward -----------------------------------------------------------------------------------------------
 
     def forward(self, h: Tensor, documents: Documents, rows: Tensor | None = None) -> tuple[Tensor, Kept]:
-        kept = self._to_gate_up(h, documents, rows)
+        kept = self._to_gate_up(Input(h), documents, rows)
         if documents.load is not None and kept.logits is not None and kept.ids is not None:
             documents.load.add(self.slot, kept.logits, kept.ids, rows is not None)
         return self._behind_gate_up(kept), kept
 
-    def _to_gate_up(self, h: Tensor, documents: Documents, rows: Tensor | None) -> MoeKept:
-        seen = self.attended(h, documents, rows)
+    def _to_gate_up(self, given: Input, documents: Documents, rows: Tensor | None) -> MoeKept:
+        seen = self.attended(given, documents, rows)
         x2_ext, h2, _ = self._to_mlp(seen.o_ext, seen.h_rows, seen.rstd)
-        return self._routed(h, seen, x2_ext, h2)
+        return self._routed(given.h, seen, x2_ext, h2)
 
     def _routed(self, h: Tensor, seen: Attended, x2_ext: Tensor, h2: Tensor) -> MoeKept:
         """From the MLP's input to gate and up."""
@@ -180,7 +181,7 @@ class MoeDecoderLayer(FastDecoderLayer):
     def again(self, left: Left, documents: Documents, rows: Tensor | None) -> Kept:
         found = come_back(left, self.index, self.offload)
         if isinstance(found, Input):
-            kept = self._to_gate_up(found.h, documents, rows)
+            kept = self._to_gate_up(found, documents, rows)
             if self.has_shared and self.down.adapters:
                 assert kept.shared_gu is not None
                 kept.shared_xa3 = self._shared_xa3(kept.shared_gu)
