@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pronghorn.errors import RecipeError
 from pronghorn.memory.levels import Problem
-from pronghorn.memory.plan import make_plan
+from pronghorn.memory.search import fastest
 from pronghorn.memory.sizes import Job
 from pronghorn.memory.working import pieces_worth_trying
 
@@ -40,8 +39,4 @@ def longest_document(problem: Problem) -> int:
 def _fits(problem: Problem, steps: int) -> bool:
     """Only the smallest ways to do it are tried: most pieces, embeddings on the host if they may go there."""
     longer = with_one_document(problem, steps * STEP)
-    try:
-        make_plan(replace(longer, pieces=longer.pieces[-1:], embeddings=longer.embeddings[-1:]))
-    except RecipeError:
-        return False
-    return True
+    return fastest(replace(longer, pieces=longer.pieces[-1:], embeddings=longer.embeddings[-1:])) is not None
