@@ -14,7 +14,7 @@ from pronghorn.memory.costs import LayerCosts, predicted_costs
 from pronghorn.memory.forecast import problem_of as problem_for
 from pronghorn.memory.gpus import GPUS
 from pronghorn.memory.levels import KEEP, LEVELS, Level, Outcome, Problem, evaluate
-from pronghorn.memory.plan import host_room, make_plan, parse_budget, smallest_budget
+from pronghorn.memory.plan import host_room, make_plan, parse_budget, plan_of, smallest_budget
 from pronghorn.memory.search import worth_its_memory
 from pronghorn.memory.sizes import Job, peak_within, shape_of
 
@@ -117,6 +117,17 @@ def test_pieces_make_smaller_budgets_possible() -> None:
     assert smallest_budget(several) < smallest_budget(one) - GB
     assert make_plan(replace(several, budget=smallest_budget(several))).pieces > 1
     assert make_plan(several).pieces == 1  # with room, the MLP is done at once
+
+
+def test_reasons_name_what_happens() -> None:
+    """Turns of an MLP are for layers that compute it again; a plan without such has smaller chunks of logits only."""
+    problem = problem_of(4, pieces=(1, 8))
+    kept, again = ([Level(what, offload=True)] * 4 for what in ("nothing", "gate_up"))
+    told = {what: " ".join(plan_of(problem, levels, 8).reasons) for what, levels in (("kept", kept), ("again", again))}
+    assert "MLP's rows are done in 8 turns" in told["again"]
+    assert "logits for fewer rows" in told["kept"]
+    assert "turns" not in told["kept"]
+    assert "turns" not in " ".join(plan_of(problem, again, 1).reasons)
 
 
 def test_embeddings_leave_only_where_memory_needs_it() -> None:

@@ -149,8 +149,10 @@ def _reasons(plan: Plan) -> tuple[str, ...]:
                                      plan.levels, plan.pieces).ms
         said.append(f"{len(plan.offloaded)} layers leave for {_gb(plan.host_bytes)} of pinned host memory; "
                     + (f"the copies cost {stalled:.1f} ms" if stalled > 0.05 else "their copies hide behind the compute"))
-    if plan.pieces > 1:
+    if plan.pieces > 1 and any(level.recompute != "nothing" for level in plan.levels):
         said.append(f"the MLP's rows are done in {plan.pieces} turns, so that less is held at once")
+    elif plan.pieces > 1:
+        said.append("the head makes its logits for fewer rows at once, so that less is held")
     if problem.job.host_embeddings:
         said.append(f"the embeddings wait in {_gb(problem.host_embeddings)} of pinned host memory and are read over the link")
     return tuple(said)
