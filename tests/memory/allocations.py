@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from pronghorn.kernels import grouped_lora
 from pronghorn.kernels.routing import Routing
-from pronghorn.model import decoder_layer, experts, mlp_pieces, moe_layer
+from pronghorn.model import attending, decoder_layer, experts, mlp_pieces, moe_layer
 
 
 class Allocations(TorchDispatchMode):
@@ -99,7 +99,7 @@ def stand_in_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         "gated_lora_backward": lambda *_, **__: None, "copy_rows": lambda source, target, scale=1.0: target,
         "pick_backend": lambda *_, **__: "short",
     }
-    for module in (decoder_layer, mlp_pieces):
+    for module in (attending, decoder_layer, mlp_pieces):
         for name, stand_in in stand_ins.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)

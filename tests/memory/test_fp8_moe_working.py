@@ -83,8 +83,7 @@ def stand_in_for_fp8_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in {
         experts: {"fp8_cast_rows": cast, "fp8_cast_grad_rows": cast_grad},
         fp8_moe_layer: {"gated_activation_fp8_forward": activation_forward, "gated_activation_forward": activation_forward},
-        fp8_layer: {name: getattr(decoder_layer, name)
-                    for name in ("attention_backward", "rms_norm_backward", "pick_backend")},
+        fp8_layer: {"rms_norm_backward": decoder_layer.rms_norm_backward},
     }.items():
         for name, stand_in in names.items():
             monkeypatch.setattr(module, name, stand_in)

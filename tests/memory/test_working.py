@@ -13,7 +13,7 @@ from pronghorn.bench.workloads import MODELS
 from pronghorn.kernels.attention_flash import backward_turns
 from pronghorn.memory.sizes import FROM_ITS_INPUT, Job, Recompute, kept_bytes, shape_of
 from pronghorn.memory.working import forward_bytes, pieces_worth_trying, working_bytes
-from pronghorn.model import decoder_layer
+from pronghorn.model import attending
 from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.decoder_layer import Documents, FastDecoderLayer
@@ -97,8 +97,8 @@ def test_one_long_document_holds_what_the_formulas_say(layer: FastDecoderLayer, 
         del sums
         return (*grads, None)
 
-    monkeypatch.setattr(decoder_layer, "attention_backward", attention_backward)
-    monkeypatch.setattr(decoder_layer, "pick_backend", lambda *_, **__: "flash4")
+    monkeypatch.setattr(attending, "attention_backward", attention_backward)
+    monkeypatch.setattr(attending, "pick_backend", lambda *_, **__: "flash4")
     layer.level, layer.pieces = recompute, pieces
     with torch.device("meta"):
         tables = {"full_attention": (torch.empty(tokens, 64), torch.empty(tokens, 64))}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pronghorn.errors import ModelError
-from pronghorn.model import decoder_layer
+from pronghorn.model import attending, decoder_layer
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.verify import TOLERANCES, Gradient, Verdict, verify
 from pronghorn.recipe import Lora
@@ -38,7 +38,8 @@ def test_full_fine_tuning_is_verified_too() -> None:
 
 @pytest.mark.parametrize("broken", ["rms_norm_backward", "qk_rope_backward", "gated_activation_backward", "attention_backward"])
 def test_a_gradient_broken_in_one_kernel_is_found_and_named(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real: Any = getattr(decoder_layer, broken)
+    where = decoder_layer if hasattr(decoder_layer, broken) else attending
+    real: Any = getattr(where, broken)
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         out = real(*args, **kwargs)
@@ -46,7 +47,7 @@ def test_a_gradient_broken_in_one_kernel_is_found_and_named(broken: str, monkeyp
             out[0].mul_(1.1)
         return out
 
-    monkeypatch.setattr(decoder_layer, broken, wrong)
+    monkeypatch.setattr(where, broken, wrong)
     with pytest.raises(ModelError, match="do not compute what this model computes") as caught:
         verify(add_adapter(make_model(), Lora(r=4), seed=0))
     assert "lora_" in str(caught.value)
@@ -54,8 +55,8 @@ def test_a_gradient_broken_in_one_kernel_is_found_and_named(broken: str, monkeyp
 
 
 def test_a_wrong_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    real: Any = decoder_layer.attention_forward
-    monkeypatch.setattr(decoder_layer, "attention_forward", lambda q, *a, **k: real(q * 30, *a, **k))
+    real: Any = attending.attention_forward
+    monkeypatch.setattr(attending, "attention_forward", lambda q, *a, **k: real(q * 30, *a, **k))
     with pytest.raises(ModelError, match="loss differs"):
         verify(add_adapter(make_model(), Lora(r=4), seed=0))
 

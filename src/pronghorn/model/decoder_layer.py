@@ -30,15 +30,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pronghorn.kernels.attention import attention_backward, attention_forward, gradients_in_place, pick_backend
-from pronghorn.kernels.attention_torch import Backend
 from pronghorn.kernels.copy_rows import copy_rows
 from pronghorn.kernels.gated_lora import gated_lora_backward, gated_lora_forward, why_not
 from pronghorn.kernels.gated_mlp import gated_activation_backward, gated_activation_forward
 from pronghorn.kernels.lora_collect import CollectJob
 from pronghorn.kernels.lora_linear import NormOf, Part
 from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
-from pronghorn.kernels.rope import qk_rope_backward, qk_rope_forward
+from pronghorn.model.attending import Attending
 from pronghorn.model.expert_load import ExpertLoad
 from pronghorn.model.families import ACTIVATIONS, Family, activation_name, layer_type, window
 from pronghorn.model.kept import Attended, Elsewhere, GradientRoom, Input, Kept, Left, Level, come_back, leave
@@ -75,7 +73,7 @@ class Norm:
         return self.weight.requires_grad
 
 
-class FastDecoderLayer:
+class FastDecoderLayer(Attending):
     def __init__(self, layer: Any, family: Family, config: Any, index: int) -> None:
         self.layer, self.family, self.index = layer, family, index
         attention, norms = layer.self_attn, family.norms
@@ -110,14 +108,6 @@ class FastDecoderLayer:
 
     def _mlp_projections(self, mlp: Any) -> tuple[Projections, Projections]:
         return Projections(mlp, self.family.gate_up), Projections(mlp, ("down_proj",))
-
-    @property
-    def attention_options(self) -> dict[str, Any]:
-        return self._attention_options | {"sinks_N": self.sinks}
-
-    @property
-    def sinks(self) -> Tensor | None:  # gpt-oss
-        return getattr(self.layer.self_attn, "sinks", None)
 
     def prepare(self, dtype: torch.dtype) -> bool:
         """Before every forward: finds out what the modules are now. Returns whether adapters moved."""
@@ -194,22 +184,12 @@ class FastDecoderLayer:
         x = self.normed(self.before_attention, h, self.qkv.extra, rstd, "before_attention")
         qkv, xa1 = self.qkv.forward(x) if self.q_norm else self.qkv.forward_with_room(x)
         del x
-        q, k, v, qk_rstd = self._rope(qkv[:, : self._qkv_width], documents)
+        q, k, v, qk_rstd = self.turned(qkv[:, : self._qkv_width], documents)
         if o is None or lse is None:
             o = rows_like(h, self.heads * self.head_width + self.out.extra)
             lse = self.attend(q, k, v, o, documents)
         o_ext, h_rows = (o, h) if rows is None else (o.index_select(0, rows), h.index_select(0, rows))
         return Attended(q, k, v, lse, o, o_ext, h_rows, qkv, qk_rstd, xa1, rstd)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, documents: Documents) -> Tensor:
-        """Fills o, but for its extra columns; lse."""
-        _, lse = attention_forward(q, k, v, documents.cu_seqlens, documents.longest, out=self.heads_of(o),
-                                   spans_2T=documents.spans_2T, typical=documents.typical, **self.attention_options)
-        return lse
-
-    def heads_of(self, o: Tensor) -> Tensor:
-        of_heads: Tensor = o[:, : self.heads * self.head_width].unflatten(1, (self.heads, self.head_width))
-        return of_heads
 
     def _to_gate_up(self, given: Input, documents: Documents, rows: Tensor | None) -> Kept:
         """Everything before the activation."""
@@ -251,21 +231,6 @@ class FastDecoderLayer:
         else:
             rstd[name] = rms_norm_forward(h, norm.weight, norm.eps, one_plus=norm.one_plus, out=x)[2]
         return x_ext
-
-    def _rope(self, qkv: Tensor, documents: Documents) -> tuple[Tensor, Tensor, Tensor, Any]:
-        cos, sin = documents.rotary[self.kind]
-        return qk_rope_forward(qkv, cos, sin, **self.rope_options(), in_place=self.q_norm is None)
-
-    def rope_options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"heads": self.heads, "kv_heads": self.kv_heads, "head_width": self.head_width,
-                                   "neighbours": self.family.neighbours}
-        return options | ({"eps": self.q_norm.eps, **self._norm_options()} if self.q_norm else {})
-
-    def _norm_options(self) -> dict[str, Any]:
-        assert self.q_norm
-        assert self.k_norm
-        return {"q_norm_H": self.q_norm.weight, "k_norm_H": self.k_norm.weight, "one_plus": self.family.one_plus,
-                "norm_kind": self.family.qk_norm}
 
     def branch(self, group: Projections, x_ext: Tensor, h: Tensor, norm: Norm | None, rstd: dict[str, Tensor],
                 name: str, *, extended: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -326,19 +291,10 @@ class FastDecoderLayer:
         out_grads = self.out.backward_parameters(dy, kept.o_ext[:, :width], kept.o_ext[:, width:] if self.out.extra else None)
         if rows is not None:
             do, dh = spread(do, rows, len(kept.h)), spread(dh, rows, len(kept.h))
-        options, sinks = self.attention_options, self.sinks
-        backend = pick_backend(do.device, do.dtype, self.head_width, softcap=options["softcap"] is not None,
-                               sinks=sinks is not None, typical=documents.typical)
-        if sinks is not None and not sinks.requires_grad and backend in ("short", "flash2"):
-            options["sinks_N"] = None  # there, only their own gradient needs them once more: lse has them in it
+        backend = self.backend(do, documents)
         dqkv_ext = self._room_for_dqkv(do, kept.qkv, backend)
-        dq, dk, dv, dsinks = attention_backward(
-            self.heads_of(do), kept.q, kept.k, kept.v, self.heads_of(kept.o), kept.lse, documents.cu_seqlens, documents.longest,
-            spans_2T=documents.spans_2T, typical=documents.typical, **options, backend=backend,
-            # FlashAttention-2 could only copy into them; RoPE's backward then reads its tensors where they are.
-            grads=None if backend == "flash2" else self._parts_of(dqkv_ext))
-        self._out_of_rope(dq, dk, dv, dqkv_ext, kept, documents, norm_grads)
-        del dq, dk, dv, do, dy, dh2
+        dsinks = self.attend_back(do, kept, documents, backend, dqkv_ext, norm_grads)
+        del do, dy, dh2
         kept.release("q", "k", "v", "o", "o_ext", "lse", "qkv", "y1")
         if need_dh or (self.before_attention and self.before_attention.trains()):
             dx = self.qkv.backward_input(dqkv_ext)
@@ -347,7 +303,7 @@ class FastDecoderLayer:
         else:
             self.qkv.extend_grad(dqkv_ext)
         qkv_grads = self.parameters_behind_norm(self.qkv, dqkv_ext, kept.h, kept.xa1, kept.rstd, "before_attention")
-        ordered = [norm_grads.get(name) for name in self.norms] + ([] if sinks is None else [dsinks])
+        ordered = [norm_grads.get(name) for name in self.norms] + ([] if self.sinks is None else [dsinks])
         return dh, [*qkv_grads, *out_grads, *mlp_grads, *ordered]
 
     def _backward_mlp(self, dh3: Tensor, kept: Kept, documents: Documents, norm_grads: dict[str, Tensor | None]
@@ -445,35 +401,6 @@ class FastDecoderLayer:
             norm = self.norms.get(name)
             jobs += group.collect_jobs(NormOf(norm.weight, norm.weight, norm.one_plus) if norm else None)
         return jobs
-
-    def _room_for_dqkv(self, do: Tensor, qkv: Tensor | None, backend: Backend) -> Tensor:
-        """In the place of q, k and v, if attention is done with them before it writes; qk-norm needs them once more."""
-        if qkv is not None and not self.q_norm and gradients_in_place(backend, self.heads, self.kv_heads, self.head_width):
-            return qkv
-        return rows_like(do, self._qkv_width + self.qkv.extra)
-
-    @property
-    def _qkv_width(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.head_width
-
-    def _parts_of(self, dqkv_ext: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Attention writes its gradients where the projections read theirs; RoPE's backward turns them in place."""
-        heads = (self.heads, self.kv_heads, self.kv_heads)
-        parts = dqkv_ext[:, : self._qkv_width].split([n * self.head_width for n in heads], dim=1)
-        dq, dk, dv = (part.unflatten(1, (n, self.head_width)) for part, n in zip(parts, heads, strict=True))
-        return dq, dk, dv
-
-    def _out_of_rope(self, dq: Tensor, dk: Tensor, dv: Tensor, dqkv_ext: Tensor, kept: Kept, documents: Documents,
-                     norm_grads: dict[str, Tensor | None]) -> None:
-        cos, sin = documents.rotary[self.kind]
-        options: dict[str, Any] = {"neighbours": self.family.neighbours}
-        if self.q_norm and self.k_norm:
-            options |= {"qkv_TX": kept.qkv, "rstd": kept.qk_rstd, **self._norm_options(),
-                        "need_norm_grad": self.q_norm.trains() or self.k_norm.trains()}
-        _, norm_grads["q_norm"], norm_grads["k_norm"] = qk_rope_backward(
-            dq, dk, dv, cos, sin, out=dqkv_ext[:, : self._qkv_width], **options
-        )
-
 
 class _Layer(torch.autograd.Function):
     @staticmethod

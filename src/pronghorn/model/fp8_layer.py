@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.attention import attention_backward, pick_backend
 from pronghorn.kernels.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
 from pronghorn.kernels.fp8_norm import rms_norm_fp8_forward
 from pronghorn.kernels.lora_linear import NormOf
@@ -70,7 +69,7 @@ class Fp8Attention(FastDecoderLayer):
         rstd: dict[str, Tensor] = {}
         h, o, lse = given.h, given.o, given.lse
         qkv, xa1 = self.qkv.product(self._normed_rows(self.before_attention, h, self.qkv, rstd, "before_attention"))
-        q, k, v, qk_rstd = self._rope(qkv, documents)
+        q, k, v, qk_rstd = self.turned(qkv, documents)
         if o is None or lse is None:
             o = rows_like(h, self.heads * self.head_width)
             lse = self.attend(q, k, v, o, documents)
@@ -99,7 +98,8 @@ class Fp8Attention(FastDecoderLayer):
         dh: Tensor | None = dh2
         if rows is not None:
             do, dh = spread(do, rows, len(kept.h)), spread(dh2, rows, len(kept.h))
-        dqkv, dsinks = self._grad_of_attention(do, kept, documents, norm_grads)
+        dqkv = rows_like(do, self._qkv_width)
+        dsinks = self.attend_back(do, kept, documents, self.backend(do, documents), dqkv, norm_grads)
         del do, dy
         kept.release("q", "k", "v", "o", "o_ext", "lse", "qkv", "y1")
         if need_dh or (self.before_attention and self.before_attention.trains()):
@@ -120,22 +120,6 @@ class Fp8Attention(FastDecoderLayer):
         dy, norm_grads[name] = rms_norm_backward(dh, y, norm.weight, rstd[name], one_plus=norm.one_plus,
                                                  need_weight_grad=norm.trains())
         return dy
-
-    def _grad_of_attention(self, do: Tensor, kept: Kept, documents: Documents, norm_grads: dict[str, Tensor | None]
-                           ) -> tuple[Tensor, Tensor | None]:
-        """Of q, k and v together, before RoPE and qk-norm; and of the sinks."""
-        dqkv, options, sinks = rows_like(do, self._qkv_width), self.attention_options, self.sinks
-        backend = pick_backend(do.device, do.dtype, self.head_width, softcap=options["softcap"] is not None,
-                               sinks=sinks is not None, typical=documents.typical)
-        if sinks is not None and not sinks.requires_grad and backend in ("short", "flash2"):
-            options["sinks_N"] = None  # as in decoder_layer.py, and so is what follows
-        dq, dk, dv, dsinks = attention_backward(
-            self.heads_of(do), kept.q, kept.k, kept.v, self.heads_of(kept.o), kept.lse, documents.cu_seqlens, documents.longest,
-            spans_2T=documents.spans_2T, typical=documents.typical, **options, backend=backend,
-            grads=None if backend == "flash2" else self._parts_of(dqkv),
-        )
-        self._out_of_rope(dq, dk, dv, dqkv, kept, documents, norm_grads)
-        return dqkv, dsinks
 
     def _grads_behind_norm(self, group: Fp8Projections, dy: Tensor, dyb: Tensor | None, h: Tensor, xa: Tensor | None,
                            rstd: dict[str, Tensor], name: str) -> list[Tensor | None]:
