@@ -76,9 +76,9 @@ def test_defaults_are_those_of_the_interface() -> None:
     signature = inspect.signature(FastLanguageModel.get_peft_model).parameters
     assert {name: p.default for name, p in signature.items() if p.default is not p.empty} == {
         "r": 16, "target_modules": tuple(LINEARS), "lora_alpha": 16, "lora_dropout": 0, "bias": "none",
-        "use_gradient_checkpointing": "unsloth", "use_rslora": False, "modules_to_save": None, "init_lora_weights": True,
-        "loftq_config": None, "layers_to_transform": None, "finetune_last_n_layers": None, "random_state": 3407,
-        "max_seq_length": None,
+        "use_gradient_checkpointing": "unsloth", "use_rslora": False, "use_dora": False, "modules_to_save": None,
+        "init_lora_weights": True, "loftq_config": None, "layers_to_transform": None, "finetune_last_n_layers": None,
+        "random_state": 3407, "max_seq_length": None,
     }  # fmt: skip
 
 
@@ -250,6 +250,7 @@ def test_what_weights_in_4_bits_do_not_allow(tiny_model: Path, options: dict[str
 
 ADAPTER_OPTIONS: list[dict[str, Any]] = [
     {"bias": "all"}, {"bias": "lora_only"}, {"lora_dropout": 0.2}, {"use_rslora": True}, {"init_lora_weights": "gaussian"},
+    {"use_dora": True},
     {"layers_to_transform": [1]}, {"target_modules": "all-linear", "finetune_last_n_layers": 1},
     {"modules_to_save": ["norm"]}, {"target_modules": ["q_proj", "down_proj", "lm_head", "embed_tokens"]},
 ]  # fmt: skip
@@ -393,6 +394,35 @@ def test_merging_into_weights_in_4_or_8_bits_is_dequantize_then_add(tiny_model: 
     with torch.no_grad():
         again = FastLanguageModel.for_inference(PeftModel.from_pretrained(again, tmp_path / "adapter"))
         assert torch.allclose(again(input_ids=ids).logits, trained, atol=1e-5)
+
+
+@pytest.mark.parametrize("stored", [{}, {"four_bit": True}, {"fp8": True}], ids=["fp32", "4 bits", "FP8"])
+def test_dora_trains_saves_and_merges(tiny_model: Path, tmp_path: Path, stored: dict[str, bool]) -> None:
+    model, _ = adapted(tiny_model, use_dora=True, **stored)
+    base = base_of(model).model.layers[0].mlp.up_proj
+    before = base.lora_magnitude_vector["default"].weight.detach().clone()
+    ids = step(model)
+    assert not torch.equal(base.lora_magnitude_vector["default"].weight, before)
+    model.save_pretrained_merged(tmp_path / "merged")
+    model.save_pretrained(tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["use_dora"] is True
+    with torch.no_grad():
+        expected = FastLanguageModel.for_inference(model)(input_ids=ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+        assert (merged(input_ids=ids).logits - expected).abs().max() < 0.03 * expected.abs().max()
+
+
+@pytest.mark.parametrize("option", [{"use_dora": True}, {"lora_dropout": 0.1}], ids=str)
+def test_dora_and_dropout_do_not_go_with_experts(option: dict[str, Any]) -> None:
+    from transformers import Qwen3MoeConfig
+
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
+    ))  # fmt: skip
+    with pytest.raises(CommandError, match="does not go with an adapter on experts") as caught:
+        FastLanguageModel.get_peft_model(model, target_modules=["q_proj", "experts"], **option)
+    assert next(iter(option)) in caught.value.fix
 
 
 def test_merging_a_head_that_was_trained_apart_from_the_embeddings(tiny_model: Path, tmp_path: Path) -> None:
@@ -682,7 +712,7 @@ def test_markers_that_match_nothing_and_collators_that_ignore_labels() -> None:
 
     tokenizer = make_tokenizer()
     data = datasets.Dataset.from_list([{"input_ids": tokenizer("hello")["input_ids"]}])
-    with pytest.raises(DataError, match="no answer in any of 1 rows"):
+    with pytest.raises(DataError, match=r"no answer in any of 1 row\n"):
         train_on_responses_only(FakeTrainer(data, tokenizer), "### Q", "### A")
     with pytest.raises(DataError, match="not tokenized"):
         train_on_responses_only(FakeTrainer(datasets.Dataset.from_list([{"text": "x"}]), tokenizer), "Q", "A")

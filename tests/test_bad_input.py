@@ -1,4 +1,4 @@
-"""Twenty ways to get it wrong: each gives its exit code, a message with the fix, and leaves nothing behind or lost."""
+"""Twenty-odd ways to get it wrong: each gives its exit code, a message with the fix, and leaves nothing behind or lost."""
 
 from __future__ import annotations
 
@@ -94,6 +94,15 @@ def missing_model_folder(b: Bench) -> None:
     b.write(model=b.folder / "no-such-model")
 
 
+def model_name_too_long(b: Bench) -> None:
+    b.write(model="./" + "long" * 80)
+
+
+def truncated_weights(b: Bench) -> None:
+    file = b.copy_of_model() / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+
+
 def pickled_weights(b: Bench) -> None:
     model = b.copy_of_model()
     (model / "model.safetensors").unlink()
@@ -165,6 +174,8 @@ CASES: list[tuple[Callable[..., None], int, list[str]]] = [
     (duplicate_key, 2, ["precision: this key stands twice", "recipe.yaml:7", "recipe.yaml:2"]),
     (wrong_type, 2, ["train.epochs", "'soon'", "recipe.yaml:4"]),
     (missing_model_folder, 2, ["no such model folder", "no-such-model"]),
+    (model_name_too_long, 2, ["cannot be looked into", "too long"]),
+    (truncated_weights, 2, ["model.safetensors is not whole", "ends 7 bytes early", "download it again"]),
     (pickled_weights, 2, ["pickled", "pytorch_model.bin", "safetensors"]),
     (tokenizer_larger_than_embeddings, 2, ["258", "200", "tokenizer"]),
     (template_missing, 2, ["template", "data.chat_template"]),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -161,6 +163,43 @@ def test_exit_codes(error: BaseException, code: int, as_json: bool, monkeypatch:
         assert err.strip()
 
 
+@pytest.mark.parametrize("as_json", [False, True], ids=["people", "machines"])
+def test_a_right_that_is_missing_is_no_bug_of_ours(as_json: bool, monkeypatch: pytest.MonkeyPatch,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(_: Any) -> None:
+        raise PermissionError(13, "Permission denied", "model/tokenizer.json")
+
+    monkeypatch.setattr(cli, "runs", fail)
+    assert main(["runs", *(["--json"] if as_json else [])]) == 3
+    told = "".join(capsys.readouterr())
+    assert "model/tokenizer.json" in told
+    assert "change the rights" in told
+
+
+def test_ctrl_c_before_the_words_are_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "build_parser", interrupted)
+    assert main(["runs"]) == 130
+    assert capsys.readouterr().err == "stopped\n"
+
+
+def test_only_the_recipe_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train"])
+    assert capsys.readouterr().err.splitlines()[-1].endswith("the following arguments are required: recipe")
+
+
+def test_commands_to_copy_have_their_names_quoted(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new", str(tmp_path / "my first.yaml")]) == 0
+    assert f"pronghorn check '{tmp_path}/my first.yaml'" in capsys.readouterr().out
+    run = place.run.rename(tmp_path / "my run")
+    cli._show_summary(run)
+    run.rename(place.run)
+    assert f"pronghorn chat '{tmp_path}/my run'\n" in capsys.readouterr().out
+
+
 def test_a_second_ctrl_c_leaves_no_traceback_of_the_end_and_a_caller_s_handler_stays() -> None:
     code = """if True:
         import signal
@@ -223,6 +262,29 @@ def test_a_full_disk_under_the_output_is_an_environment_fault(place: Place, word
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.parametrize(("words", "most"), [
+    (["export", "RUN", "--to", "merged", "--target"], 5_000), (["export", "RUN", "--to", "adapter", "--target"], 5_000),
+    (["new"], 100),
+], ids=["merged", "adapter", "new"])  # fmt: skip
+def test_what_finds_no_room_on_the_disk_leaves_nothing_behind(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], most: int
+) -> None:
+    """No file may grow beyond `most` bytes, which fails where a full disk would."""
+    command = [*(str(place.run) if word == "RUN" else word for word in words), str(tmp_path / "target")]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        code = main(command)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 3
+    told = capsys.readouterr().err
+    assert "File too large" in told
+    assert "fix: free some disk space" in told
+    assert list(tmp_path.iterdir()) == []
+    assert main(command) == 0
+
+
 def test_without_a_standard_output_a_command_still_works(place: Place) -> None:
     ended = subprocess.run(["sh", "-c", f"exec {sys.executable} -m pronghorn.cli runs --root {place.runs} >&-"],
                            capture_output=True, text=True, check=False, timeout=60)
@@ -282,6 +344,21 @@ def test_check_for_machines(place: Place, capsys: pytest.CaptureFixture[str]) ->
     assert (facts["documents"], facts["eval_documents"]) == (30, 4)
 
 
+def test_one_is_never_counted_as_many(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of one row, one pack, one step and one held-out row."""
+    recipe = write_recipe(tmp_path, tiny_model)
+    train, held_out = (write_rows(tmp_path / f"{name}.jsonl", chat_rows(1)) for name in ("one", "held"))
+    own = [f"data.train={train}", f"data.eval={held_out}", "train.batch_tokens=256", "eval.every=1"]
+    for verb in ("check", "data stats", "data show", "train"):
+        assert main([*verb.split(), str(recipe), *own]) == 0
+    assert main(["eval", str(tmp_path / "runs" / "run")]) == 0
+    assert main(["data", "show", str(recipe), *own, "--row", "1"]) == 2
+    printed = "".join(capsys.readouterr())
+    assert re.findall(r"\b1 [a-z-]+\b", printed).count("1 step") >= 2
+    assert not re.findall(r"(?<![.,\d])1 [a-z-]+s\b(?<!has)", printed)
+    assert "1 row\n" in printed
+
+
 def test_data_stats_for_machines(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     (stats,) = lines(capsys, "data", "stats", str(place.recipe))
     assert (stats["counts"]["read"], stats["counts"]["kept"], stats["counts"]["format"]) == (30, 30, "messages")
@@ -318,8 +395,9 @@ def test_chat_answers_one_prompt(place: Place, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize(("words", "said"), [
     (["--prompt", "a", "--max-tokens", "0"], "--max-tokens 0"), (["--prompt", "a", "--max-tokens", "-5"], "--max-tokens -5"),
-    (["--json"], "--json needs --prompt"),
-])
+    (["--json"], "--json needs --prompt"), (["--prompt", "a\udcff"], "not UTF-8 text"),
+    (["--prompt", "a", "--system", "\udcfe"], "not UTF-8 text"),
+], ids=["0 tokens", "-5 tokens", "json", "prompt", "system"])  # fmt: skip
 def test_what_chat_cannot_do(place: Place, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     assert main(["chat", str(place.run), *words]) == 2
     out, err = capsys.readouterr()
@@ -340,6 +418,9 @@ def test_chat_ends_with_an_empty_line_or_the_end_of_input(
 
         monkeypatch.setattr("builtins.input", listen)
         assert shown(capsys, "chat", str(place.run), "--max-tokens", "3").count("model: ") == 2
+    monkeypatch.setattr("builtins.input", lambda _: "bytes of another alphabet \udcff")
+    assert main(["chat", str(place.run), "--max-tokens", "3"]) == 2
+    assert "not UTF-8 text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("to", ["adapter", "merged"])

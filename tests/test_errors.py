@@ -15,6 +15,7 @@ from pronghorn.errors import (
     Problems,
     PronghornError,
     RecipeError,
+    counted,
     raise_all,
 )
 
@@ -68,3 +69,11 @@ def test_problems_are_plain_json() -> None:
         {"error": "RecipeError", "exit_code": 2, "what": "a", "where": "x:1"},
         {"error": "RecipeError", "exit_code": 2, "what": "b"},
     ]}
+
+
+@pytest.mark.parametrize(("count", "nouns", "text"), [
+    (0, ("row",), "0 rows"), (1, ("row",), "1 row"), (1200, ("row",), "1,200 rows"),
+    (1, ("batch", "batches"), "1 batch"), (2, ("batch", "batches"), "2 batches"),
+])
+def test_things_are_counted_as_people_do(count: int, nouns: tuple[str, ...], text: str) -> None:
+    assert counted(count, *nouns) == text

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pronghorn.folders import cache_folder
+from pronghorn.folders import cache_folder, folder_of
 
 
 def test_pronghorn_s_own_variable_wins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +34,12 @@ def test_then_the_home_folder(monkeypatch: pytest.MonkeyPatch, xdg: str | None) 
 def test_asking_creates_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PRONGHORN_CACHE", str(tmp_path / "cache"))
     assert not cache_folder().exists()
+
+
+def test_a_name_that_is_a_folder_and_many_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "here").mkdir()
+    (tmp_path / "file").touch()
+    assert folder_of("~/here") == folder_of(str(tmp_path / "here")) == tmp_path / "here"
+    for name in ("org/name", "~/nowhere", str(tmp_path / "file"), "long" * 80, "~no-such-user/x", "nul\0"):
+        assert folder_of(name) is None

@@ -110,6 +110,7 @@ class FastLanguageModel:
         bias: str = "none",
         use_gradient_checkpointing: Recompute = "unsloth",
         use_rslora: bool = False,
+        use_dora: bool = False,
         modules_to_save: Sequence[str] | None = None,
         init_lora_weights: bool | str = True,
         loftq_config: dict[str, Any] | None = None,
@@ -149,8 +150,8 @@ class FastLanguageModel:
         layers = _chosen_layers(model, layers_to_transform, finetune_last_n_layers)
         adapted = with_adapter(
             model, r=r, target_modules=target_modules, lora_alpha=lora_alpha, lora_dropout=lora_dropout, bias=bias,
-            use_rslora=use_rslora, modules_to_save=modules_to_save, init_lora_weights=init_lora_weights, layers=layers,
-            seed=random_state,
+            use_rslora=use_rslora, use_dora=use_dora, modules_to_save=modules_to_save, init_lora_weights=init_lora_weights,
+            layers=layers, seed=random_state,
         )
         adapted.max_seq_length = loaded_with
         _make_fast(adapted, use_gradient_checkpointing)

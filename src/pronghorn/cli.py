@@ -1,6 +1,6 @@
 """The command line: one verb a function, heavy imports inside, so that `--help` answers in a blink.
 
-Exit codes: 0 done, 1 our bug, 2 bad recipe, data or command, 3 environment fault, 4 health stop, 130/143 signal.
+Exit codes: 0 done, 1 our bug, 2 bad recipe, data or command, 3 environment fault, 4 health stop, 129/130/143 signal.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
-from pronghorn.errors import CommandError, EnvironmentFault, Interrupted, PronghornError
+from pronghorn.errors import CommandError, EnvironmentFault, Interrupted, PronghornError, counted
 from pronghorn.process import set_defaults
 
 if TYPE_CHECKING:
@@ -36,8 +37,9 @@ def main(words: Sequence[str] | None = None) -> int:
     set_defaults()
     if words is None:
         _make_printable()
-    arguments = _parse(words)
+    arguments = argparse.Namespace()
     try:
+        arguments = _parse(words)
         arguments.verb(arguments)
         sys.stdout.flush()
     except PronghornError as error:
@@ -52,6 +54,11 @@ def main(words: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `pronghorn data show ... | head`
         _forget_output()
         return 0
+    except PermissionError as error:  # of a file that nobody looked at before
+        denied = EnvironmentFault(what="no right to do this", where=str(error.filename or ""), why=error.strerror or str(error),
+                                  fix="change the rights, or the place, then run the same command again")
+        _show_error(denied, as_json=getattr(arguments, "json", False))
+        return denied.exit_code
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -90,7 +97,8 @@ def _show_error(error: PronghornError, *, as_json: bool) -> None:
     from rich.text import Text
 
     style = "yellow" if isinstance(error, Interrupted) else "bold red"
-    Console(stderr=True, soft_wrap=True).print(Text(str(error), style=style))
+    with suppress(OSError):  # the terminal is gone; the exit code still tells
+        Console(stderr=True, soft_wrap=True).print(Text(str(error), style=style))
 
 
 def _parse(words: Sequence[str] | None) -> argparse.Namespace:
@@ -98,7 +106,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = build_parser()
     arguments, left = parser.parse_known_args(words)
     if hasattr(arguments, "overrides"):
-        arguments.overrides += [word for word in left if "=" in word and not word.startswith("-")]
+        arguments.overrides = arguments.overrides + [word for word in left if "=" in word and not word.startswith("-")]
         left = [word for word in left if word.startswith("-") or "=" not in word]
     if left:
         parser.error(f"unrecognized arguments: {' '.join(left)}")
@@ -119,7 +127,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     def with_recipe(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
         one.add_argument("recipe", help="the recipe's YAML file")
-        one.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+        one.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES)
         return one
 
     one = verb("demo", demo, "teach a small model a skill in a few minutes, and see that it learned")
@@ -151,7 +159,7 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--system", help="a system message, as in the training data")
     one.add_argument("--max-tokens", type=int, default=256, help="longest answer (default: %(default)s)")
     one = with_run(verb("export", export, "write the adapter, or one merged model folder"))
-    one.add_argument("--to", choices=("adapter", "merged"), required=True)
+    one.add_argument("--to", choices=("adapter", "merged"), required=True, help="what to write")
     one.add_argument("--target", help="the folder to write (default: RUN/export-adapter or RUN/export-merged)")
 
     one = verb("verify", verify, "compare the fast layers with the model's own: loss and every trained gradient")
@@ -202,14 +210,20 @@ def new(arguments: argparse.Namespace) -> None:
     if arguments.file == "-":
         print(EXAMPLE, end="")
         return
+    path = Path(arguments.file)
     try:
-        with Path(arguments.file).open("x", encoding="utf-8") as file:
-            file.write(EXAMPLE)
+        path.touch(exist_ok=False)
     except FileExistsError as error:
         raise CommandError(what="this file exists already", where=arguments.file, fix="choose another name") from error
     except OSError as error:
         raise CommandError(what=f"cannot write: {error.strerror}", where=arguments.file, fix="choose another name") from error
-    _say(arguments, {"written": arguments.file}, f"wrote {arguments.file}; next: pronghorn check {arguments.file}")
+    try:
+        path.write_text(EXAMPLE, encoding="utf-8")
+    except OSError as error:
+        path.unlink()  # half a recipe would stand in the way of the next try
+        raise EnvironmentFault(what=f"cannot write: {error.strerror}", where=arguments.file,
+                               fix="free some disk space, or choose another place") from error
+    _say(arguments, {"written": arguments.file}, f"wrote {arguments.file}; next: pronghorn check {quote(arguments.file)}")
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -245,7 +259,7 @@ def data_show(arguments: argparse.Namespace) -> None:
     tokenizer, prepared = _prepared(recipe, arguments)
     table = prepared.tokens
     if not 0 <= arguments.row < len(table):
-        raise CommandError(what=f"there is no row {arguments.row}", why=f"the data has {len(table):,} rows",
+        raise CommandError(what=f"there is no row {arguments.row}", why=f"the data has {counted(len(table), 'row')}",
                            fix=f"choose --row from 0 to {len(table) - 1}")
     row = (tokenizer, table, arguments.row)
     _say(arguments, row_as_dict(*row), row_as_text(*row, coloured=_coloured()))
@@ -282,8 +296,8 @@ def _show_summary(folder: Path) -> None:
     from pronghorn.report.summary import render, summary
 
     _print(render(summary(history(read_log(folder)))))
-    print(f"report:     {folder / 'report.html'}\ntalk to it: pronghorn chat {folder}\n"
-          f"export it:  pronghorn export {folder} --to merged")
+    print(f"report:     {folder / 'report.html'}\ntalk to it: pronghorn chat {quote(str(folder))}\n"
+          f"export it:  pronghorn export {quote(str(folder))} --to merged")
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
@@ -293,7 +307,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         display.progress(*STARTED)
         figures = evaluate_run(Path(arguments.run), arguments.checkpoint, data=arguments.data, report=display.progress)
     _say(arguments, figures, f"{figures['checkpoint']}: loss {figures['loss']:.4f}, perplexity {figures['perplexity']:.3f}"
-                             f" over {figures['tokens']:,} tokens of {figures['documents']:,} documents")
+                             f" over {counted(figures['tokens'], 'token')} of {counted(figures['documents'], 'document')}")
 
 
 def chat(arguments: argparse.Namespace) -> None:
@@ -301,6 +315,8 @@ def chat(arguments: argparse.Namespace) -> None:
         raise CommandError(what=f"--max-tokens {arguments.max_tokens} leaves no room for an answer", fix="give 1 or more")
     if arguments.json and arguments.prompt is None:
         raise CommandError(what="--json needs --prompt", why="a talk is for people", fix="give one message: --prompt TEXT")
+    for text in (arguments.prompt, arguments.system):
+        _require_letters(text or "")
     with _display(arguments, label="loading the model"):
         from pronghorn.train.trained_run import Chat
 
@@ -317,7 +333,14 @@ def chat(arguments: argparse.Namespace) -> None:
             return
         if not message:
             return
+        _require_letters(message)
         print(f"model: {talk.answer(message)}")
+
+
+def _require_letters(text: str) -> None:
+    """Bytes that are no UTF-8 come in as halves of surrogate pairs, which no tokenizer takes."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise CommandError(what="the message is not UTF-8 text", fix="convert it (iconv), or set the terminal to UTF-8")
 
 
 def export(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""What went wrong, where, why and how to fix it; and the exit code of each kind.
+"""What went wrong, where, why and how to fix it; and the exit code of each kind. Also how messages count things.
 
 Every error a user can cause is one of these, so the command line prints it without a traceback.
 Anything else that escapes is our bug (exit code 1) and keeps its traceback.
@@ -69,7 +69,7 @@ class Interrupted(PronghornError):
 
     def __init__(self, what: str, *, signal_number: int, where: str = "", why: str = "", fix: str = "") -> None:
         super().__init__(what, where=where, why=why, fix=fix)
-        self.exit_code = 128 + signal_number  # 130 for Ctrl-C, 143 for SIGTERM
+        self.exit_code = 128 + signal_number  # 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP
 
 
 class Problems(PronghornError):
@@ -85,6 +85,11 @@ class Problems(PronghornError):
 
     def as_dict(self) -> dict[str, object]:
         return {"error": "Problems", "exit_code": self.exit_code, "problems": [p.as_dict() for p in self.problems]}
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """1 step · 1,200 steps · 2 batches, where `many` is not just `one` and an s."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def raise_all(problems: Sequence[PronghornError]) -> None:

@@ -93,9 +93,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise RecipeError(
-            what=f"cannot read the recipe: {reason}", where=str(path), fix="write one with `pronghorn new FILE`"
-        ) from error
+        denied = isinstance(error, PermissionError)
+        fix = "give yourself the right to read it" if denied else "write one with `pronghorn new FILE`"
+        raise RecipeError(what=f"cannot read the recipe: {reason}", where=str(path), fix=fix) from error
     return parse_recipe(text, overrides, name=str(path))
 
 

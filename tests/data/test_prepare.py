@@ -177,6 +177,38 @@ def test_a_weight_that_is_neither_0_nor_1_is_refused(model: Path, tmp_path: Path
         prepared(model, write_rows(tmp_path / "a.jsonl", [{column: turns}]))
 
 
+@pytest.mark.parametrize("key", ["train", "training"])
+def test_turns_of_train_false_are_read_and_not_trained_on(model: Path, tmp_path: Path, key: str) -> None:
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "q", key: False}, {"role": "assistant", "content": "bad", key: False},
+        {"role": "user", "content": "r"}, {"role": "assistant", "content": "good", key: True},
+    ]  # fmt: skip
+    speakers = {"user": "human", "assistant": "gpt"}
+    shared = [{"from": speakers[turn["role"]], "value": turn["content"], key: turn.get(key)} for turn in turns]
+    tokenizer = make_tokenizer()
+    for column, said in (("messages", turns), ("conversations", shared)):
+        tokens = prepared(model, write_rows(tmp_path / f"{column}.jsonl", [{column: said}])).tokens
+        assert tokenizer.decode(tokens.ids(0)[tokens.loss(0)]) == "good<|im_end|>"
+    # and loss_on: all is stronger than any mark, as with weights
+    whole = prepared(model, tmp_path / "messages.jsonl", loss_on="all").tokens
+    assert whole.loss(0).all()
+
+
+@pytest.mark.parametrize(("marks", "who", "why"), [
+    ({"train": "no"}, 2, "message 2 has `train` 'no'"), ({"training": 0}, 2, "message 2 has `training` 0"),
+    ({"train": True, "weight": 0}, 2, "message 2 contradicts itself: `weight` 0, `train` True"),
+    ({"train": True}, 1, r"message 1 \(user\) asks to be trained on; only what the assistant says"),
+])
+def test_marks_that_cannot_be_honoured_are_refused(model: Path, tmp_path: Path, marks: Any, who: int, why: str) -> None:
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    turns[who - 1] |= marks
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": turns}])
+    with pytest.raises(DataError, match=why):
+        prepared(model, path)
+    if who == 1:
+        assert prepared(model, path, loss_on="all").tokens.loss(0).all()
+
+
 def test_several_sources_and_formats(model: Path, tmp_path: Path) -> None:
     first = write_rows(tmp_path / "a.jsonl", chat_rows(3))
     second = write_rows(tmp_path / "b.jsonl", [{"prompt": "2 + 2 =", "completion": " 4"}])
@@ -310,7 +342,7 @@ def test_held_out_rows(model: Path, tmp_path: Path) -> None:
     again, other = hold_out(table, 0.1, seed=1)[1], hold_out(table, 0.1, seed=2)[1]
     places = [[one.where(i) for i in range(len(one))] for one in (held, again, other)]
     assert places[0] == places[1] != places[2]
-    with pytest.raises(DataError, match="too few") as caught:
+    with pytest.raises(DataError, match=r"cannot be held out of 1 row\n") as caught:
         hold_out(table.select([0]), 0.5, seed=1)
     assert caught.value.where == "data.eval"
 

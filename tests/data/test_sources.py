@@ -247,7 +247,7 @@ def test_csv_rows_that_do_not_fit_the_header(here: Path) -> None:
     rows, bad = read_all("x.csv")
     assert [row.fields["prompt"] for row in rows] == ["a", "c"]
     assert [row.where for row in bad] == ["x.csv:4", "x.csv:5", "x.csv:6"]
-    assert "1 values, but the header names 2" in bad[0].why
+    assert "1 value, but the header names 2 columns" in bad[0].why
     assert "not CSV" in bad[2].why
     assert bad[2].excerpt.startswith('"x"y')
 

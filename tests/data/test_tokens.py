@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,15 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write_table(tmp_path / "t.arrow", batches())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_behind_goes_after_a_day(tmp_path: Path) -> None:
+    old, young = tmp_path / ".a.arrow.17.tmp", tmp_path / ".b.arrow.18.tmp"
+    for file, age in ((old, 90_000), (young, 3_600)):
+        file.write_bytes(b"half of it")
+        os.utime(file, (time.time() - age,) * 2)
+    write_table(tmp_path / "t.arrow", [])
+    assert sorted(file.name for file in tmp_path.iterdir()) == [young.name, "t.arrow"]
 
 
 def test_a_full_disk_can_be_repaired_and_the_command_repeated() -> None:

@@ -283,7 +283,7 @@ def test_weights_of_another_shape(own_copy: Path) -> None:
     assert refused(own_copy).what == "model.norm.weight has the shape (31,) instead of (32,)"
     del tensors["model.layers.0.mlp.up_proj.weight"]
     save_file(tensors, own_copy / "model.safetensors", metadata={"format": "pt"})
-    assert refused(own_copy).what == "model.layers.0.mlp.up_proj.weight is not in its files (and 1 more weights)"
+    assert refused(own_copy).what == "model.layers.0.mlp.up_proj.weight is not in its files (and 1 more weight)"
 
 
 def test_a_tokenizer_larger_than_the_embeddings() -> None:

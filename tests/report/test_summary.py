@@ -8,8 +8,14 @@ import pytest
 from rich.console import Console
 from synthetic_run import RECIPE, synthetic_events
 
+from pronghorn.report import summary as module
 from pronghorn.report.figures import figures
 from pronghorn.report.summary import advise, render, summary
+
+
+@pytest.fixture(autouse=True)
+def _a_machine_with_many_cores(monkeypatch):
+    monkeypatch.setattr(module, "_cores", lambda: 64)
 
 
 def run_with(stages=None, **changes):
@@ -51,6 +57,18 @@ def test_below_the_threshold_there_is_nothing_to_fix(stages):
 
 def test_a_single_evaluation_is_not_to_be_made_rarer():
     assert advise(run_with({"step": 70, "evaluate": 30}, step=58)).key != "eval.every"
+
+
+@pytest.mark.parametrize(("cores", "workers", "change"), [
+    (3, 2, "set data.workers: 3 (now 2)"), (16, 12, "set data.workers: 16 (now 12)"),
+    (4, None, "set data.workers: 4 (now None)"),
+    (1, 0, "set data.workers: 1 (now 0)"), (2, 2, "nothing to change"), (2, 8, "nothing to change"),
+])
+def test_no_more_workers_are_advised_than_there_are_cores(monkeypatch, cores, workers, change):
+    monkeypatch.setattr(module, "_cores", lambda: cores)
+    advice = advise(run_with({"step": 50, "wait": 50}, recipe=RECIPE | {"data": {"workers": workers}}))
+    assert advice.change == change
+    assert "50 % of the time training waited for data" in advice.why
 
 
 def test_the_larger_loss_of_time_comes_first():

@@ -40,7 +40,7 @@ def start(code: str, *arguments: str) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_first_signal_lets_the_loop_save_and_leave(number: signal.Signals, exit_code: int) -> None:
     process = start(LOOP, "0")
     process.send_signal(number)
@@ -48,6 +48,16 @@ def test_first_signal_lets_the_loop_save_and_leave(number: signal.Signals, exit_
     assert out == "saving\nsaved\n"
     assert err == "finishing this step, then saving; press Ctrl-C again to leave at once\n"
     assert process.returncode == exit_code
+
+
+def test_what_was_started_with_nohup_goes_on_without_a_terminal() -> None:
+    process = start("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + LOOP, "0")
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=20)[0] == "saving\nsaved\n"
+    assert process.returncode == 143
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
@@ -108,7 +118,7 @@ def test_a_forked_worker_survives_ctrl_c_and_obeys_sigterm() -> None:
 
 
 def test_old_handlers_come_back() -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     with StopRequest() as stop:
         assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
         os.kill(os.getpid(), signal.SIGTERM)

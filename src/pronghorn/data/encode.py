@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pronghorn.data.formats import Example
+from pronghorn.data.formats import Example, asks_to_train, only_read
 from pronghorn.data.sources import BadRow, excerpt
 from pronghorn.data.templates import ChatTemplate, RowError, chat_template
 from pronghorn.data.tokens import Ints, Span, TokenRow, record_batch
@@ -96,11 +96,12 @@ class Encoder:
             assert self._chat is not None
             if self._loss_on == "all":
                 return self._chat.plain(example.messages, example.tools, example.where), ()
+            _refuse_others_trained(example)
             rendered = self._chat.render(example.messages, example.tools, example.where)
             turns = [turn for turn in rendered.turns if turn.message >= example.prompt_messages]
             if self._loss_on == "completion" and not example.prompt_messages:
                 turns = turns[-1:]
-            trained = [turn for turn in turns if example.messages[turn.message].get("weight") != 0]
+            trained = [turn for turn in turns if not only_read(example.messages[turn.message])]
             return rendered.text, [(turn.start, turn.stop) for turn in trained]
         if example.kind == "text" and self._loss_on not in {"auto", "all"}:
             raise DataError(
@@ -174,6 +175,15 @@ class Encoder:
             return True
         # A SentencePiece decoder drops the space before the first token: look at it in its place.
         return self._decode(ids[:last]).removeprefix(self._decode(ids[:first])) == said
+
+
+def _refuse_others_trained(example: Example) -> None:
+    for number, message in enumerate(example.messages, start=1):
+        if message["role"] != "assistant" and asks_to_train(message):
+            raise RowError(
+                f"message {number} ({message['role']}) asks to be trained on", where=example.where,
+                why="only what the assistant says can be (or everything: data.loss_on: all)", fix="write train: false there",
+            )  # fmt: skip
 
 
 def example_to_json(example: Example) -> str:

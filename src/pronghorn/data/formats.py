@@ -26,6 +26,7 @@ SPEAKERS = {  # ShareGPT's `from`, as exports and the tools that read them write
     "bard": "assistant", "claude": "assistant", "function_call": "assistant",
     "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
 }
+TRAIN_KEYS = ("train", "training")  # Axolotl's documentation writes the one, its default is the other
 KNOWN: dict[Format, str] = {
     "messages": "messages: [{role, content}, ...]",
     "sharegpt": "conversations: [{from, value}, ...]",
@@ -52,6 +53,16 @@ class Example:
     completion: str = ""
     text: str = ""
     prompt_messages: int = 0  # chat: the first so many messages are a given prompt and never carry loss
+
+
+def only_read(message: dict[str, Any]) -> bool:
+    """Whether the message itself says that it is not trained on."""
+    return message.get("weight") == 0 or any(message.get(key) is False for key in TRAIN_KEYS)
+
+
+def asks_to_train(message: dict[str, Any]) -> bool:
+    """By `train: true`; a `weight` of 1 is what every message has."""
+    return any(message.get(key) is True for key in TRAIN_KEYS)
 
 
 class _UnfitError(Exception):
@@ -143,12 +154,12 @@ def _from_sharegpt(row: RawRow) -> Example:
             raise _UnfitError(f"turn {number} is from `{speaker}`{_did_you_mean(speaker, SPEAKERS)}")
         if not isinstance(value, str):
             raise _UnfitError(f"turn {number} has no text in `value`")
-        weight = {"weight": _weight(turn, f"turn {number}")} if turn.get("weight") is not None else {}
+        marks = _marks(turn, f"turn {number}")
         if speaker == "function_call":
             call = {"type": "function", "function": _function_call(value, number)}
-            messages.append({"role": "assistant", "content": None, "tool_calls": [call], **weight})
+            messages.append({"role": "assistant", "content": None, "tool_calls": [call], **marks})
         else:
-            messages.append({"role": SPEAKERS[speaker], "content": value, **weight})
+            messages.append({"role": SPEAKERS[speaker], "content": value, **marks})
     return _chat(row, _system(row) + messages)
 
 
@@ -201,7 +212,7 @@ def _message(message: dict[str, Any], number: int) -> dict[str, Any]:
         raise _UnfitError(f"message {number} has the role `{role}`{_did_you_mean(role, ROLES)}")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise _UnfitError(f"message {number}: `tool_calls` is not a list of objects")
-    _weight(message, f"message {number}")
+    _marks(message, f"message {number}")
     if isinstance(content, list):
         content = "".join(_part(part, number) for part in content)
     if not isinstance(content, str) and not (content is None and calls):
@@ -211,12 +222,18 @@ def _message(message: dict[str, Any], number: int) -> dict[str, Any]:
     return {key: item for key, item in message.items() if item is not None} | {"content": content}
 
 
-def _weight(message: dict[str, Any], name: str) -> int:
-    """0: the turn is read and not trained on, as in OpenAI's and Mistral's formats; 1, or none, trains on it."""
-    weight = message.get("weight")
-    if weight not in (None, 0, 1):
-        raise _UnfitError(f"{name} has the weight {weight!r}; a turn is trained on (1) or not (0)")
-    return 1 if weight is None else int(weight)
+def _marks(message: dict[str, Any], name: str) -> dict[str, Any]:
+    """What the turn itself says about being trained on: `weight` 0 or 1, as in OpenAI's and Mistral's formats, or `train` or
+    `training` false or true, as in Axolotl's."""
+    marks = {key: message[key] for key in ("weight", *TRAIN_KEYS) if message.get(key) is not None}
+    if marks.get("weight", 1) not in (0, 1):
+        raise _UnfitError(f"{name} has the weight {marks['weight']!r}; a turn is trained on (1) or not (0)")
+    for key in TRAIN_KEYS:
+        if not isinstance(marks.get(key, True), bool):
+            raise _UnfitError(f"{name} has `{key}` {marks[key]!r}; a turn is trained on (true) or not (false)")
+    if len({bool(mark) for mark in marks.values()}) > 1:
+        raise _UnfitError(f"{name} contradicts itself: " + ", ".join(f"`{key}` {mark!r}" for key, mark in marks.items()))
+    return marks
 
 
 def _part(part: Any, number: int) -> str:

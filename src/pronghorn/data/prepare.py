@@ -27,11 +27,11 @@ from pronghorn.data.encode import CHUNK, Encoder, EncodingPool, example_from_jso
 from pronghorn.data.formats import Example, detect_format, to_example
 from pronghorn.data.sources import BadRow, RawRow, Source
 from pronghorn.data.tokens import TokenTable, fingerprint, loaded, write_table
-from pronghorn.errors import DataError, EnvironmentFault
+from pronghorn.errors import DataError, EnvironmentFault, counted
 from pronghorn.folders import cache_folder
 from pronghorn.recipe import Data
 
-CACHE_VERSION = 2  # raise it when the same input is tokenized or laid out differently
+CACHE_VERSION = 3  # raise it when the same input is tokenized or laid out differently
 FINDINGS_VERSION = 1  # raise it when clean.py finds other things
 ROWS_TO_KNOW_A_FORMAT = 100
 SILENT_SHARE = 0.01  # of rows may be too long and dropped without having been asked for
@@ -247,7 +247,7 @@ class _Tokenizing:
 
 def _bad_rows(bad: Sequence[BadRow], read: int) -> DataError:
     first, more = bad[0], len(bad) - 1
-    others = f" ({more:,} more bad row{'s' if more > 1 else ''}: {_some([row.where for row in bad[1:]])})" if more else ""
+    others = f" ({counted(more, 'more bad row')}: {_some([row.where for row in bad[1:]])})" if more else ""
     fix = "correct the row, or set data.bad_rows: skip to set such rows aside in a file"
     if len(bad) == read:
         fix = "not one row can be used: check data.format, the columns and the chat template"
@@ -335,11 +335,12 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
     kept = cut.select(np.flatnonzero(with_loss)) if no_loss else cut
     if dropped_long and strict:
         why = "the answer begins after" if spec.long == "truncate" else "more than"
-        remarks.append(f"left out {dropped_long:,} of {len(table):,} rows: {why} {limit:,} tokens")
+        remarks.append(f"left out {dropped_long:,} of {counted(len(table), 'row')}: {why} {limit:,} tokens")
     if no_loss and strict:
-        remarks.append(f"left out {no_loss:,} of {len(cut):,} rows{' and pieces' * (split_into > 0)}: nothing to learn from")
+        parts = counted(len(cut), "row") + " and pieces" * (split_into > 0)
+        remarks.append(f"left out {no_loss:,} of {parts}: nothing to learn from")
     if rows.bad:
-        remarks.append(f"{rows.bad:,} bad rows set aside in {rows.bad_rows_file}")
+        remarks.append(f"{counted(rows.bad, 'bad row')} set aside in {rows.bad_rows_file}")
     counts = Counts(
         read=rows.read, bad=rows.bad, exact_duplicates=exact, near_duplicates=near, junk=junk,
         too_long=affected, dropped_long=dropped_long, truncated=truncated, split_into=split_into,
@@ -369,7 +370,8 @@ def _too_many_long(table: TokenTable, limit: int, affected: int) -> DataError:
     enough = int(np.quantile(table.lengths, 1 - SILENT_SHARE, method="higher"))
     share = affected / len(table)
     return DataError(
-        f"{affected:,} of {len(table):,} rows ({share:.1%}) have more than {limit:,} tokens", where="data.max_length",
+        f"{affected:,} of {counted(len(table), 'row')} ({share:.1%}) {'has' if affected == 1 else 'have'} more than"
+        f" {limit:,} tokens", where="data.max_length",
         why=f"the longest has {table.lengths[longest]:,} tokens ({table.where(longest)}), and more than 1 % are not dropped"
         " without being asked for",
         fix=f"set data.long: drop, truncate or split, or data.max_length: {enough} or more",
@@ -386,7 +388,8 @@ def _nothing_left(names: Sequence[str], counts: Counts, spec: Data) -> DataError
     if counts.dropped_long and counts.dropped_long + counts.no_loss >= counts.read - counts.bad - counts.junk:
         return DataError(
             f"all rows are too long: none has {spec.max_length:,} tokens or fewer", where=where,
-            why=f"{counts.dropped_long:,} rows were dropped", fix="set data.max_length higher, or data.long: truncate or split",
+            why=f"dropped: {counted(counts.dropped_long, 'row')}",
+            fix="set data.max_length higher, or data.long: truncate or split",
         )  # fmt: skip
     fates = {
         "too long": counts.dropped_long, "without a token that carries loss": counts.no_loss, "junk": counts.junk,
@@ -406,7 +409,8 @@ def hold_out(table: TokenTable, fraction: float, seed: int) -> tuple[TokenTable,
     count = max(1, round(fraction * len(different)))
     if count >= len(different):
         raise DataError(
-            f"{len(different)} rows are too few to hold out {fraction:.1%} of them", where="data.eval",
+            f"{fraction:.1%} cannot be held out of {counted(len(different), 'row')}", where="data.eval",
+            why="none would be left to train on",
             fix="give more rows, or data.eval: a file of its own",
         )  # fmt: skip
     shuffled = np.random.Generator(np.random.Philox(key=[seed, 0])).permutation(different)

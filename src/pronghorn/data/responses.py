@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from pronghorn.errors import CommandError, DataError
+from pronghorn.errors import CommandError, DataError, counted
 
 IGNORED = -100
 SPACE = "▁"  # SentencePiece puts one before a text that begins a line
@@ -41,7 +41,7 @@ def _labelled(data: Any, marker: Marker, name: str) -> Any:
     if hasattr(labelled, "__len__"):
         without = sum(all(label == IGNORED for label in row["labels"]) for row in labelled)
         if without == len(labelled):
-            raise DataError(what=f"no answer in any of {without:,} rows", where=name,
+            raise DataError(what=f"no answer in any of {counted(without, 'row')}", where=name,
                             why=f"{marker.response!r} does not occur in them, or nothing follows it",
                             fix="give the exact text that the chat template writes before an answer")
     return labelled

@@ -10,6 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from pronghorn.data.tokens import TokenTable
+from pronghorn.errors import counted
 
 # Two shades of each, taken in turn, so that the borders of tokens show.
 LOSS_STYLES = ("bold white on green4", "bold white on dark_green")
@@ -69,7 +70,8 @@ def _visible(text: str) -> str:
 def row_as_text(tokenizer: Any, table: TokenTable, i: int, *, coloured: bool) -> Text:
     """The row under a line that says where it came from and how much of it carries loss."""
     count, length = int(table.loss_counts[i]), int(table.lengths[i])
-    head = Text(f"{table.where(i)}: {length:,} tokens, {count:,} carry loss ({count / max(1, length):.0%})\n\n")
+    carry = "carries" if count == 1 else "carry"
+    head = Text(f"{table.where(i)}: {counted(length, 'token')}, {count:,} {carry} loss ({count / max(1, length):.0%})\n\n")
     head.append(render_row(tokenizer, table, i, coloured=coloured))
     return head
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
-from pronghorn.errors import CommandError, DataError
+from pronghorn.errors import CommandError, DataError, counted
 
 Kind = Literal["jsonl", "json", "parquet", "csv", "tsv", "hub"]
 
@@ -401,7 +401,8 @@ def _read_csv(source: Source) -> Iterator[RawRow | BadRow]:
             elif header is None:
                 header = _header(source, values)
             elif len(values) != len(header):
-                yield BadRow(where, f"{len(values)} values, but the header names {len(header)} columns", excerpt(joined))
+                columns = counted(len(header), "column")
+                yield BadRow(where, f"{counted(len(values), 'value')}, but the header names {columns}", excerpt(joined))
             else:
                 yield RawRow(dict(zip(header, values, strict=True)), where)
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pronghorn.data.prepare import Counts, Findings, Rows, choose, findings, tokenized_rows
-from pronghorn.errors import CommandError
+from pronghorn.errors import CommandError, counted
 from pronghorn.recipe import Data
 
 BINS = 12  # of the histogram; what lies beyond the 99th percentile shares the last one
@@ -141,10 +141,11 @@ def _bins(lengths: np.ndarray[Any, np.dtype[np.int32]]) -> tuple[Bin, ...]:
 def _headline(stats: Stats) -> Text:
     counts = stats.counts
     text = Text()
-    text.append(f"{counts.kept:,} documents", style="bold")
-    text.append(f" of {counts.read:,} rows ({counts.format}), {counts.tokens:,} tokens, {stats.loss_share:.1%} carry loss")
+    text.append(counted(counts.kept, "document"), style="bold")
+    rows = counted(counts.read, "row")
+    text.append(f" of {rows} ({counts.format}), {counts.tokens:,} tokens, {stats.loss_share:.1%} carry loss")
     for source in counts.sources if len(counts.sources) > 1 else ():
-        text.append(f"\n  {source.name}: {source.read:,} rows, {source.format}", style="dim")
+        text.append(f"\n  {source.name}: {counted(source.read, 'row')}, {source.format}", style="dim")
     return text
 
 
@@ -200,6 +201,5 @@ def _fates(stats: Stats) -> RenderableType:
 
 
 def _packing_line(packing: Packing) -> Text:
-    return Text.assemble(
-        (f"{packing.efficiency:.2%}", "bold"), f" of {packing.packs:,} packs of {packing.capacity:,} tokens are real tokens"
-    )
+    packs = counted(packing.packs, "pack")
+    return Text.assemble((f"{packing.efficiency:.2%}", "bold"), f" of {packs} of {packing.capacity:,} tokens are real tokens")

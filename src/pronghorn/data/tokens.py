@@ -13,7 +13,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
+from pronghorn.folders import folder_of
 
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 Span = tuple[int, int]
+
+A_DAY = 86_400.0
 
 # Everything in a model folder that can change what a text is tokenized into (config.json names the tokenizer's class).
 TOKENIZER_FILES = (
@@ -68,8 +73,7 @@ class TokenizerFiles:
 
 
 def _files_of(name: str) -> list[Path]:
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    if folder := folder_of(name):
         return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -96,20 +100,20 @@ def _template_text(chat_template: str | None) -> str:
 def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
     """The tokenizer of a local folder or a hub name; `chat_template` is a Jinja file that replaces its own template."""
     template = _template_text(chat_template)
-    folder = Path(name).expanduser()
-    if not folder.is_dir() and (folder.is_absolute() or name.startswith((".", "~"))):
+    folder = folder_of(name)
+    if folder is None and (Path(name).is_absolute() or name.startswith((".", "~"))):
         raise ModelError("there is no such model folder", where=name, fix="check `model:`; it is a folder or a hub name")
 
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder or name), trust_remote_code=False)
     # What transformers raises for a folder without tokenizer, an unknown name, no network, or a broken file.
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         why, fix = str(error).strip().split("\n")[0], _how_to_find(name)
         if "custom code" in why:
             why, fix = "it wants to run code from its repository, and no file can", "use a model whose tokenizer needs no code"
-        elif folder.is_dir() and not (folder / "tokenizer.json").is_file():
+        elif folder and not (folder / "tokenizer.json").is_file():
             why = "there is no tokenizer.json in the folder"
         raise ModelError("its tokenizer cannot be loaded", where=name, why=why, fix=fix) from error
     if not getattr(tokenizer, "is_fast", False):
@@ -129,7 +133,7 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
 
 
 def _how_to_find(name: str) -> str:
-    if Path(name).expanduser().is_dir():
+    if folder_of(name):
         return "put tokenizer.json and tokenizer_config.json into the folder"
     if os.environ.get("HF_HUB_OFFLINE") in {"1", "true", "ON", "YES", "TRUE"}:
         return "it is not in the hub cache and HF_HUB_OFFLINE is set: download it once, or give a local folder"
@@ -209,10 +213,20 @@ def record_batch(rows: Sequence[TokenRow]) -> Any:
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 
+def _remove_left_behind(folder: Path) -> None:
+    """What killed processes were writing. Not by their number: others may share the folder from other machines, and whoever
+    is still at it touches its file more often than once a day."""
+    for file in folder.glob(".*.tmp"):
+        with suppress(FileNotFoundError):
+            if time.time() - file.stat().st_mtime > A_DAY:
+                file.unlink()
+
+
 def write_table(path: Path, batches: Iterable[Any]) -> None:
     """Record batches (see `record_batch`) into an Arrow file that appears whole or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left_behind(path.parent)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pronghorn.errors import EnvironmentFault, RecipeError
+from pronghorn.errors import EnvironmentFault, RecipeError, counted
 from pronghorn.memory.levels import KEEP, LEVELS, Level, Problem, evaluate
 from pronghorn.memory.search import Found, fastest, smallest
 from pronghorn.memory.sizes import RECOMPUTES, device_bytes, peak_within, static_parts
@@ -147,7 +147,8 @@ def _reasons(plan: Plan) -> tuple[str, ...]:
     if plan.offloaded:
         stalled = plan.ms - evaluate(replace(problem, costs=replace(problem.costs, to_host=1e18, from_host=1e18)),
                                      plan.levels, plan.pieces).ms
-        said.append(f"{len(plan.offloaded)} layers leave for {_gb(plan.host_bytes)} of pinned host memory; "
+        leave = counted(len(plan.offloaded), "layer leaves", "layers leave")
+        said.append(f"{leave} for {_gb(plan.host_bytes)} of pinned host memory; "
                     + (f"the copies cost {stalled:.1f} ms" if stalled > 0.05 else "their copies hide behind the compute"))
     if plan.pieces > 1 and any(level.recompute != "nothing" for level in plan.levels):
         said.append(f"the MLP's rows are done in {plan.pieces} turns, so that less is held at once")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from transformers import AutoConfig
 
 from pronghorn.errors import ModelError
+from pronghorn.folders import folder_of
 
 
 def read_config(name: str) -> Any:
@@ -18,8 +18,7 @@ def read_config(name: str) -> Any:
 
 def place(name: str) -> str:
     """`~` opened, which transformers would take for part of a hub name."""
-    folder = Path(name).expanduser()
-    return str(folder) if folder.is_dir() else name
+    return str(folder_of(name) or name)
 
 
 def guarded(name: str, load: Any) -> Any:
@@ -34,6 +33,6 @@ def guarded(name: str, load: Any) -> Any:
                              fix="use a model type that transformers has itself") from error
         first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
         fix = "check the name; without a network, the model must be a folder or already in the hub cache"
-        if Path(name).expanduser().is_dir():
+        if folder_of(name):
             fix = "get the folder's files again, all of them; or use a causal language model that this transformers knows"
         raise ModelError(what="cannot load the model", where=name, why=first[:300], fix=fix) from error

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from pronghorn.errors import CommandError
+from pronghorn.errors import CommandError, EnvironmentFault
 from pronghorn.model.few_bit_experts import dequantize_experts_
 from pronghorn.model.fp8_linear import dequantize_fp8_
 from pronghorn.model.load import DTYPES, load_model, pick_device, resolve_precision, without_progress_bars
@@ -42,15 +42,23 @@ def export(checkpoint: Path, recipe: Recipe, target: Path, to: Literal["adapter"
         raise CommandError(what=f"cannot write there: {error.strerror}", where=str(target),
                            fix="choose another folder with --target") from error
     try:
-        if to == "merged" and recipe.method != "full":
-            save_model(merged_model(checkpoint, recipe), beside)
-            _copy(checkpoint, beside, lambda name: not name.startswith("adapter_"))
-        else:
-            _copy(checkpoint, beside, lambda name: True)
-        (beside / "README.md").write_text(model_card(recipe, to, figures), encoding="utf-8")
+        merged = merged_model(checkpoint, recipe) if to == "merged" and recipe.method != "full" else None
+        _write(merged, checkpoint, beside, model_card(recipe, to, figures))
         beside.replace(target)
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or str(error).removeprefix("Error while serializing: ")
+        raise EnvironmentFault(what="the export could not be written", where=str(target), why=why,
+                               fix="free some disk space, or choose another folder with --target") from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def _write(merged: Any, checkpoint: Path, folder: Path, card: str) -> None:
+    """`merged`: the whole model; None: the checkpoint has what is wanted."""
+    if merged is not None:
+        save_model(merged, folder)
+    _copy(checkpoint, folder, lambda name: merged is None or not name.startswith("adapter_"))
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def save_model(model: Any, folder: Path) -> None:

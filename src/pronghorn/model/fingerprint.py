@@ -12,13 +12,14 @@ import hashlib
 from pathlib import Path
 
 from pronghorn.errors import CheckpointError
+from pronghorn.folders import folder_of
 
 BLOCKS, BLOCK = 256, 4096
 
 
 def fingerprint(name: str) -> str:
     """Of a folder, or of a hub model as it lies in the cache; empty where its files are somewhere else."""
-    folder = _folder(name)
+    folder = local_files(name)
     files = [] if folder is None else sorted(folder.glob("*.safetensors"))
     digest = hashlib.sha256()
     for file in files:
@@ -40,9 +41,9 @@ def require_same_weights(name: str, then: str, checkpoint: str) -> None:
             fix="put the model's files back, or start over: pronghorn train RECIPE --fresh (the old folder is kept aside)")
 
 
-def _folder(name: str) -> Path | None:
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+def local_files(name: str) -> Path | None:
+    """A model's folder, or where it lies in the hub's cache; None: it is not there, and nothing is fetched."""
+    if folder := folder_of(name):
         return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

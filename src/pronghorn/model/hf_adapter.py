@@ -46,6 +46,9 @@ def with_adapter(model: Any, *, target_modules: Sequence[str] | str, modules_to_
     targets = linears
     if linears == "all-linear" and layers is not None:
         targets = _linear_names(model)  # PEFT wants names to choose layers
+    if stacks and (option := next((name for name in ("use_dora", "lora_dropout") if config.get(name)), "")):
+        raise CommandError(what=f"{option} does not go with an adapter on experts", why="PEFT has no such adapters for experts",
+                           fix=f"leave {option} out, or the experts")
     torch.manual_seed(seed)
     return get_peft_model(model, LoraConfig(
         task_type="CAUSAL_LM", target_modules=targets, target_parameters=stacks or None, modules_to_save=whole or None,
@@ -158,12 +161,16 @@ def _with_deltas(weight: Tensor, module: Any) -> Tensor:
     if module.merged or module.disable_adapters:
         return weight
     total = weight.float()
-    for adapter in module.active_adapters:
-        if adapter in module.lora_A:
-            if module.use_dora.get(adapter, False) or adapter in module.lora_variant:
-                raise ModelError(what="this adapter is a variant of LoRA, not a sum", why="DoRA merges in its own way",
-                                 fix="model.merge_and_unload().save_pretrained(folder)")
-            total = total + module.get_delta_weight(adapter).float()
+    active = [adapter for adapter in module.active_adapters if adapter in module.lora_A]
+    for adapter in active:
+        dora = module.use_dora.get(adapter, False)
+        if (dora and len(active) > 1) or (adapter in module.lora_variant and not dora):
+            raise ModelError(what="this adapter is a variant of LoRA, not a sum", why="it merges in a way of its own",
+                             fix="model.merge_and_unload().save_pretrained(folder)")
+        total = total + module.get_delta_weight(adapter).float()
+        if dora:  # the sum gives each row's direction, the magnitude its length
+            magnitude = module.lora_magnitude_vector[adapter].weight.detach().float()
+            total = total * (magnitude / total.norm(dim=1))[:, None]
     return total
 
 

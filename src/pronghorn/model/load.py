@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from logging import ERROR, LogRecord
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
 from transformers.utils import logging
 
-from pronghorn.errors import ModelError, RecipeError
+from pronghorn.errors import ModelError, RecipeError, counted
+from pronghorn.folders import folder_of
+from pronghorn.kernels.dispatch import say_once
 from pronghorn.model.config import guarded, place, read_config
 from pronghorn.model.families import FAMILIES, why_not_fast
 from pronghorn.model.fp8_linear import load_fp8, refuse_quantized, require_fp8
@@ -131,7 +134,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, four_bit:
         model = guarded(name, lambda: load(folder, dtype, device, progress=progress))
         model.config._name_or_path = model.name_or_path = place(name)  # adapters name their base by it
         return model  # type: ignore[no-any-return]
-    with without_progress_bars():
+    with without_progress_bars(), without_load_report(name):
         model, found = guarded(
             name,
             lambda: AutoModelForCausalLM.from_pretrained(
@@ -141,6 +144,9 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, four_bit:
             ),
         )
     _refuse_made_up_weights(name, found)
+    if unused := sorted(found["unexpected_keys"]):
+        say_once(f"{name}: {counted(len(unused), 'weight')} in its files without a place in the model: {unused[0]}"
+                 + ", ..." * (len(unused) > 1))
     if method == "mxfp4":
         _forget_mxfp4(model, dtype)
     model.config.use_cache = False
@@ -159,8 +165,7 @@ def _forget_mxfp4(model: Any, dtype: torch.dtype) -> None:
 
 def local_folder(name: str, token: str | None = None) -> Path:
     """Where the files of a model are: its folder, or the hub's cache, fetched if they are not there yet."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    if folder := folder_of(name):
         return folder
     from huggingface_hub import snapshot_download
 
@@ -199,6 +204,28 @@ def without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@contextmanager
+def without_load_report(name: str) -> Iterator[None]:
+    """transformers prints a table of the weights that do not fit, before we can say it in a sentence. A filter, for this
+    time only: a raised level would make it (5.22) talk about tensor parallelism instead."""
+    logger = logging.get_logger("transformers.modeling_utils")
+
+    def errors_only(record: LogRecord) -> bool:
+        return record.levelno >= ERROR
+
+    logger.addFilter(errors_only)
+    try:
+        yield
+    except RuntimeError as error:
+        if "conversion of the weights" not in str(error):
+            raise
+        raise ModelError(what="the weights do not fit together", where=name,
+                         why="they cannot be stacked as the model keeps them: experts of one layer may have several shapes",
+                         fix="get the model's complete files, all from the same version") from error
+    finally:
+        logger.removeFilter(errors_only)
+
+
 def require_tokenizer_fits(tokenizer: Any, vocabulary: int, name: str) -> None:
     """A token id beyond the embeddings reads foreign memory on a GPU; say it here instead."""
     largest = max(tokenizer.get_vocab().values())
@@ -216,12 +243,21 @@ def _refuse_made_up_weights(name: str, found: dict[str, Any]) -> None:
     spoilt |= {key: f"has the shape {tuple(there)} instead of {tuple(asked)}" for key, there, asked in found["mismatched_keys"]}
     if spoilt:
         first = min(spoilt)
-        others = f" (and {len(spoilt) - 1} more weights)" if len(spoilt) > 1 else ""
+        others = f" (and {counted(len(spoilt) - 1, 'more weight')})" if len(spoilt) > 1 else ""
         raise ModelError(what=f"{first} {spoilt[first]}{others}", where=name, why="the weights do not belong to config.json",
                          fix="get the model's complete files, all from the same version")
 
 
 def _refuse_unreadable_folder(name: str) -> None:
+    try:
+        _refuse_folder_without_weights(name)
+    except (OSError, RuntimeError) as error:  # no right to enter it, a name that is too long; the `~` of nobody
+        why = str(getattr(error, "strerror", "") or error)
+        raise ModelError(what="the model folder cannot be looked into", where=name, why=why,
+                         fix="check the path in `model:`, and your right to read what is there") from error
+
+
+def _refuse_folder_without_weights(name: str) -> None:
     folder = Path(name).expanduser()
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or folder.exists()
     if not looks_local:

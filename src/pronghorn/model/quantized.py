@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from pronghorn.errors import ModelError
+from pronghorn.errors import ModelError, counted
 from pronghorn.kernels.nf4 import (
     BLOCK,
     NESTED_BLOCK,
@@ -378,7 +378,7 @@ def _refuse_missing(keys: Collection[str], stacks: Collection[str], shards: _Sha
     """`stacks`: those of the keys that are stacks of experts, which may be stored in other ways."""
     missing = [key for key in keys if key not in shards and not (key in stacks and has_stack(shards, key))]
     if missing:
-        others = f" (and {len(missing) - 1} more weights)" if len(missing) > 1 else ""
+        others = f" (and {counted(len(missing) - 1, 'more weight')})" if len(missing) > 1 else ""
         raise ModelError(what=f"{missing[0]} is not in its files{others}", where=str(folder),
                          why="the weights do not belong to config.json, or are stored under other names",
                          fix="get the model's complete files, all from the same version")

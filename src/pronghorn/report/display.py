@@ -27,6 +27,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pronghorn.errors import counted
 from pronghorn.report import wording
 from pronghorn.report.bars import sparkline, stage_bar, stage_legend
 from pronghorn.report.run_log import as_number
@@ -288,8 +289,9 @@ def _say_start(run: _Run, event: dict[str, Any], width: int) -> list[str]:
     if parameters and data:
         amounts = [parameters.get("trainable"), parameters.get("total"), data.get("documents"), data.get("tokens")]
         trainable, total, documents, tokens = (wording.count(amount) for amount in amounts)
-        what = f"trains {trainable} of {total} parameters on {documents} documents, {tokens} tokens"
-        lines.append(f"  {what}, {event.get('steps', 0):,} steps")
+        documents += " document" if documents == "1" else " documents"
+        what = f"trains {trainable} of {total} parameters on {documents}, {tokens} tokens"
+        lines.append(f"  {what}, {counted(event.get('steps', 0), 'step')}")
     return lines
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from pronghorn.errors import counted
 from pronghorn.report import wording
 
 MOST_LAYERS = 128  # shown: keeps the page small
@@ -52,7 +53,7 @@ def experts_summary(kept: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         return None
     worst = max(layers, key=lambda load: load.imbalance)
     mean = sum(load.imbalance for load in layers) / len(layers)
-    text = (f"busiest expert {mean:.2f} times the mean over {len(layers)} layers, {worst.imbalance:.2f} in layer "
+    text = (f"busiest expert {mean:.2f} times the mean over {counted(len(layers), 'layer')}, {worst.imbalance:.2f} in layer "
             f"{worst.layer}; 0 tokens dropped")
     return {"layers": len(layers), "imbalance": mean, "worst_layer": worst.layer, "worst_imbalance": worst.imbalance,
             "unused": sum(load.unused for load in layers), "dropped": 0, "text": text}

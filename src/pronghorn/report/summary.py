@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pronghorn.errors import counted
 from pronghorn.report import wording
 from pronghorn.report.bars import STAGE_STYLES, share_bar
 from pronghorn.report.cost import TRAINING, cost
@@ -140,10 +142,17 @@ def _waiting(run: Figures) -> Advice | None:
     share = run.share("wait")
     if share <= 0.05:
         return None
-    workers = _setting(run, "data", "workers")
-    wanted = max(2, 2 * workers) if isinstance(workers, int) else 4
+    workers, cores = _setting(run, "data", "workers"), _cores()
     why = f"{wording.percent(share)} of the time training waited for data"
+    if isinstance(workers, int) and workers >= cores:
+        return Advice("nothing to change", f"{why}, and data.workers is {workers} on {counted(cores, 'core')} already", share)
+    wanted = min(cores, max(2, 2 * workers) if isinstance(workers, int) else 4)
     return Advice(f"set data.workers: {wanted} (now {workers})", why, share, "data.workers")
+
+
+def _cores() -> int:
+    """Cores this process may use. The run's own were as many: it ends by showing its summary."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _evaluating(run: Figures) -> Advice | None:

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from pronghorn.data.batches import Shapes
+from pronghorn.errors import counted
 from pronghorn.memory.sizes import moment_bytes
 from pronghorn.model.config import read_config
 from pronghorn.model.load import ModelFacts, Precision
@@ -58,10 +59,10 @@ class Facts:
         for name, value in (
             ("model", f"{self.model} ({self.model_type}, {self.parameters:,} parameters)"),
             ("trained", f"{self.trainable:,} parameters, {self.precision} on {self.device}"),
-            ("data", f"{self.documents:,} documents, {self.tokens:,} tokens, {share:.0%} of them carry loss"),
-            ("held out", f"{self.eval_documents:,} documents"),
-            ("packing", f"{self.packs:,} packs an epoch, {self.packing_efficiency:.1%} full"),
-            ("steps", f"{self.steps:,} of {self.micro_batches_per_step} micro-batches"),
+            ("data", f"{counted(self.documents, 'document')}, {self.tokens:,} tokens, {share:.0%} of them carry loss"),
+            ("held out", counted(self.eval_documents, "document")),
+            ("packing", f"{counted(self.packs, 'pack')} an epoch, {self.packing_efficiency:.1%} full"),
+            ("steps", f"{self.steps:,} of {counted(self.micro_batches_per_step, 'micro-batch', 'micro-batches')}"),
             ("memory", "about {} GB: weights {}, adapters, gradients and optimizer {}, activations {}".format(*gigabytes)),
             *(("plan", text) for text in self.plan),
             *(("note", text) for text in self.notices),

@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
     """Arguments: the parent's process id, the descriptor of the pipe, the descriptors of the images."""
     parent, pipe, *images = (int(argument) for argument in arguments)
     _die_with(parent)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent decides
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
     connection: Connection[Any, Any] = Connection(pipe)

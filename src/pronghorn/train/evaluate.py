@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pronghorn.data.batches import TokenRows, evaluation_batches
+from pronghorn.errors import counted
 from pronghorn.recipe import Stop
 from pronghorn.train.objectives import loss_sum
 
@@ -63,7 +64,7 @@ class Progress:
         """Why the run should end, or nothing."""
         if stop is None or self.without_gain < stop.patience:
             return ""
-        return (f"held-out loss gained less than {stop.min_delta} in {self.without_gain} evaluations in a row;"
+        return (f"held-out loss gained less than {stop.min_delta} in {counted(self.without_gain, 'evaluation')} in a row;"
                 f" best {self.best_loss:.4f} at step {self.best_step}")
 
     def as_dict(self) -> dict[str, Any]:

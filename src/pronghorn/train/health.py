@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pronghorn.data.batches import StepBatch, TokenRows, build_batch
-from pronghorn.errors import HealthStop, ModelError, RecipeError
+from pronghorn.errors import HealthStop, ModelError, RecipeError, counted
 from pronghorn.train.objectives import loss_sum
 
 NAMED = 5  # rows named in a message; more would not be read
@@ -28,7 +28,7 @@ def refuse_broken_weights(model: torch.nn.Module, name: str) -> None:
     """Asked once something else failed: it reads every weight, and a model that is sound need not wait for that."""
     broken = [key for key, p in model.named_parameters() if p.is_floating_point() and not bool(torch.isfinite(p).all())]
     if broken:
-        more = f" and {len(broken) - 1} more weights" if len(broken) > 1 else ""
+        more = f" and {counted(len(broken) - 1, 'more weight')}" if len(broken) > 1 else ""
         raise ModelError(what=f"{broken[0]}{more}: not every number is finite", where=name,
                          why="the model's files hold NaN or infinity, and everything computed from them does, too",
                          fix="get the model's files again; if they are meant so, set precision: fp32 (fp16 ends at 65,504)")

@@ -22,7 +22,7 @@ import torch
 from pronghorn import __version__
 from pronghorn.data.batches import StepBatch
 from pronghorn.data.prepare import evaluation_prompts
-from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, PronghornError
+from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, PronghornError, counted
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.export import AdapterFiles, adapter_files, save_model
 from pronghorn.model.generate import generate_answers
@@ -156,7 +156,7 @@ class _Run:
                 self._leave_for(stop.signal_number)
         if verdict:
             return "early stop", verdict
-        return "done", f"all {total:,} steps"
+        return "done", "the one step" if total == 1 else f"all {total:,} steps"
 
     def _pause(self, evaluates: bool, last: bool) -> str:
         """Everything begun is finished; then evaluation and checkpoint, where they are due. Returns the reason to stop."""
@@ -443,4 +443,4 @@ def _versions() -> dict[str, str]:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
+    return f"CPU ({platform.machine()}, {counted(os.cpu_count() or 1, 'core')})"

@@ -17,7 +17,7 @@ from pronghorn.data.batches import BatchLoader, Cursor, Shapes, build_batch, ste
 from pronghorn.data.packing import Packs, pack
 from pronghorn.data.prepare import hold_out, prepare
 from pronghorn.data.tokens import TokenTable, load_tokenizer
-from pronghorn.errors import CheckpointError, DataError, ModelError, RecipeError
+from pronghorn.errors import CheckpointError, DataError, ModelError, RecipeError, counted
 from pronghorn.model.causal_lm import engine_of, install, require_isolated_documents
 from pronghorn.model.config import read_config
 from pronghorn.model.families import why_not_fast
@@ -35,6 +35,7 @@ from pronghorn.model.load import (
     resolve_precision,
 )
 from pronghorn.model.lora import add_adapter, restore_adapter
+from pronghorn.model.weight_files import require_whole_weights
 from pronghorn.recipe import Lora, Recipe
 from pronghorn.train.checkpoint import TrainState, latest_checkpoint, load_checkpoint, restore_rng
 from pronghorn.train.evaluate import Progress
@@ -178,6 +179,7 @@ def look_ahead(recipe: Recipe) -> tuple[torch.device, Precision, ModelFacts, Any
     facts = inspect_model(recipe.model, None if recipe.method == "full" else recipe.lora, four_bit=recipe.method == "qlora",
                           fp8=recipe.method == "fp8")
     require_fp8_products(recipe, facts)
+    require_whole_weights(recipe.model, any_name=recipe.method in ("qlora", "fp8"))
     tokenizer = load_tokenizer(recipe.model, recipe.data.chat_template)
     require_tokenizer_fits(tokenizer, facts.vocabulary, recipe.model)
     return device, precision, facts, tokenizer
@@ -293,7 +295,8 @@ def notices(recipe: Recipe, data: RunData, device: torch.device, precision: Prec
     """What is allowed but probably not meant."""
     said = list(data.remarks)
     if data.total_steps < FEW_STEPS and not recipe.train.steps:
-        said.append(f"only {data.total_steps} steps; a train.batch_tokens below {recipe.train.batch_tokens:,} gives more")
+        steps = counted(data.total_steps, "step")
+        said.append(f"only {steps}; a train.batch_tokens below {recipe.train.batch_tokens:,} gives more")
     if recipe.method == "full" and recipe.lora != Lora():
         said.append("method: full trains all of the model; what the recipe says under lora is not used")
     if device.type == "cpu" and precision != "fp32":

@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM ask for the end: the loop finishes its step, saves and leaves; a second Ctrl-C leaves at once.
+"""Ctrl-C, SIGTERM and a closed terminal ask for the end: the loop finishes its step, saves and leaves; a second Ctrl-C leaves
+at once.
 
     with StopRequest() as stop:
         for batch in batches:
@@ -17,17 +18,17 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
-_WATCHED = (signal.SIGINT, signal.SIGTERM)
+_WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal is closed, or the connection lost
 _FIRST = "finishing this step, then saving; press Ctrl-C again to leave at once"
 _SECOND = "left at once; the previous checkpoint is intact, the same command resumes from it"
 _SHOW_CURSOR = "\x1b[?25h"  # a live display hides the cursor, and os._exit gives it no chance to bring it back
 
 
 class StopRequest:
-    """Catches the two signals inside a `with`; outside the main thread, where Python allows none, it does nothing."""
+    """Catches these signals inside a `with`; outside the main thread, where Python allows none, it does nothing."""
 
     def __init__(self) -> None:
-        self.signal_number: int | None = None  # of the first signal: 2 for Ctrl-C, 15 for SIGTERM
+        self.signal_number: int | None = None  # of the first signal: 2 for Ctrl-C, 15 for SIGTERM, 1 for SIGHUP
         self._process = os.getpid()
         self._old: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | signal.Handlers | None] = {}
 
@@ -38,6 +39,8 @@ class StopRequest:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in _WATCHED:
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue  # started with nohup, to go on without a terminal
                 self._old[number] = signal.signal(number, self._receive)
         return self
 
@@ -60,7 +63,7 @@ class StopRequest:
 
 
 def _receive_in_forked_worker(number: int) -> None:
-    """A forked data worker inherits the handlers. Ctrl-C reaches it too, but the step being finished still needs it;
+    """A forked data worker inherits the handlers. Ctrl-C and SIGHUP reach it too, but the step being finished still needs it;
     SIGTERM is its parent's `terminate()` and must end it."""
     if number == signal.SIGTERM:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,100 @@
+"""Whether a model's weight files are whole, in milliseconds: their headers and sizes are looked at, no tensor is read.
+
+A safetensors file is 8 bytes that give the header's length, the header (JSON: of each tensor its type, shape and place among
+the bytes that follow), and the tensors' bytes. So its header tells where it ends, and a download that broke off shows at once.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pronghorn.errors import ModelError, counted
+from pronghorn.folders import folder_of
+from pronghorn.model.fingerprint import local_files
+
+LONGEST_HEADER = 100_000_000  # safetensors' own limit; a made-up length must not make us allocate what it says
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LFS_POINTER = b"version https://git-lfs"  # what git leaves in place of a large file it did not fetch
+
+
+def require_whole_weights(name: str, *, any_name: bool = False) -> None:
+    """Refuses a folder, or a hub model that lies in the cache, one of whose weight files is missing or not whole. A hub model
+    that is not there yet, or not all of it, is fetched when it is loaded. `any_name`: whoever loads it opens every
+    *.safetensors; transformers opens model.safetensors, or what the index names."""
+    folder = local_files(name)
+    if folder is None:
+        return
+    from_hub = folder_of(name) is None
+    again = f"delete {folder}, and it is downloaded again" if from_hub else "download it again"
+    files = _files(folder)
+    if files and not (any_name or from_hub or (folder / SINGLE).is_file() or (folder / INDEX).is_file()):
+        others = f"all that there is: {', '.join(file.name for file in files[:3])}" + ", ..." * (len(files) > 3)
+        raise ModelError(what=f"neither {SINGLE} nor {INDEX} is there", where=str(folder), why=others,
+                         fix=f"download {INDEX} into the folder" if len(files) > 1 else f"rename the file to {SINGLE}")
+    for file in files:
+        if not file.is_file():
+            if from_hub:
+                continue
+            raise ModelError(what=f"{file.name} is missing", where=str(folder), why=f"{INDEX} names it",
+                             fix=f"download {file.name} into the folder")
+        try:
+            why = _damage(file)
+        except OSError as error:
+            raise ModelError(what=f"cannot read {file.name}", where=str(folder), why=error.strerror or str(error),
+                             fix="give yourself the right to read it") from error
+        if why:
+            fix = "fetch the large files (git lfs pull)" if "Git LFS" in why else again
+            raise ModelError(what=f"{file.name} is not whole", where=str(folder), why=why, fix=fix)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those that loading would open, in transformers' order of preference."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if not (folder / INDEX).is_file():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        with (folder / INDEX).open("rb") as file:
+            names = set(json.loads(file.read(LONGEST_HEADER))["weight_map"].values())
+        if not names:
+            raise ValueError("it names no file")
+        return [folder / name for name in sorted(names)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(what=f"{INDEX} does not say which file holds which weight", where=str(folder),
+                         why=f"{type(error).__name__}: {error}"[:200], fix="download it again") from error
+
+
+def _damage(file: Path) -> str:
+    """What is wrong with a safetensors file; empty: nothing."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(len(LFS_POINTER))
+        if start == LFS_POINTER:
+            return "it is a Git LFS pointer, not the weights"
+        if size < 8:
+            return "the file is empty" if not size else f"the file has {counted(size, 'byte')}, and no header"
+        length = int.from_bytes(start[:8], "little")
+        if length > LONGEST_HEADER:
+            return "it does not begin as a safetensors file does"
+        if length > size - 8:
+            return f"the file ends within its header, at least {counted(length + 8 - size, 'byte')} early"
+        opened.seek(8)
+        end = _end_of_tensors(opened.read(length))
+    if end is None:
+        return "its header is not that of a safetensors file"
+    missing = 8 + length + end - size
+    if missing > 0:
+        return f"the file ends {counted(missing, 'byte')} early"
+    return f"the file has {counted(-missing, 'byte')} behind its last tensor" if missing < 0 else ""
+
+
+def _end_of_tensors(header: bytes) -> int | None:
+    """Where the last tensor ends, counted from the header's end; None: the header does not say."""
+    try:
+        tensors: dict[str, Any] = json.loads(header)
+        ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+        return None
+    return max(ends, default=0) if all(type(end) is int and end >= 0 for end in ends) else None
