@@ -7,14 +7,13 @@ contents of every module-level container are compared before and after pronghorn
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import types
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 LIBRARIES = ("torch", "transformers", "peft")
 # What these libraries write into themselves while they are used, and would for any caller.
@@ -141,21 +140,24 @@ def use_ours(folder: str) -> None:
         model.save_pretrained_merged(f"{folder}/merged-{stored}", tokenizer)
 
 
-def compare_in_this_process(folder: str, sabotage: bool) -> list[str]:
+def compare_in_this_process(folder: str) -> dict[str, list[str]]:
+    """What is changed after pronghorn is used, and what is found once it is sabotaged: the second shows that the first can
+    fail, and comes from the same process, since what they do before takes all of the time."""
     use_stock(folder)
     environment, before = dict(os.environ), snapshot()
+
+    def found() -> list[str]:
+        return changes(before, snapshot()) + (["the environment was changed"] if dict(os.environ) != environment else [])
+
     import pronghorn
     import pronghorn.api
 
     assert pronghorn.FastLanguageModel
-    found = [f"import: {change}" for change in changes(before, snapshot())]
+    imported = [f"import: {change}" for change in changes(before, snapshot())]
     use_ours(folder)
-    if sabotage:
-        sabotage_libraries()
-    found += changes(before, snapshot())
-    if dict(os.environ) != environment:
-        found.append("the environment was changed")
-    return found
+    as_it_is = imported + found()
+    sabotage_libraries()
+    return {"as it is": as_it_is, "with patches": found()}
 
 
 def sabotage_libraries() -> None:
@@ -174,25 +176,20 @@ def sabotage_libraries() -> None:
     os.environ["SET_BY_PRONGHORN"] = "1"
 
 
-@pytest.mark.parametrize("sabotage", [False, True], ids=["as it is", "with patches"])
-def test_nothing_is_patched(tiny_model: Path, tmp_path: Path, sabotage: bool) -> None:
+def test_nothing_is_patched(tiny_model: Path, tmp_path: Path) -> None:
     for file in tiny_model.iterdir():
         if file.is_file():
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    words = [sys.executable, __file__, str(tmp_path), *(["sabotage"] if sabotage else [])]
-    run = subprocess.run(words, capture_output=True, text=True, check=False,
+    run = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, check=False,
                          env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stderr
-    found = run.stdout.splitlines()
-    if not sabotage:
-        assert found == []
-        return
+    found = json.loads(run.stdout)
+    assert found["as it is"] == []
     for patched in ("LlamaAttention.forward was replaced", "apply_rotary_pos_emb was replaced", "Trainer_of_ours is new",
                     "AdamW.extra is new", "Linear.forward was changed inside", "LOSS_MAPPING was changed inside",
                     "the environment was changed"):
-        assert any(patched in line for line in found), (patched, found)
+        assert any(patched in line for line in found["with patches"]), (patched, found)
 
 
 if __name__ == "__main__":
-    for line in compare_in_this_process(sys.argv[1], "sabotage" in sys.argv[2:]):
-        print(line)
+    print(json.dumps(compare_in_this_process(sys.argv[1])))

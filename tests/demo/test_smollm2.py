@@ -236,6 +236,17 @@ def test_pip_brings_the_package_and_the_second_start_needs_nothing(apart: Path, 
     assert not seen
 
 
+def test_a_folder_that_goes_away_while_it_is_counted_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(bytes(7))
+
+    def walk(self: Path, pattern: str) -> Any:
+        yield self / "a"
+        raise FileNotFoundError(2, "No such file or directory", "pip-unpack-1")
+
+    monkeypatch.setattr(Path, "rglob", walk)
+    assert smollm2._bytes_in(tmp_path) == 7
+
+
 def test_an_installed_package_is_read_but_never_run(
     apart: Path, tiny: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

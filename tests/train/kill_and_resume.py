@@ -2,7 +2,8 @@
 
     python tests/train/kill_and_resume.py --kills 20 --workers 2 MODEL SCRATCH
 
-Each run is a fork of this process, which has done the slow imports already, so that 20 kills take a minute.
+`--workers 0,2` takes turns: whoever loads, the weights are those of the first run. Each run is a fork of this process, which
+has done the slow imports already, so that 20 kills take a minute.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from pronghorn.recipe import Recipe
 from pronghorn.report.display import JsonDisplay
 from pronghorn.report.stages import Stages
+from pronghorn.train import loop
 from pronghorn.train.checkpoint import latest_checkpoint, verify_checkpoint
 from pronghorn.train.loop import train
 from samples import chat_rows, write_rows
@@ -48,11 +50,11 @@ def finish(child: int) -> None:
     assert os.waitstatus_to_exitcode(status) == 0, f"the run failed: {status}"
 
 
-def weights(run: Path) -> bytes:
+def weights(run: Path, steps: int) -> bytes:
     newest = latest_checkpoint(run)
     assert newest is not None
     verify_checkpoint(newest)
-    assert newest.name == "checkpoint-60"
+    assert newest.name == f"checkpoint-{steps}"
     return (newest / "adapter_model.safetensors").read_bytes() + (newest / "training_state.safetensors").read_bytes()
 
 
@@ -61,41 +63,44 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("scratch", type=Path)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--workers", type=lambda words: [int(word) for word in words.split(",")], default=[0])
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # a fork may not inherit a pool of threads
+    loop.ANSWER_TOKENS = 8  # of 64, which take longer than the steps between two evaluations
     os.environ["PRONGHORN_CACHE"] = str(arguments.scratch / "cache")
     arguments.scratch.mkdir(parents=True, exist_ok=True)
     data = write_rows(arguments.scratch / "train.jsonl", chat_rows(60))
 
-    def recipe(name: str) -> Recipe:
+    def recipe(name: str, workers: int) -> Recipe:
         return Recipe.model_validate({
             "model": arguments.model, "precision": "fp32", "lora": {"r": 4, "dropout": 0.1},
-            "data": {"train": [str(data)], "eval": 0.1, "max_length": 128, "workers": arguments.workers},
-            "train": {"steps": 60, "batch_tokens": 512, "capacity": 256, "lr": 1e-2},
+            "data": {"train": [str(data)], "eval": 0.1, "max_length": 128, "workers": workers},
+            "train": {"steps": arguments.steps, "batch_tokens": 512, "capacity": 256, "lr": 1e-2},
             "checkpoint": {"every": 4, "keep": 2}, "eval": {"every": 20, "generations": 1},
             "output": str(arguments.scratch / name),
         })
 
     began = time.monotonic()
-    finish(start(recipe("whole")))
+    finish(start(recipe("whole", arguments.workers[0])))
     duration = time.monotonic() - began
-    expected = weights(arguments.scratch / "whole")
+    expected = weights(arguments.scratch / "whole", arguments.steps)
     chance = random.Random(arguments.seed)
     landed = []
     for number in range(arguments.kills):
         run = arguments.scratch / "killed"
         shutil.rmtree(run, ignore_errors=True)
-        child = start(recipe("killed"))
+        killed = recipe("killed", arguments.workers[number % len(arguments.workers)])
+        child = start(killed)
         # spread over the run, which is a little shorter than the first one: its rows are tokenized already
         time.sleep((number + chance.random()) / arguments.kills * 0.9 * duration)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         newest = latest_checkpoint(run)
         landed.append(int(newest.name.split("-")[1]) if newest else 0)
-        finish(start(recipe("killed")))
-        assert weights(run) == expected, f"other weights after a kill near step {landed[-1]}"
+        finish(start(killed))
+        assert weights(run, arguments.steps) == expected, f"other weights after a kill near step {landed[-1]}"
     print(json.dumps({"kills": len(landed), "resumed_from": landed, "seconds_of_a_run": round(duration, 2)}))
 
 

@@ -171,7 +171,7 @@ def test_every_budget_trains_the_same_numbers(recipe_for: RecipeFor, tmp_path: P
     changes = RUNS[kind][0] | {"model": folder, "train": {"steps": 5, "lr": 1e-3}, "data": {"eval": None}}
     free = curve(train(recipe_for(**changes, output=str(tmp_path / "free")), display=Silent()))
     kinds = set()
-    for share in (0.0, 0.5):
+    for share in (0.0, 0.5) if kind == "fp8" else (0.0,):  # a second mixture of levels once: what they do is a layer's own
         budget = between(recipe_for(**changes), share)
         planned = train(recipe_for(**changes, memory=budget, output=str(tmp_path / f"b{share}")), display=Silent())
         assert curve(planned) == free

@@ -7,15 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_kill_9_at_any_instant_changes_nothing(tiny_model: Path, tmp_path: Path, workers: int) -> None:
+def test_kill_9_at_any_instant_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    """One process: what it imports and the run that is not killed serve both ways of loading, whose weights are the same."""
     script = Path(__file__).parent / "kill_and_resume.py"
-    words = [str(tiny_model), str(tmp_path), "--kills", "3", "--workers", str(workers), "--seed", str(workers)]
+    words = [str(tiny_model), str(tmp_path), "--kills", "6", "--workers", "0,2", "--steps", "24"]
     done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout)
-    assert result["kills"] == 3
+    assert result["kills"] == 6
     assert len(set(result["resumed_from"])) >= 2  # the instants really were spread over the run

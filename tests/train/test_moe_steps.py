@@ -53,7 +53,7 @@ def model_of(family: str, method: str, dtype: torch.dtype = torch.float32, *, ba
 @pytest.mark.parametrize("method", ["attention", "experts", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graphed_steps_equal_eager_ones(family: str, method: str) -> None:
-    batches = steps_of(mixed_table(120), 12 if DEVICE.type == "cuda" else 4)
+    batches = steps_of(mixed_table(120), 12 if DEVICE.type == "cuda" else 3)
     said: list[str] = []
     model = model_of(family, method)
     ours = losses(graphed(model, said=said), batches)
@@ -69,7 +69,7 @@ def test_graphed_steps_equal_eager_ones(family: str, method: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
 def test_graphed_steps_with_the_auxiliary_loss_and_with_experts_in_4_bits(family: str) -> None:
-    batches = steps_of(mixed_table(120), 12 if DEVICE.type == "cuda" else 3)
+    batches = steps_of(mixed_table(120), 12 if DEVICE.type == "cuda" else 2)
     every: list[dict[str, Any]] = [{"balance": True}, {"bits": 4}]
     for options in every:
         said: list[str] = []

@@ -22,7 +22,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -248,11 +248,9 @@ def _download_wheel(scratch: Path, progress: Progress) -> Path | str:
 
 def _bytes_in(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
+    with suppress(FileNotFoundError):  # pip moves files and removes folders meanwhile; what was counted will do for a bar
+        for path in folder.rglob("*"):
             total += path.stat().st_size
-        except FileNotFoundError:  # pip moved it meanwhile
-            continue
     return total
 
 
