@@ -27,6 +27,7 @@ SPEAKERS = {  # ShareGPT's `from`, as exports and the tools that read them write
     "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
 }
 TRAIN_KEYS = ("train", "training")  # Axolotl's documentation writes the one, its default is the other
+PARTS_KEY = "train_detail"  # there, offsets within a turn
 KNOWN: dict[Format, str] = {
     "messages": "messages: [{role, content}, ...]",
     "sharegpt": "conversations: [{from, value}, ...]",
@@ -231,6 +232,8 @@ def _marks(message: dict[str, Any], name: str) -> dict[str, Any]:
     for key in TRAIN_KEYS:
         if not isinstance(marks.get(key, True), bool):
             raise _UnfitError(f"{name} has `{key}` {marks[key]!r}; a turn is trained on (true) or not (false)")
+    if message.get(PARTS_KEY) is not None:
+        raise _UnfitError(f"{name} has `{PARTS_KEY}`; parts of a turn cannot be marked here, only a whole one: `train`")
     if len({bool(mark) for mark in marks.values()}) > 1:
         raise _UnfitError(f"{name} contradicts itself: " + ", ".join(f"`{key}` {mark!r}" for key, mark in marks.items()))
     return marks
