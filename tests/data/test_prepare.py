@@ -197,7 +197,7 @@ def test_turns_of_train_false_are_read_and_not_trained_on(model: Path, tmp_path:
 @pytest.mark.parametrize(("marks", "who", "why"), [
     ({"train": "no"}, 2, "message 2 has `train` 'no'"), ({"training": 0}, 2, "message 2 has `training` 0"),
     ({"train": True, "weight": 0}, 2, "message 2 contradicts itself: `weight` 0, `train` True"),
-    ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": True}]}, 2, "message 2 has `train_detail`; parts of a turn"),
+    ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": True}]}, 2, "message 2 has `train_detail`; parts"),
     ({"train": True}, 1, r"message 1 \(user\) asks to be trained on; only what the assistant says"),
 ])
 def test_marks_that_cannot_be_honoured_are_refused(model: Path, tmp_path: Path, marks: Any, who: int, why: str) -> None:
