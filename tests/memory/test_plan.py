@@ -65,9 +65,10 @@ def test_no_assignment_of_levels_is_faster(costs: dict[str, float]) -> None:
     assert met >= 18
 
 
-@pytest.mark.parametrize("host", [0, HOST])
-def test_the_smallest_budget_is_the_smallest(host: int) -> None:
-    problem = problem_of(3, host=host, pieces=(1, 2))
+@pytest.mark.parametrize("host", [0, GB // 2, GB, 2 * GB, 3 * GB, HOST])
+@pytest.mark.parametrize("costs", [{}, COSTS["attention is dear"]], ids=["short", "long"])
+def test_the_smallest_budget_is_the_smallest(host: int, costs: dict[str, float]) -> None:
+    problem = problem_of(3, host=host, pieces=(1, 2), **costs)
     least = smallest_budget(problem)
     assert least == min(outcome.peak for outcome in everything(problem) if outcome.host <= host)
     assert make_plan(replace(problem, budget=least)).needed_bytes == least

@@ -175,17 +175,18 @@ class _Grid:
         return self._evaluated(np.concatenate([layers, layers]), np.concatenate([none, some]))
 
     def extremes(self) -> _Table:
-        """Layers of one kind or two, with none of a kind offloaded, all but one, which then need not wait for its copy at the
-        top, or all."""
+        """Layers of one kind or two. Of a kind none offload, all but one, which then need not wait for its copy at the top, or
+        all; as far as the host has room, for either kind first."""
         one = np.arange(self.layers + 1)
         rows = []
-        for lower, upper in itertools.combinations(range(KINDS), 2):
+        for pair in itertools.permutations(range(KINDS), 2):
             split = np.zeros((len(one), KINDS), dtype=np.int64)
-            split[:, lower], split[:, upper] = one, self.layers - one
-            for kind in itertools.product((0, 1, 2), repeat=2) if self.problem.host_left else [(0, 0)]:
-                leaving = np.zeros_like(split)
-                for column, how in zip((lower, upper), kind, strict=True):
-                    leaving[:, column] = 0 if how == 0 else np.maximum(split[:, column] - (how == 1), 0)
+            split[:, pair[0]], split[:, pair[1]] = one, self.layers - one
+            for stay in itertools.product((self.layers, 1, 0), repeat=2) if self.problem.host_left else [(self.layers,) * 2]:
+                leaving, room = np.zeros_like(split), np.full(len(one), float(self.problem.host_left))
+                for kind, staying in zip(pair, stay, strict=True):
+                    leaving[:, kind] = np.minimum(np.maximum(split[:, kind] - staying, 0), room // self.slots[kind])
+                    room -= leaving[:, kind] * self.slots[kind]
                 rows.append((split, leaving))
         return self._evaluated(np.concatenate([split for split, _ in rows]), np.concatenate([leaving for _, leaving in rows]))
 
