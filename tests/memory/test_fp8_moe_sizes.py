@@ -7,18 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_moe_sizes import FAMILIES, TARGETS, TOKENS, bytes_that_leave, forward, storages
+from test_moe_sizes import FAMILIES, TARGETS, TOKENS, forward, leave_for_a_slot, slower_with_less, storages, time_a_layer
 from test_moe_sizes import job_of as job_in_32_bits
 from transformers import AutoModelForCausalLM
 
 from pronghorn.bench.workloads import MODELS
-from pronghorn.memory.calibrate import calibrate, layer_work
+from pronghorn.memory.calibrate import layer_work
 from pronghorn.memory.costs import MixtureModel, predicted_costs
-from pronghorn.memory.forecast import plan_report, problem_of
+from pronghorn.memory.forecast import plan_report
 from pronghorn.memory.gpus import GPUS
-from pronghorn.memory.plan import make_plan, smallest_budget
-from pronghorn.memory.sizes import RECOMPUTES, Job, kept_bytes, kept_parts, shape_of, static_parts, unpacked_bytes
-from pronghorn.memory.working import pieces_worth_trying, working_bytes
+from pronghorn.memory.sizes import Job, kept_bytes, kept_parts, shape_of, static_parts, unpacked_bytes
 from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import install
 from pronghorn.model.few_bit_experts import STACKS, few_bit_experts_
@@ -65,10 +63,7 @@ def test_a_layer_keeps_what_the_formula_says(family: str, adapters: str) -> None
 @pytest.mark.parametrize("level", ["nothing", "gate_up", "around_attention", "layer"])
 def test_what_leaves_fits_into_its_slot(level: Level) -> None:
     """The family with the most tensors."""
-    _, kept = forward(model_of("qwen2_moe", TARGETS["experts"]))
-    job = job_of("qwen2_moe", targets=TARGETS["experts"])
-    slot = problem_of(job, predicted_costs(job, GPUS["h200"]), 10**9, 10**9).slot(level)
-    assert slot - 2 * 16 * 256 <= bytes_that_leave(kept, level) <= slot
+    leave_for_a_slot(model_of("qwen2_moe", TARGETS["experts"]), job_of("qwen2_moe", targets=TARGETS["experts"]), level)
 
 
 @pytest.mark.parametrize("adapters", TARGETS)
@@ -107,20 +102,7 @@ def test_weights_and_adapters_are_counted_as_they_are_stored_and_shared(family: 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_can_be_timed(family: str) -> None:
-    """And what is timed leaves the model as it was."""
-    model = model_of(family, TARGETS["experts"])
-    engine, _ = forward(model)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def documents(tokens: int) -> Any:
-        return engine.documents(torch.tensor([0, 20, tokens], dtype=torch.int32), 28, torch.arange(tokens))
-
-    costs = calibrate(engine, documents, tokens=TOKENS, rows=TOKENS // 2, dtype=torch.float32, device=torch.device("cpu"))
-    assert costs.measured
-    assert min(costs.forward, costs.backward, costs.recompute_gate_up, costs.recompute_layer, costs.rest) > 0
-    for name, p in model.named_parameters():
-        assert torch.equal(p, before[name]), name
-        assert p.grad is None
+    time_a_layer(model_of(family, TARGETS["experts"]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -149,21 +131,7 @@ def test_a_backward_that_is_timed_finds_the_same_numbers_each_time(family: str) 
 @pytest.mark.parametrize("model", WHOLE.values())
 @pytest.mark.parametrize("targets", [TARGETS["linears"], TARGETS["experts"]], ids=["linears", "experts"])
 def test_less_memory_takes_more_time(model: str, targets: Any) -> None:
-    job = Job(replace(shape_of(MODELS[model]), layers=8), 8192, method="fp8", targets=targets)
-    work = [working_bytes(job, what) for what in reversed(RECOMPUTES)]
-    assert work == sorted(work)
-    assert pieces_worth_trying(job) == (1,)
-    costs = predicted_costs(job, GPUS["h200"])
-    assert 0 < costs.recompute_gate_up < costs.recompute_around < costs.recompute_layer < costs.forward < costs.backward
-    problem = problem_of(job, costs, 10**12, 64 * 10**9)
-    least, most, times = smallest_budget(problem), make_plan(problem), []
-    for share in (0.0, 0.3, 0.6, 1.0):
-        budget = int(least + share * (problem.budget_for(most.needed_bytes) - least))
-        plan = make_plan(replace(problem, budget=budget))
-        assert plan.needed_bytes <= budget
-        times.append(plan.ms)
-    assert times == sorted(times, reverse=True)
-    assert times[0] > times[-1] == pytest.approx(most.ms)
+    slower_with_less(Job(replace(shape_of(MODELS[model]), layers=8), 8192, method="fp8", targets=targets))
 
 
 @pytest.mark.parametrize("model", WHOLE.values())

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from pronghorn.kernels.fp8_cast import fp8_pitch
 from pronghorn.memory import fp8_sizes
-from pronghorn.memory.moe_sizes import again, gradients, of_the_mlp, stacks, turned_gradient
+from pronghorn.memory.moe_sizes import gradients, of_the_mlp, stacks, turned_gradient
 
 if TYPE_CHECKING:
     from pronghorn.memory.sizes import Job, Recompute
@@ -45,10 +45,10 @@ def forward(job: Job) -> int:
 
 
 def working(job: Job, recompute: Recompute, parts: dict[str, int], sums: int) -> int:
-    """The most that a layer's backward holds beside what is kept and shared. `parts`: of what it could keep. `sums`: of
-    attention."""
+    """The most that a layer's backward holds beside what is kept, shared, and computed again from its input. `parts`: of what
+    it could keep. `sums`: of attention."""
     dh, gu = job.capacity * job.shape.width * job.element, parts["gu"]
-    fresh = again(recompute, parts) + (gu if recompute != "nothing" else 0)
+    fresh = gu if recompute != "nothing" else 0
     return fresh + dh + max(_in_experts(job, gu), _in_attention(job, sums) - of_the_mlp(parts))
 
 

@@ -172,7 +172,8 @@ def forward(job: Job) -> int:
 
 
 def working(job: Job, recompute: Recompute, parts: dict[str, int], sums: int) -> int:
-    """The most that a layer's backward holds beside what is kept. `parts`: of `kept`. `sums`: of attention."""
+    """The most that a layer's backward holds beside what is kept and what is computed again from its input. `parts`: of
+    `kept`. `sums`: of attention."""
     s, m, T, e, g = job.shape, job.shape.mixture, job.capacity, job.element, job.groups()
     assert m is not None
     S, D, F, (up, down) = T * m.chosen, s.width, m.width, stacks(job)
@@ -204,15 +205,7 @@ def working(job: Job, recompute: Recompute, parts: dict[str, int], sums: int) ->
     attention = T * (s.out_width + (0 if job.in_place else s.qkv_width + g["qkv"].extra)) * e + sums + more_dh
     free = of_the_mlp(parts) - (gu if recompute != "nothing" else 0)
     moments.append(attention - free + down_grads + up_grads + shared_grads + out_grads)
-    return again(recompute, parts) + dh + max(moments)
-
-
-def again(recompute: Recompute, parts: dict[str, int]) -> int:
-    """What is computed again from a layer's input, but for gate and up."""
-    if recompute in ("nothing", "gate_up"):
-        return 0
-    attention = parts["o"] + parts["lse"] if recompute == "around_attention" else 0
-    return sum(parts.values()) - parts["h"] - parts["gu"] - attention
+    return dh + max(moments)
 
 
 def gradients(stack: Stack, job: Job) -> int:

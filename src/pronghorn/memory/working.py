@@ -91,22 +91,20 @@ def working_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
     """The most that a layer's backward holds beside what is kept."""
     parts, whole, piece = _sizes(job, pieces)
     g, s = job.groups(), job.shape
+    again = kept_bytes(job, "gate_up") - kept_bytes(job, recompute) if recompute in FROM_ITS_INPUT else 0
     if s.mixture:
         working = fp8_moe_sizes.working if job.fp8 else moe_sizes.working
-        return working(job, recompute, parts, _sums_of_attention(job)) + unpacked_bytes(job)
+        return again + working(job, recompute, parts, _sums_of_attention(job)) + unpacked_bytes(job)
     trained = max(group.weights for group in g.values()) * FP32 if job.method == "full" else 0
     if job.fp8 and pieces > 1 and recompute != "nothing":
         return unpacked_bytes(job) + fp8_sizes.working_in_pieces(job, recompute, -(-job.capacity // pieces),
                                                                  _sums_of_attention(job), parts)
     if job.fp8:
-        again = kept_bytes(job, "gate_up") - kept_bytes(job, recompute) if recompute in FROM_ITS_INPUT else 0
         return again + fp8_sizes.working(job, recompute, _sums_of_attention(job)) + unpacked_bytes(job) + trained
     one_buffer = g["down"].extra and g["down"].extra == g["out"].extra
     dh = whole.dh_ext if one_buffer else 3 * whole.d  # the gradient itself, and copies of it where it cannot be used in place
-    again = 0
-    if recompute in FROM_ITS_INPUT:
-        again = kept_bytes(job, "gate_up") - kept_bytes(job, recompute)
-        again -= (parts.get("xa2", 0) + parts.get("y", 0)) if pieces > 1 else 0
+    if recompute in FROM_ITS_INPUT and pieces > 1:
+        again -= parts.get("xa2", 0) + parts.get("y", 0)
     if recompute == "nothing":
         mlp = max(whole.da, whole.d)
     else:
