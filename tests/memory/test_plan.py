@@ -10,7 +10,7 @@ import pytest
 
 from pronghorn.bench.workloads import MODELS
 from pronghorn.errors import EnvironmentFault, RecipeError
-from pronghorn.memory.costs import LayerCosts, predicted_costs
+from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.forecast import problem_of as problem_for
 from pronghorn.memory.gpus import GPUS
 from pronghorn.memory.levels import KEEP, LEVELS, Level, Outcome, Problem, evaluate
@@ -88,19 +88,6 @@ def test_more_memory_is_never_slower_and_is_used() -> None:
         assert plan.needed_bytes <= plan.problem.budget
         assert plan.host_bytes <= HOST
         assert plan.peak_bytes == evaluate(plan.problem, plan.levels, plan.pieces).peak
-
-
-def test_layers_with_the_largest_working_set_stand_at_the_bottom_and_offloading_is_spread() -> None:
-    problem = problem_of(6)
-    levels = [Level("layer"), Level("gate_up"), KEEP, KEEP, KEEP, KEEP]
-    least = min(evaluate(problem, order).peak for order in itertools.permutations(levels))
-    assert evaluate(problem, levels).peak == least < evaluate(problem, levels[::-1]).peak
-    plan = make_plan(problem_of(32, 62))
-    assert {level.recompute for level in plan.levels} == {"nothing"}
-    gaps = [b - a for a, b in itertools.pairwise(plan.offloaded)]
-    assert min(gaps) >= 2  # a copy takes longer than one layer's forward: there is a layer between
-    assert max(gaps) - min(gaps) <= 1
-    assert plan.levels[-1] == KEEP  # what backward needs first does not leave
 
 
 def test_where_the_link_is_slow_nothing_leaves() -> None:
@@ -238,20 +225,6 @@ def test_the_host_tells_its_room(tmp_path: Path) -> None:
     assert free(124) == pytest.approx(100e9, rel=1e-6)
     (container / "memory.max").write_text(f"{49 * 10**9}\n")
     assert free(124) == pytest.approx(12e9, rel=1e-6)
-
-
-def test_hidden_copies_cost_nothing_and_slow_ones_the_difference() -> None:
-    costs = LayerCosts(10, 20, 5, 7, 8, 0, 0, 1, 1)
-    problem = replace(problem_of(4), costs=costs)
-    slot = problem.slot("layer")
-    levels = [Level("layer", offload=True)] * 2 + [Level("layer")] * 2
-
-    def ms(forth: float, home: float) -> float:
-        return evaluate(replace(problem, costs=replace(costs, to_host=slot / forth, from_host=slot / home)), levels).ms
-
-    assert ms(20, 56) == pytest.approx(4 * 38)  # two layers' compute for each copy: 20 and 56 ms
-    assert ms(23, 56) == pytest.approx(4 * 38 + 6)
-    assert ms(20, 60) == pytest.approx(4 * 38 + 8)
 
 
 @pytest.mark.parametrize("gpu", ["h100", "rtx-pro-6000", "h200", "b200"])
