@@ -24,7 +24,7 @@ from pronghorn.kernels.gated_lora import (
     why_not,
 )
 from pronghorn.kernels.gated_mlp import gated_activation_backward, gated_activation_reference
-from pronghorn.kernels.lora_linear import add_product
+from pronghorn.kernels.products import add_product
 
 Kind = Literal["silu", "gelu_tanh"]
 KINDS: list[Kind] = ["silu", "gelu_tanh"]

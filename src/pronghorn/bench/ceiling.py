@@ -26,6 +26,7 @@ from pronghorn.bench.workloads import WORKLOADS, Workload
 from pronghorn.kernels.fp8 import fp8_product
 from pronghorn.kernels.fp8_cast import fp8_cast_rows, fp8_transpose
 from pronghorn.kernels.grouped_gemm import grouped_linear_backward_input, grouped_linear_forward
+from pronghorn.kernels.products import product
 
 COPIES = 3  # one layer's weights of the smallest model here are 31 MB; L2 of an H200 holds 50
 REPEATS = 7
@@ -94,8 +95,8 @@ def measure(workload: Workload) -> dict[str, Any]:
                 kind.forward(weight)
         for begin in range(0, workload.tokens, HEAD_ROWS):
             some = slice(begin, begin + HEAD_ROWS)
-            torch.mm(wide[head_shape[1]][some], head.t(), out=out[head_shape[0]])
-            torch.mm(wide[head_shape[0]], head, out=out[head_shape[1]][some])
+            product(wide[head_shape[1]][some], head.t(), out=out[head_shape[0]])
+            product(wide[head_shape[0]], head, out=out[head_shape[1]][some])
         for i in reversed(range(count)):
             for name, weight in reversed(layers[i % COPIES].items()):
                 if i or name != "qkv":
@@ -119,10 +120,10 @@ class _Plain:
         return weight
 
     def forward(self, weight: torch.Tensor) -> None:
-        torch.mm(self.wide[weight.shape[1]], weight.t(), out=self.out[weight.shape[0]])
+        product(self.wide[weight.shape[1]], weight.t(), out=self.out[weight.shape[0]])
 
     def backward(self, weight: torch.Tensor) -> None:
-        torch.mm(self.wide[weight.shape[0]], weight, out=self.out[weight.shape[1]])
+        product(self.wide[weight.shape[0]], weight, out=self.out[weight.shape[1]])
 
 
 class _Grouped(_Plain):

@@ -29,8 +29,9 @@ from torch import Tensor
 
 from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows, fp8_dequantize, fp8_pitch, fp8_rows, fp8_transpose
 from pronghorn.kernels.fp8_lora import SplitJob, SplitTable, fp8_extend
-from pronghorn.kernels.lora_linear import Adapter, AdapterGroup, linear_backward_weight, product
+from pronghorn.kernels.lora_linear import Adapter, AdapterGroup, linear_backward_weight
 from pronghorn.kernels.lora_refresh import CopyJob, CopyTable
+from pronghorn.kernels.products import product
 
 RANK_MULTIPLE = 16  # inner dimensions of FP8 products are multiples of 16
 

@@ -31,7 +31,7 @@ from pronghorn.kernels.gated_mlp import (
     gated_activation_forward,
     gated_activation_reference,
 )
-from pronghorn.kernels.lora_linear import add_product, product
+from pronghorn.kernels.products import add_product, product
 
 MOST_RANK = 64  # of each adapter: the sums of three are in registers
 

@@ -26,6 +26,7 @@ import torch
 from torch.nn import functional as F
 
 from pronghorn.kernels.dispatch import jit, tl, triton, use_triton
+from pronghorn.kernels.products import product
 
 IGNORED = -100
 _IGNORED = tl.constexpr(IGNORED)
@@ -380,13 +381,13 @@ def _run_chunks(
         hidden_CD = hidden_ND[part]
         logits_CV = scratch[: part.stop - start, :vocabulary]
         if bias_V is None:
-            torch.mm(hidden_CD, weight_VD.t(), out=logits_CV)
+            product(hidden_CD, weight_VD.t(), out=logits_CV)
         else:
             torch.addmm(bias_V, hidden_CD, weight_VD.t(), out=logits_CV)
         weights_C = None if weights_N is None else weights_N[part]
         _loss_and_gradient(logits_CV, labels_N[part], weights_C, row_losses[part], grad_scale, terms, need_grad)
         if d_hidden is not None:
-            torch.mm(logits_CV, weight_VD, out=d_hidden[part])
+            product(logits_CV, weight_VD, out=d_hidden[part])
         if d_weight is not None:
             _add_weight_grad(d_weight, logits_CV, hidden_CD, first=start == 0)
         if d_bias is not None:

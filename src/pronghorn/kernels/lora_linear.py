@@ -28,6 +28,7 @@ from torch import Tensor
 
 from pronghorn.kernels.lora_collect import CollectJob
 from pronghorn.kernels.lora_refresh import CopyJob, CopyTable
+from pronghorn.kernels.products import add_product, product
 
 AdapterGrads = tuple[Tensor, Tensor]  # dA [r, D], dB [O_i, r]
 Part = Literal["dA", "dB"]
@@ -39,30 +40,6 @@ def lora_linear_reference(
     """One linear and its adapter, as PEFT computes them."""
     y_TO = torch.nn.functional.linear(x_TD, weight_OD, bias_O)
     return y_TO + (x_TD @ A_RD.to(x_TD.dtype).T) @ B_OR.to(x_TD.dtype).T * scale
-
-
-def product(a: Tensor, b: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-    """a @ b, summed in fp32 and rounded once, to `dtype` (fp32 gradients of bf16 activations; default: a's)."""
-    if dtype is None or a.dtype == dtype:
-        if a.dtype in (torch.bfloat16, torch.float16) and not a.is_cuda:
-            # torch 2.13's mm on the CPU reads past the end of strided rows and multiplies what lies there by 0: NaN if the
-            # extra columns are not filled yet.
-            a = a.contiguous()
-        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=dtype) if out is None else torch.mm(a, b, out_dtype=dtype, out=out)
-    result = torch.mm(a.to(dtype), b.to(dtype))
-    return result if out is None else out.copy_(result)
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, summed in total's dtype; on a GPU inside the product, which reads a and b as they are."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)  # type: ignore[call-overload]
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def linear_backward_weight(dy_TO: Tensor, x_TD: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:

@@ -22,9 +22,10 @@ from pronghorn.errors import RecipeError
 from pronghorn.kernels.fp8 import Fp8Group
 from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows, fp8_rows, fp8_transpose
 from pronghorn.kernels.fp8_lora import SplitJob
-from pronghorn.kernels.lora_linear import Adapter, NormOf, linear_backward_weight, product
+from pronghorn.kernels.lora_linear import Adapter, NormOf, linear_backward_weight
 from pronghorn.kernels.nf4 import NF4Tensor
 from pronghorn.kernels.nf4_fp8 import nf4_fp8_scales, nf4_to_fp8
+from pronghorn.kernels.products import product
 from pronghorn.model.fp8_linear import Fp8Linear, fits, require_fp8
 from pronghorn.model.projections import Projections, joined_bias, why_only_peft
 from pronghorn.model.quantized import NF4Linear

@@ -20,6 +20,7 @@ from pronghorn.kernels.lora_collect import CollectJob
 from pronghorn.kernels.lora_linear import Adapter, LoraGroup, NormOf, Part, linear_backward_weight
 from pronghorn.kernels.lora_refresh import CopyJob
 from pronghorn.kernels.nf4_lora import NF4LoraGroup
+from pronghorn.kernels.products import product, product_plus
 from pronghorn.model.quantized import NF4Linear
 
 PLAIN = (nn.Linear, NF4Linear)  # exactly these: a subclass may compute something else
@@ -208,11 +209,11 @@ class Projections:
             xa = x_ext[:, self._group.D :] if extended else self._group.extend(x_ext)
             return self._group.forward(x_ext, bias_O=bias, out=out, extended=True), xa.clone() if self.extra else None
         weights = self._weights
-        if len(weights) == 1 and out is None:
+        if len(weights) == 1 and out is None and bias is not None:
             return torch.nn.functional.linear(x_ext, weights[0], bias), None
         y = x_ext.new_empty(x_ext.shape[0], sum(self.widths)) if out is None else out
         for part, weight in zip(y.split(self.widths, dim=1), weights, strict=True):
-            torch.mm(x_ext, weight.T, out=part)
+            product(x_ext, weight.T, out=part)
         return y if bias is None else y.add_(bias), None
 
     def forward_with_room(self, x_ext: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -235,12 +236,7 @@ class Projections:
             weight = self._group.M[: self._group.O]
         else:
             weight = self._weights[0]
-        if out is None:
-            out = torch.addmm(h, x_ext, weight.T, alpha=multiplier)
-        elif out is h:
-            h.addmm_(x_ext, weight.T, alpha=multiplier)
-        else:
-            torch.addmm(h, x_ext, weight.T, alpha=multiplier, out=out)
+        out = product_plus(h, x_ext, weight.T, multiplier, out)
         return out if bias is None else out.add_(bias, alpha=multiplier)
 
     # ---- backward ------------------------------------------------------------------------------------------------
@@ -255,10 +251,10 @@ class Projections:
         """dx_TD. dy_ext has `extra` columns behind dy, which this fills."""
         self.extend_grad(dy_ext)
         if self._group:
-            return torch.mm(dy_ext, self._group.M[:, : self._group.D])
+            return product(dy_ext, self._group.M[:, : self._group.D])
         weights = self._weights
         parts = dy_ext.split(self.widths, dim=1)
-        dx = torch.mm(parts[0], weights[0])
+        dx = product(parts[0], weights[0])
         for part, weight in zip(parts[1:], weights[1:], strict=True):
             dx.addmm_(part, weight)
         return dx

@@ -1,0 +1,126 @@
+"""Which algorithm a product takes, and that it gives torch's bits."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from pronghorn.kernels.cublaslt import NARROW, WIDE, Algorithm, _Offer, choose, favoured, multiply, offered, taken
+
+OTHER = Algorithm(24, 5, 7)
+on_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+                               reason="needs a Hopper GPU")
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns", "weight_by_rows", "expected"), [
+    (16384, 2112, 16384, True, (WIDE, NARROW)),  # 1B gate and up: 1.083 times torch
+    (2048, 4096, 128256, True, (WIDE, NARROW)),  # 8B head
+    (16384, 14352, 4096, True, (NARROW,)),  # 8B down
+    (16384, 2064, 8192, False, (NARROW,)),  # 1B down, backward
+    (16384, 16448, 2048, False, ()),  # 1B gate and up, backward: NARROW would be 0.935
+    (16384, 2048, 64, True, ()),  # x A^T
+    (1024, 4096, 28672, True, ()),  # few tokens: not measured
+])  # fmt: skip
+def test_what_is_favoured(rows: int, inner: int, columns: int, weight_by_rows: bool, expected: tuple[Algorithm, ...]) -> None:
+    assert favoured(rows, inner, columns, weight_by_rows=weight_by_rows) == expected
+
+
+def test_the_first_of_those_wanted_is_chosen_wherever_it_stands() -> None:
+    assert choose([OTHER, NARROW, WIDE], [WIDE, NARROW], any_will_do=False) == 2
+    assert choose([OTHER, NARROW], [WIDE, NARROW], any_will_do=False) == 1
+
+
+def test_where_none_is_offered_torch_chooses_unless_any_will_do() -> None:
+    assert choose([OTHER], [WIDE], any_will_do=False) is None
+    assert choose([OTHER], [WIDE], any_will_do=True) == 0
+    assert choose([], [WIDE], any_will_do=True) is None
+
+
+def test_an_offer_is_as_long_as_the_librarys() -> None:
+    """Eight words of an algorithm, and 32 bytes: the library writes an array of them."""
+    assert ctypes.sizeof(_Offer) == 96
+
+
+def test_a_cpu_is_left_to_torch() -> None:
+    a, b, out = torch.randn(2048, 64), torch.randn(64, 4096), torch.zeros(2048, 4096)
+    assert not multiply(a, b, out)
+    assert not out.any()
+    assert offered(a, b, out) == {}
+
+
+def factors(rows: int, inner: int, columns: int, by_rows: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """a, b and a place for their product, in rows with room behind them."""
+    torch.manual_seed(0)
+    a = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(*((columns, inner + 16) if by_rows else (inner, columns + 16)), device="cuda", dtype=torch.bfloat16)
+    b = weight[:, :inner].T if by_rows else weight[:, :columns]
+    return a, b, torch.zeros(rows, columns + 64, device="cuda", dtype=torch.bfloat16)[:, :columns]
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(("rows", "inner", "columns", "by_rows"), [
+    (16384, 2112, 16384, True), (2048, 2048, 128256, True), (16384, 2112, 3072, True), (16384, 14352, 4096, True),
+    (16384, 2064, 8192, False), (16384, 6208, 4096, False),
+])  # fmt: skip
+def test_layers_take_another_algorithm_with_torchs_bits(rows: int, inner: int, columns: int, by_rows: bool) -> None:
+    a, b, out = factors(rows, inner, columns, by_rows)
+    assert multiply(a, b, out)
+    assert taken(a, b, out) in (WIDE, NARROW)
+    assert torch.equal(out, torch.mm(a, b))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(("rows", "inner", "columns", "by_rows"), [(2049, 1040, 3080, False), (3000, 2056, 4104, True)])
+def test_every_algorithm_gives_torchs_bits(rows: int, inner: int, columns: int, by_rows: bool) -> None:
+    """Edges of tiles in every direction."""
+    a, b, out = factors(rows, inner, columns, by_rows)
+    expected, found = torch.mm(a, b), offered(a, b, out)
+    assert found
+    for algorithm, run in found.items():
+        out.zero_()
+        assert run()
+        assert torch.equal(out, expected), algorithm
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_is_added_may_lie_elsewhere(in_place: bool) -> None:
+    a, b, out = factors(4096, 8208, 2048, by_rows=True)
+    h = torch.randn_like(out)
+    expected = torch.addmm(h, a, b, alpha=0.5)
+    out = h if in_place else out
+    assert multiply(a, b, out, h, 0.5)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_a_graph_repeats_it() -> None:
+    a, b, out = factors(2048, 512, 4096, by_rows=True)
+    assert multiply(a, b, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert multiply(a, b, out)
+    a.copy_(torch.randn_like(a))
+    graph.replay()
+    assert torch.equal(out, torch.mm(a, b))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("why", ["dtype", "alignment", "columns apart"])
+def test_what_is_not_covered_is_left_to_torch(why: str) -> None:
+    a, b, out = factors(2048, 512, 4096, by_rows=True)
+    if why == "dtype":
+        a, b, out = a.half(), b.half(), out.half()
+    elif why == "alignment":
+        a = torch.randn(2048 * 512 + 8, device="cuda").bfloat16()[8:].view(2048, 512)
+    else:
+        a = a.T.contiguous().T
+    assert not multiply(a, b, out)
+    assert not out.any()
