@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -104,6 +105,7 @@ def test_an_evaluation_holds_a_layers_forward_or_the_head() -> None:
 
 def ready_on_a_gpu(model: Any) -> tuple[Any, AdapterSums, Documents]:
     """Engine, sums of its adapters' gradients as a captured step has them, and documents of 256 tokens."""
+    gc.collect()  # models of earlier tests, which would be counted as freed in the middle of this one
     engine = engine_of(model)
     assert engine is not None
     for parameter in model.parameters():
