@@ -32,7 +32,7 @@ def test_product_plus(where: str) -> None:
     h, a, b = torch.randn(6, 4), torch.randn(6, 9), torch.randn(9, 4)
     expected = (h.double() + 0.25 * (a.double() @ b.double())).float()
     before = h.clone()
-    out = {"new": None, "elsewhere": torch.full((6, 4), float("nan")), "in place": h}[where]
+    out = {"new": None, "elsewhere": torch.full((6, 4), float("nan")), "in place": h[:]}[where]
     found = product_plus(h, a, b, 0.25, out)
     assert found == pytest.approx(expected, abs=1e-6)
     assert out is None or found is out

@@ -2,8 +2,7 @@
 
 torch.mm takes what cuBLAS's heuristics say is fastest, and they think of a GPU at full clocks. In a training step a GPU is at
 its power limit, its clocks are a quarter lower, and the algorithm that needs the least energy wins. All of cuBLASLt's own
-algorithms without split sums give the same bits (26 of each of ten shapes, seen), so which one runs is a matter of speed alone:
-a run can be resumed where another one is taken, and a graph equals the eager step.
+algorithms without split sums give the same bits (26 of each of ten shapes, seen), so which one runs is a matter of speed alone.
 
 Times as fast as torch.mm, measured in turns on an H200, LoRA's extra columns included (python -m benchmarks.products,
 benchmarks/results/products.json):
@@ -57,8 +56,9 @@ def favoured(rows: int, inner: int, columns: int, *, weight_by_rows: bool) -> tu
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None, alpha: float = 1.0) -> bool:
-    """out = alpha a @ b (+ add); or False, and nothing is done, where torch should. `add` may be another tensor than `out`;
-    that saves the copy which torch.addmm makes, so then any algorithm will do."""
+    """out = alpha a @ b (+ add); or False, and nothing is done, where torch should. What is added lies elsewhere than `out`:
+    the library then adds in float32 and rounds once; in place it rounds twice. So any algorithm will do, for any rows."""
+    assert add is None or not a.is_cuda or add.data_ptr() != out.data_ptr()
     prepared = _prepared_for(a, b, out, add)
     return prepared is not None and prepared.run(a, b, out, out if add is None else add, alpha)
 
@@ -71,7 +71,7 @@ def taken(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> Algor
 
 def offered(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> dict[Algorithm, Callable[[], bool]]:
     """All that could be taken, the library's favourite first; for who measures."""
-    if not _covered(a, b, out, add) or (library := _library(a.device.index)) is None:
+    if not covered(a, b, out, add) or (library := _library(a.device.index)) is None:
         return {}
     plan = _Plan(library, a.shape[0], a.shape[1], b.shape[1], _strides(a, b, out, add))
     return {library.named(offer): partial(_Prepared(plan, offer).run, a, b, out, out if add is None else add, 1.0)
@@ -79,12 +79,13 @@ def offered(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> dic
 
 
 def _prepared_for(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None) -> _Prepared | None:
-    if not _covered(a, b, out, add):
+    if not covered(a, b, out, add):
         return None
     return _prepared(a.device.index, a.shape[0], a.shape[1], b.shape[1], _strides(a, b, out, add))
 
 
-def _covered(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None) -> bool:
+def covered(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> bool:
+    """Whether this file has anything to say about such operands, whatever their sizes."""
     operands = (a, b, out) if add is None else (a, b, out, add)
     if not a.is_cuda or cuda_capability(a.device) != (9, 0):
         return False
@@ -240,7 +241,7 @@ def choose(named: Sequence[Algorithm], wanted: Sequence[Algorithm], *, any_will_
 
 @lru_cache(maxsize=256)  # a step has about ten shapes; batches that are not packed have new ones every time
 def _prepared(device: int, rows: int, inner: int, columns: int, strides: _Strides) -> _Prepared | None:
-    adds = strides.add is not None and rows >= FEWEST_ROWS
+    adds = strides.add is not None
     wanted = favoured(rows, inner, columns, weight_by_rows=strides.weight_by_rows)
     if (not wanted and not adds) or (library := _library(device)) is None:
         return None
