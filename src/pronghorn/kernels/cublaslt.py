@@ -60,7 +60,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None, alpha
     the library then adds in float32 and rounds once; in place it rounds twice. So any algorithm will do, for any rows."""
     assert add is None or not a.is_cuda or add.data_ptr() != out.data_ptr()
     prepared = _prepared_for(a, b, out, add)
-    return prepared is not None and prepared.run(a, b, out, out if add is None else add, alpha)
+    return prepared is not None and prepared.run(a, b, out, add, alpha, torch.cuda.current_stream().cuda_stream)
 
 
 def taken(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> Algorithm | None:
@@ -74,8 +74,8 @@ def offered(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> dic
     if not covered(a, b, out, add) or (library := _library(a.device.index)) is None:
         return {}
     plan = _Plan(library, a.shape[0], a.shape[1], b.shape[1], _strides(a, b, out, add))
-    return {library.named(offer): partial(_Prepared(plan, offer).run, a, b, out, out if add is None else add, 1.0)
-            for offer in plan.offers()}
+    stream = torch.cuda.current_stream().cuda_stream
+    return {library.named(offer): partial(_Prepared(plan, offer).run, a, b, out, add, 1.0, stream) for offer in plan.offers()}
 
 
 def _prepared_for(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None) -> _Prepared | None:
@@ -87,7 +87,7 @@ def _prepared_for(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None) -> _Pre
 def covered(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> bool:
     """Whether this file has anything to say about such operands, whatever their sizes."""
     operands = (a, b, out) if add is None else (a, b, out, add)
-    if not a.is_cuda or cuda_capability(a.device) != (9, 0):
+    if not a.is_cuda or cuda_capability(a.device) != (9, 0) or a.device.index != torch.cuda.current_device():
         return False
     rows = (a, out) if add is None else (a, out, add)
     return (all(x.dtype == torch.bfloat16 and x.data_ptr() % ALIGNMENT == 0 for x in operands)
@@ -134,14 +134,11 @@ class _Offer(ctypes.Structure):
 
 
 class _Library:
-    def __init__(self, device: int) -> None:
-        major = (torch.version.cuda or "0").split(".")[0]
-        # Only the copy that is loaded already (RTLD_NOLOAD): a second one of another version would be worse than none.
-        self.functions = ctypes.CDLL(f"libcublasLt.so.{major}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    def __init__(self, functions: Any) -> None:
+        self.functions = functions
         for name, letters in _SIGNATURES.items():
-            getattr(self.functions, name).argtypes = [_TYPES[letter] for letter in letters]
-        with torch.cuda.device(device):
-            self.handle = self.made("cublasLtCreate")
+            getattr(functions, name).argtypes = [_TYPES[letter] for letter in letters]
+        self.handle = self.made("cublasLtCreate")
 
     def call(self, name: str, *arguments: Any) -> None:
         if code := getattr(self.functions, name)(*arguments):
@@ -173,8 +170,12 @@ class _Library:
 
 @cache
 def _library(device: int) -> _Library | None:
+    major = (torch.version.cuda or "0").split(".")[0]
     try:
-        return _Library(device)
+        # Only the copy that is loaded already (RTLD_NOLOAD): a second one of another version would be worse than none.
+        functions = ctypes.CDLL(f"libcublasLt.so.{major}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        with torch.cuda.device(device):
+            return _Library(functions)
     except (OSError, AttributeError) as error:
         say_once(f"cuBLASLt is not at hand ({error}); products run as torch chooses, a few percent slower on this GPU")
         return None
@@ -220,13 +221,14 @@ class _Prepared(NamedTuple):
     def library(self) -> _Library:
         return self.plan.library
 
-    def run(self, a: Tensor, b: Tensor, out: Tensor, add: Tensor, alpha: float) -> bool:
+    def run(self, a: Tensor, b: Tensor, out: Tensor, add: Tensor | None, alpha: float, stream: int) -> bool:
         plan, library = self.plan, self.plan.library
+        added = out if add is None else add
         scale = ctypes.c_float(alpha)  # read before the call returns, as beta is
         code = library.functions.cublasLtMatmul(
             library.handle, plan.description, ctypes.byref(scale), b.data_ptr(), plan.weight, a.data_ptr(), plan.rows,
-            ctypes.byref(plan.beta), add.data_ptr(), plan.added, out.data_ptr(), plan.result, ctypes.byref(self.offer), None, 0,
-            torch.cuda.current_stream(a.device).cuda_stream,
+            ctypes.byref(plan.beta), added.data_ptr(), plan.added, out.data_ptr(), plan.result, ctypes.byref(self.offer),
+            None, 0, stream,
         )  # fmt: skip
         return bool(code == 0)
 
