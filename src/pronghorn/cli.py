@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
 from pronghorn.errors import CommandError, EnvironmentFault, Interrupted, PronghornError, counted
-from pronghorn.process import set_defaults
+from pronghorn.process import importing, set_defaults
 
 if TYPE_CHECKING:
     from pronghorn.recipe import Recipe
@@ -199,8 +199,8 @@ def _bench_options(one: argparse.ArgumentParser) -> None:
 
 
 def demo(arguments: argparse.Namespace) -> None:
-    from pronghorn.demo.run import run_demo
-
+    with importing():
+        from pronghorn.demo.run import run_demo
     run_demo(Path(arguments.output), as_json=arguments.json)
 
 
@@ -229,8 +229,8 @@ def new(arguments: argparse.Namespace) -> None:
 def check(arguments: argparse.Namespace) -> None:
     recipe = _recipe(arguments)
     with _display(arguments) as display:
-        from pronghorn.train.check import check_run
-
+        with importing():
+            from pronghorn.train.check import check_run
         display.progress(*STARTED)
         facts = check_run(recipe, report=display.progress)
     _say(arguments, facts.as_dict(), facts.table())
@@ -238,8 +238,8 @@ def check(arguments: argparse.Namespace) -> None:
 
 def plan(arguments: argparse.Namespace) -> None:
     recipe = _recipe(arguments)
-    from pronghorn.train.run_forecast import comparison, forecast
-
+    with importing():
+        from pronghorn.train.run_forecast import comparison, forecast
     found = forecast(recipe, gpu=arguments.gpu, price=arguments.price, tokens=arguments.tokens, longest=arguments.longest)
     if arguments.longest:
         tokens = found[0].step_tokens
@@ -283,7 +283,7 @@ def train(arguments: argparse.Namespace) -> None:
 
     stages = Stages()
     with _display(arguments, stages) as display:
-        with stages("imports"):
+        with stages("imports"), importing():
             from pronghorn.train.loop import train as run
         display.progress(*STARTED)
         result = run(recipe, display=display, stages=stages, fresh=arguments.fresh)
@@ -302,8 +302,8 @@ def _show_summary(folder: Path) -> None:
 
 def evaluate(arguments: argparse.Namespace) -> None:
     with _display(arguments) as display:
-        from pronghorn.train.trained_run import evaluate_run
-
+        with importing():
+            from pronghorn.train.trained_run import evaluate_run
         display.progress(*STARTED)
         figures = evaluate_run(Path(arguments.run), arguments.checkpoint, data=arguments.data, report=display.progress)
     _say(arguments, figures, f"{figures['checkpoint']}: loss {figures['loss']:.4f}, perplexity {figures['perplexity']:.3f}"
@@ -318,8 +318,8 @@ def chat(arguments: argparse.Namespace) -> None:
     for text in (arguments.prompt, arguments.system):
         _require_letters(text or "")
     with _display(arguments, label="loading the model"):
-        from pronghorn.train.trained_run import Chat
-
+        with importing():
+            from pronghorn.train.trained_run import Chat
         talk = Chat(Path(arguments.run), arguments.checkpoint, max_tokens=arguments.max_tokens, system=arguments.system)
     if arguments.prompt is not None:
         answer = talk.answer(arguments.prompt)
@@ -346,19 +346,19 @@ def _require_letters(text: str) -> None:
 def export(arguments: argparse.Namespace) -> None:
     target = Path(arguments.target or Path(arguments.run) / f"export-{arguments.to}")
     with _display(arguments, label="exporting"):
-        from pronghorn.train.trained_run import export_run
-
+        with importing():
+            from pronghorn.train.trained_run import export_run
         export_run(Path(arguments.run), arguments.checkpoint, target, arguments.to)
     _say(arguments, {"written": str(target)}, f"wrote {target}")
 
 
 def verify(arguments: argparse.Namespace) -> None:
     with _display(arguments, label="loading and comparing"):
-        from pronghorn.model.load import DTYPES, load_model, pick_device
-        from pronghorn.model.lora import add_adapter
-        from pronghorn.model.verify import verify as compare_layers
-        from pronghorn.recipe import Lora
-
+        with importing():
+            from pronghorn.model.load import DTYPES, load_model, pick_device
+            from pronghorn.model.lora import add_adapter
+            from pronghorn.model.verify import verify as compare_layers
+            from pronghorn.recipe import Lora
         model = load_model(arguments.model, DTYPES[arguments.precision], pick_device())
         if arguments.method == "lora":
             model = add_adapter(model, Lora(), seed=0)

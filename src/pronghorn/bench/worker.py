@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pronghorn.bench.workloads import SYSTEMS, WORKLOADS, System, Workload
-from pronghorn.process import set_defaults
+from pronghorn.process import importing, set_defaults
 from pronghorn.report.stages import process_age
 
 BEGAN = time.time() - process_age()  # when this process was created
@@ -36,6 +36,8 @@ def measure(system: System, workload: Workload, *, warmup: int, steps: int, leng
         return row | {"status": "not installed", "why": f"no module {', '.join(absent)}"}
     if system.name == "pronghorn":
         set_defaults()
+        with importing():
+            importlib.import_module("pronghorn.bench.ours")
     if system.name.startswith("unsloth"):
         importlib.import_module("unsloth")  # before torch and transformers, as its README asks
     from pronghorn.bench.meter import Meter, machine
