@@ -28,6 +28,7 @@ class Silent:
 
     def __init__(self, at_step: Callable[[int], None] = lambda step: None) -> None:
         self.events: list[dict[str, Any]] = []
+        self.progresses: list[tuple[str, int]] = []  # labels, and how many events there were before
         self.at_step = at_step
 
     def handle(self, event: dict[str, Any]) -> None:
@@ -36,7 +37,7 @@ class Silent:
             self.at_step(event["step"])
 
     def progress(self, label: str, done: int, total: int) -> None:
-        pass
+        self.progresses.append((label, len(self.events)))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -51,10 +52,13 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def test_a_run_learns_and_leaves_everything_behind(recipe_for: Callable[..., Recipe]) -> None:
     recipe = recipe_for(train={"epochs": 6, "lr": 1e-2}, method="full")
-    result = train(recipe, display=Silent(), stages=Stages())
+    display = Silent()
+    result = train(recipe, display=display, stages=Stages())
     assert result.reason == "done"
     events = history(read_log(result.folder))
     steps = [e for e in events if e["event"] == "step"]
+    first = next(i for i, event in enumerate(display.events) if event["event"] == "step")
+    assert [label for label, before in display.progresses if before <= first][-1] == "first step"  # told what one waits for
     assert [e["step"] for e in steps] == list(range(1, result.step + 1))
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
     assert all(e["grad_norm"] > 0 for e in steps)

@@ -49,6 +49,7 @@ from pronghorn.train.run_folder import RunFolder, set_aside
 from pronghorn.train.setup import Session, set_up
 from pronghorn.train.signals import StopRequest
 
+FIRST_STEP = "first step"  # a progress of its own
 ANSWER_TOKENS = 64  # of each held-out generation: enough to see what the model does, short enough not to hold the run up
 
 
@@ -136,6 +137,8 @@ class _Run:
         total = session.data.total_steps
         verdict = session.progress.verdict(recipe.eval.stop)
         batches = iter(session.loader)
+        if session.step < total and not verdict:
+            self.display.progress(FIRST_STEP, 0, 0)  # on a GPU kernels are compiled in it, 12 s on a new machine; until it ends
         self._mark = time.perf_counter()
         while session.step < total and not verdict:
             with self.stages("wait"):
