@@ -4,14 +4,17 @@ import atexit
 import gc
 import importlib
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from pronghorn.process import importing, set_defaults
+from pronghorn import process
+from pronghorn.process import PROXIES, importing, offline_without_hub, set_defaults
 
 
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -77,3 +80,54 @@ def test_a_process_ends_without_a_word_about_what_was_set_aside() -> None:
     code = "from pronghorn.process import importing\nwith importing():\n    import pronghorn.kernels.rope"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Something that listens, as the hub; in a process that has decided nothing and imported nothing yet."""
+    for name in (*PROXIES, "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delitem(sys.modules, "huggingface_hub", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{listening.getsockname()[1]}")
+        yield listening
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+
+
+def test_a_hub_that_answers_is_asked(endpoint: socket.socket) -> None:
+    assert offline_without_hub("somebody/model") == ""
+    assert "HF_HUB_OFFLINE" not in os.environ
+
+
+def test_without_a_hub_its_library_is_told_to_look_into_its_cache_only(endpoint: socket.socket) -> None:
+    endpoint.close()
+    assert "cannot be reached (Connection refused)" in offline_without_hub("somebody/model")
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert offline_without_hub("somebody/model") == ""  # told once
+
+
+def test_a_name_that_is_looked_up_for_ever(endpoint: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def forever(*_: object) -> None:
+        over.wait(20)
+        raise OSError
+
+    monkeypatch.setattr(process, "PATIENCE", 0.05)
+    monkeypatch.setattr(socket, "create_connection", forever)
+    assert "no answer within" in offline_without_hub("somebody/model")
+    over.set()
+
+
+@pytest.mark.parametrize("why", ["folder", "path", "proxy", "decided"])
+def test_nobody_is_asked_where_it_does_not_matter(
+    endpoint: socket.socket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str
+) -> None:
+    endpoint.close()
+    name = {"folder": str(tmp_path), "path": "./not/there"}.get(why, "somebody/model")
+    if why == "proxy":
+        monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    if why == "decided":
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert offline_without_hub(name) == ""
+    assert os.environ.get("HF_HUB_OFFLINE") == ("0" if why == "decided" else None)

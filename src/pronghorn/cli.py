@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
 from pronghorn.errors import CommandError, EnvironmentFault, Interrupted, PronghornError, counted
-from pronghorn.process import importing, set_defaults
+from pronghorn.process import importing, offline_without_hub, set_defaults
 
 if TYPE_CHECKING:
     from pronghorn.recipe import Recipe
@@ -410,7 +410,10 @@ def runs(arguments: argparse.Namespace) -> None:
 def _recipe(arguments: argparse.Namespace) -> Recipe:
     from pronghorn.recipe_file import load_recipe
 
-    return load_recipe(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if told := offline_without_hub(recipe.model):
+        print(told, file=sys.stderr)
+    return recipe
 
 
 def _prepared(recipe: Recipe, arguments: argparse.Namespace) -> tuple[Any, Any]:

@@ -8,10 +8,18 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import socket
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
-from pronghorn.folders import cache_folder
+from pronghorn.folders import cache_folder, folder_of
+
+HUB = "https://huggingface.co"
+PATIENCE = 5.0  # seconds for the hub to answer
+PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 
 
 def set_defaults() -> None:
@@ -44,3 +52,36 @@ def importing() -> Iterator[None]:
         gc.enable()
         atexit.unregister(gc.unfreeze)
         atexit.register(gc.unfreeze)
+
+
+def offline_without_hub(model: str) -> str:
+    """Where a model is to come from the hub and nobody answers there, the hub's library is told to look into its cache only: by
+    itself it tries for 24 s, and prints every try. Before it is imported. Returns what to tell people; empty: nothing is new.
+
+    Behind a proxy, which knows the way where we do not, and for who has decided already, it is left alone.
+    """
+    decided = "HF_HUB_OFFLINE" in os.environ or "huggingface_hub" in sys.modules
+    if decided or folder_of(model) or model.startswith(("/", ".", "~")) or any(os.environ.get(name) for name in PROXIES):
+        return ""
+    endpoint = os.environ.get("HF_ENDPOINT") or HUB
+    if not (why := _why_silent(endpoint)):
+        return ""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    return f"{endpoint} cannot be reached ({why}): of models with a hub name, only those in the hub's cache are found"
+
+
+def _why_silent(endpoint: str) -> str:
+    """Why no connection comes about; empty if one does. In a thread, because looking up a name knows no time limit."""
+    place, found = urlsplit(endpoint), list[str]()
+
+    def connect() -> None:
+        try:
+            socket.create_connection((place.hostname, place.port or (80 if place.scheme == "http" else 443)), PATIENCE).close()
+            found.append("")
+        except OSError as error:
+            found.append(error.strerror or str(error))
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return found[0] if found else f"no answer within {PATIENCE:.0f} s"

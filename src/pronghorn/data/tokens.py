@@ -136,7 +136,7 @@ def _how_to_find(name: str) -> str:
     if folder_of(name):
         return "put tokenizer.json and tokenizer_config.json into the folder"
     if os.environ.get("HF_HUB_OFFLINE") in {"1", "true", "ON", "YES", "TRUE"}:
-        return "it is not in the hub cache and HF_HUB_OFFLINE is set: download it once, or give a local folder"
+        return "it is not in the hub's cache, and the hub is not asked: download it once with a network, or give a local folder"
     return "check the spelling and the network (HF_TOKEN for a gated model), or give a local folder"
 
 
