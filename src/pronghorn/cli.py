@@ -353,6 +353,7 @@ def export(arguments: argparse.Namespace) -> None:
 
 
 def verify(arguments: argparse.Namespace) -> None:
+    _look_for_hub(arguments.model)
     with _display(arguments, label="loading and comparing"):
         with importing():
             from pronghorn.model.load import DTYPES, load_model, pick_device
@@ -411,9 +412,13 @@ def _recipe(arguments: argparse.Namespace) -> Recipe:
     from pronghorn.recipe_file import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    if told := offline_without_hub(recipe.model):
-        print(told, file=sys.stderr)
+    _look_for_hub(recipe.model)
     return recipe
+
+
+def _look_for_hub(model: str) -> None:
+    if told := offline_without_hub(model):
+        print(told, file=sys.stderr)
 
 
 def _prepared(recipe: Recipe, arguments: argparse.Namespace) -> tuple[Any, Any]:
