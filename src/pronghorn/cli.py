@@ -301,6 +301,7 @@ def _show_summary(folder: Path) -> None:
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
+    _look_for_hub_of(Path(arguments.run))
     with _display(arguments) as display:
         with importing():
             from pronghorn.train.trained_run import evaluate_run
@@ -317,6 +318,7 @@ def chat(arguments: argparse.Namespace) -> None:
         raise CommandError(what="--json needs --prompt", why="a talk is for people", fix="give one message: --prompt TEXT")
     for text in (arguments.prompt, arguments.system):
         _require_letters(text or "")
+    _look_for_hub_of(Path(arguments.run))
     with _display(arguments, label="loading the model"):
         with importing():
             from pronghorn.train.trained_run import Chat
@@ -345,6 +347,7 @@ def _require_letters(text: str) -> None:
 
 def export(arguments: argparse.Namespace) -> None:
     target = Path(arguments.target or Path(arguments.run) / f"export-{arguments.to}")
+    _look_for_hub_of(Path(arguments.run))
     with _display(arguments, label="exporting"):
         with importing():
             from pronghorn.train.trained_run import export_run
@@ -419,6 +422,17 @@ def _recipe(arguments: argparse.Namespace) -> Recipe:
 def _look_for_hub(model: str) -> None:
     if told := offline_without_hub(model):
         print(told, file=sys.stderr)
+
+
+def _look_for_hub_of(run: Path) -> None:
+    """For the base model that a run's log names; what is wrong with the log is told by who needs more of it."""
+    from pronghorn.report.run_log import read_log
+
+    with suppress(PronghornError, OSError, KeyError, TypeError):
+        names = [str(event["recipe"]["model"]) for event in read_log(run) if event.get("event") == "start"]
+        # A folder counts from where the run was started, which is above the run's own.
+        if names and not any((above / names[-1]).is_dir() for above in run.resolve().parents):
+            _look_for_hub(names[-1])
 
 
 def _prepared(recipe: Recipe, arguments: argparse.Namespace) -> tuple[Any, Any]:
