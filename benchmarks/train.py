@@ -1,6 +1,6 @@
 """Our side of the side-by-side alone, with the knobs one turns while working on the step.
 
-    python -m benchmarks.train --workload llama-1b [--layers fast|own] [--graph auto|on|off] [--profile] [--out FILE]
+    python -m benchmarks.train --workload llama-1b [--layers fast|own] [--graph auto|on|off] [--products ours|torch] [--profile]
     python -m benchmarks.train --workload llama-8b --tokens 8192 --document 2048
 
 Prints where a step's time goes (--profile) and the same RESULT line as `python -m pronghorn.bench.worker`.
@@ -21,6 +21,7 @@ from pronghorn.bench.meter import Meter, machine
 from pronghorn.bench.ours import Ours
 from pronghorn.bench.weights import make_model_folder
 from pronghorn.bench.workloads import WORKLOADS
+from pronghorn.kernels import products
 from pronghorn.report.stages import process_age
 
 PROFILED_STEPS = 3
@@ -54,11 +55,15 @@ def main() -> None:
     parser.add_argument("--lengths", type=Path, help="a JSON list of document lengths to draw from")
     parser.add_argument("--layers", choices=("fast", "own"), default="fast")
     parser.add_argument("--graph", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument("--products", choices=("ours", "torch"), default="ours",
+                        help="by the algorithms of kernels/cublaslt.py, or as torch chooses")
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.products == "torch":
+        products.multiply = lambda *_, **__: False
     workload = WORKLOADS[options.workload]
     changes = {name: getattr(options, name) for name in ("tokens", "document") if getattr(options, name) is not None}
     workload = replace(workload, **changes)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
+from pronghorn.process import importing
 from samples import chat_rows, make_model, make_tokenizer, write_rows
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -35,13 +34,8 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 def pytest_collection() -> Iterator[None]:
     """What the files bring along (600,000 objects) stays until the end: it is looked through for garbage neither while it grows
     (3 of 12 seconds in each process) nor in every full collection later on (0.3 s each)."""
-    gc.disable()
-    try:
+    with importing():
         return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
-        atexit.register(gc.unfreeze)  # else Triton's bindings call it a leak
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -4,10 +4,10 @@
 
 One step in bf16 (float32 without a GPU): for every linear of every layer the product forward and the one for the input's
 gradient (not for layer 0's q, k and v, below which nothing is trained), and both of the head, for every token; q, k, v as one
-product, gate and up as one; those of experts as grouped products, of rows spread evenly over them. Where the workload asks for
-FP8, the layers' products are in FP8, of operands that are FP8 already, both ways; the head's stay in bf16. Attention is not
-part of it, so long documents stay further below it. A few copies of the weights take turns, so that none is still in L2. Time
-between two device events, median of several steps.
+product, gate and up as one, by the algorithms that the layers take (kernels/products.py); those of experts as grouped
+products, of rows spread evenly over them. Where the workload asks for FP8, the layers' products are in FP8, of operands that
+are FP8 already, both ways; the head's stay in bf16. Attention is not part of it, so long documents stay further below it. A few
+copies of the weights take turns, so that none is still in L2. Time between two device events, median of several steps.
 """
 
 from __future__ import annotations
