@@ -34,6 +34,11 @@ MAX_WIDTH = 128  # of a head: wider accumulators do not fit the registers
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
+def _padded(width: int) -> int:
+    """The columns of a tile."""
+    return max(16, int(triton.next_power_of_2(width)))
+
+
 class Tiles(NamedTuple):
     rows: int  # query rows
     keys: int
@@ -44,6 +49,11 @@ class Tiles(NamedTuple):
     def pack(self, group: int) -> int:
         """How many of a group's heads are."""
         return min(self.heads, group & -group)
+
+    def options(self, tokens: int, pack: int, width: int) -> dict[str, Any]:
+        """Of a kernel. WHOLE: no tile reaches beyond the pack or a head's columns, so that no load needs a mask."""
+        whole = tokens % max(self.rows, self.keys) == 0 and width == _padded(width)
+        return {"BM": self.rows, "BN": self.keys, "PACK": pack, "STAGES": self.stages, "WHOLE": whole}
 
 
 class Config(NamedTuple):
@@ -56,10 +66,10 @@ class Config(NamedTuple):
 # each kernel these were the fastest (16,384 tokens of instructions, 32 query and 8 key/value heads, H200): forward 159 us at
 # width 64 and 250 at 128, where 64 keys at a time take 182 and 280 (benchmarks/results/sweep-attention.json). None spills.
 CONFIGS = {
-    64: [Config(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 3)),
+    64: [Config(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 4)),
          Config(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
          Config(Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3), Tiles(32, 64, 4, 2))],
-    128: [Config(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 2)),
+    128: [Config(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2)),
           Config(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 1), Tiles(32, 64, 4, 2, heads=1)),
           Config(Tiles(64, 64, 4, 3), Tiles(128, 32, 8, 3), Tiles(64, 128, 8, 2))],
 }  # fmt: skip
@@ -80,9 +90,16 @@ def config_for(width: int, dtype: torch.dtype) -> Config:
 
 
 @jit
-def _rows(pointer, token, row_stride, head, column, inside, H: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[rows, columns]: of one head, or each row of its own; zeros outside."""
-    places = pointer + (token.to(tl.int64) * row_stride + head * H)[:, None] + column[None, :]
+def _places(pointer, token, row_stride, head, column, H: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[rows, columns] of one head, or each row of its own."""
+    return pointer + (token.to(tl.int64) * row_stride + head * H)[:, None] + column[None, :]
+
+
+@jit
+def _rows(places, inside, column, H: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What lies there; zeros outside."""
+    if WHOLE:
+        return tl.load(places)
     return tl.load(places, mask=inside[:, None] & (column < H)[None, :], other=0.0)
 
 
@@ -94,12 +111,16 @@ def _query_rows(block, first_head, BM: tl.constexpr, PACK: tl.constexpr):  # typ
 
 
 @jit
-def _first_key(starts, first, WINDOW: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the key blocks begin that the token and those after it look at."""
+def _keys_of(starts, first, T, WINDOW: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the key blocks begin and end that TOKENS tokens from the first on look at; and from which key on all of them look at
+    every key before the first of them."""
     begin = tl.load(starts + first)
+    end = tl.minimum(first + TOKENS, T)
+    common = tl.load(starts + end - 1)
     if WINDOW > 0:
         begin = tl.maximum(begin, first - WINDOW + 1)
-    return begin // BN * BN
+        common = tl.maximum(common, end - WINDOW)
+    return begin // BN * BN, end, common
 
 
 @jit
@@ -127,6 +148,20 @@ def _powers(scores, scale, anchor, EXACT: tl.constexpr):  # type: ignore[no-unty
     if EXACT:
         return _exact_power((scores * scale - anchor) * _LOG2E)
     return tl.exp2(scores * (scale * _LOG2E) - anchor * _LOG2E)
+
+
+@jit
+def _as_power(lse, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As `_weights` takes it: for fp32 as it is, else as a power of 2, multiplied once here instead of in every block."""
+    return lse if EXACT else lse * _LOG2E
+
+
+@jit
+def _weights(scores, scale, norm, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """exp(scale * scores - lse)"""
+    if EXACT:
+        return _powers(scores, scale, norm, EXACT)
+    return tl.exp2(scores * (scale * _LOG2E) - norm)
 
 
 @jit
@@ -162,7 +197,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     q, q_row, k, k_row, v, v_row, out, out_row, lse, starts, sinks, scale, softcap, T,
     H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = PRECISION == "ieee"
     first_head = tl.program_id(0) % (HEADS // PACK) * PACK
@@ -170,20 +205,22 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     kv_head = first_head // GROUP
     inside = token < T
     column = tl.arange(0, HP)
-    queries = _rows(q, token, q_row, head, column, inside, H)
+    queries = _rows(_places(q, token, q_row, head, column, H), inside, column, H, WHOLE)
     start = tl.load(starts + token, mask=inside, other=0)
-    begin = _first_key(starts, first, WINDOW, BN)
+    begin, end, common = _keys_of(starts, first, T, WINDOW, BM // PACK, BN)
+    key = begin + tl.arange(0, BN)
+    k_places = _places(k, key, k_row, kv_head, column, H)
+    v_places = _places(v, key, v_row, kv_head, column, H)
     largest = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     result = tl.zeros([BM, HP], tl.float32)
-    for first_key in tl.range(begin, tl.minimum(first + BM // PACK, T), BN, num_stages=STAGES):
-        key = first_key + tl.arange(0, BN)
-        there = key < T
-        keys = _rows(k, key, k_row, kv_head, column, there, H)
-        values = _rows(v, key, v_row, kv_head, column, there, H)
+    for first_key in tl.range(begin, end, BN, num_stages=STAGES):
+        keys = _rows(k_places, key < T, column, H, WHOLE)
+        values = _rows(v_places, key < T, column, H, WHOLE)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         scores, factor, _ = _capped(scores, scale, softcap, HAS_SOFTCAP, EXACT)
-        scores = tl.where(_seen(token[:, None], key[None, :], start[:, None], WINDOW), scores, float("-inf"))
+        if (first_key < common) | (first_key + BN > first + 1):
+            scores = tl.where(_seen(token[:, None], key[None, :], start[:, None], WINDOW), scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1) * factor)
         anchor = tl.where(larger == float("-inf"), 0.0, larger)  # a row that has seen nothing yet
         weights = _powers(scores, factor, anchor[:, None], EXACT)
@@ -191,6 +228,9 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         total = total * shrink + tl.sum(weights, 1)
         result = add_dot(result * shrink[:, None], weights.to(values.dtype), values, PRECISION)
         largest = larger
+        key += BN
+        k_places += BN * k_row
+        v_places += BN * v_row
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
         larger = tl.maximum(largest, sink)
@@ -199,18 +239,17 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         total = total * shrink + tl.exp2((sink - larger) * _LOG2E)
         largest = larger
     total = tl.where(inside, total, 1.0)
-    places = out + (token.to(tl.int64) * out_row + head * H)[:, None] + column[None, :]
     kept = inside[:, None] & (column < H)[None, :]
-    tl.store(places, (result / total[:, None]).to(out.dtype.element_ty), mask=kept)
+    tl.store(_places(out, token, out_row, head, column, H), (result / total[:, None]).to(out.dtype.element_ty), mask=kept)
     tl.store(lse + head.to(tl.int64) * T + token, largest + tl.log2(total) / _LOG2E, mask=inside)
 
 
 @jit
 def _dq_kernel(  # type: ignore[no-untyped-def]
-    dout, dout_row, q, q_row, k, k_row, v, v_row, out, out_row, lse, delta, starts, dq, dq_row, scale, softcap, T,
+    dout, dout_row, q, q_row, k, k_row, v, v_row, out, out_row, lse, norms, starts, dq, dq_row, scale, softcap, T,
     H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = PRECISION == "ieee"
     first_head = tl.program_id(0) % (HEADS // PACK) * PACK
@@ -218,78 +257,100 @@ def _dq_kernel(  # type: ignore[no-untyped-def]
     kv_head = first_head // GROUP
     inside = token < T
     column = tl.arange(0, HP)
-    queries = _rows(q, token, q_row, head, column, inside, H)
-    douts = _rows(dout, token, dout_row, head, column, inside, H)
-    outs = _rows(out, token, out_row, head, column, inside, H)
+    queries = _rows(_places(q, token, q_row, head, column, H), inside, column, H, WHOLE)
+    douts = _rows(_places(dout, token, dout_row, head, column, H), inside, column, H, WHOLE)
+    outs = _rows(_places(out, token, out_row, head, column, H), inside, column, H, WHOLE)
     deltas = tl.sum(douts.to(tl.float32) * outs.to(tl.float32), 1)
-    place = head.to(tl.int64) * T + token
-    tl.store(delta + place, deltas, mask=inside)
-    norm = tl.load(lse + place, mask=inside, other=0.0)
+    norm = _as_power(tl.load(lse + head.to(tl.int64) * T + token, mask=inside, other=0.0), EXACT)
+    place = norms + (token.to(tl.int64) * HEADS + head) * 2
+    tl.store(place, norm, mask=inside)
+    tl.store(place + 1, deltas, mask=inside)
     start = tl.load(starts + token, mask=inside, other=0)
-    begin = _first_key(starts, first, WINDOW, BN)
+    begin, end, common = _keys_of(starts, first, T, WINDOW, BM // PACK, BN)
+    key = begin + tl.arange(0, BN)
+    k_places = _places(k, key, k_row, kv_head, column, H)
+    v_places = _places(v, key, v_row, kv_head, column, H)
     result = tl.zeros([BM, HP], tl.float32)
-    for first_key in tl.range(begin, tl.minimum(first + BM // PACK, T), BN, num_stages=STAGES):
-        key = first_key + tl.arange(0, BN)
-        there = key < T
-        keys = _rows(k, key, k_row, kv_head, column, there, H)
-        values = _rows(v, key, v_row, kv_head, column, there, H)
+    for first_key in tl.range(begin, end, BN, num_stages=STAGES):
+        keys = _rows(k_places, key < T, column, H, WHOLE)
+        values = _rows(v_places, key < T, column, H, WHOLE)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        scores, factor, slope = _capped(scores, scale, softcap, HAS_SOFTCAP, EXACT)
-        seen = _seen(token[:, None], key[None, :], start[:, None], WINDOW)
-        weights = tl.where(seen, _powers(scores, factor, norm[:, None], EXACT), 0.0)
         dweights = tl.dot(douts, tl.trans(values), input_precision=PRECISION)
+        scores, factor, slope = _capped(scores, scale, softcap, HAS_SOFTCAP, EXACT)
+        weights = _weights(scores, factor, norm[:, None], EXACT)
+        if (first_key < common) | (first_key + BN > first + 1):
+            weights = tl.where(_seen(token[:, None], key[None, :], start[:, None], WINDOW), weights, 0.0)
         dscores = weights * (dweights - deltas[:, None]) * slope
         result = add_dot(result, dscores.to(keys.dtype), keys, PRECISION)
-    places = dq + (token.to(tl.int64) * dq_row + head * H)[:, None] + column[None, :]
-    tl.store(places, (result * scale).to(dq.dtype.element_ty), mask=inside[:, None] & (column < H)[None, :])
+        key += BN
+        k_places += BN * k_row
+        v_places += BN * v_row
+    kept = inside[:, None] & (column < H)[None, :]
+    tl.store(_places(dq, token, dq_row, head, column, H), (result * scale).to(dq.dtype.element_ty), mask=kept)
 
 
 @jit
 def _dkdv_kernel(  # type: ignore[no-untyped-def]
-    dout, dout_row, q, q_row, k, k_row, v, v_row, lse, delta, ends, dk, dk_row, dv, dv_row, scale, softcap, T,
+    dout, dout_row, q, q_row, k, k_row, v, v_row, norms, ends, dk, dk_row, dv, dv_row, scale, softcap, T,
     H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Scores are transposed here, [keys, queries]: both products into the results then take their left factor as it is."""
+    """Scores are transposed here, [keys, queries]: both products into the results then take their left factor as it is. One loop
+    goes over the query blocks of PACK heads of the group, then of the next PACK."""
+    EXACT: tl.constexpr = PRECISION == "ieee"
+    TOKENS: tl.constexpr = BM // PACK
     kv_head = tl.program_id(0) % (HEADS // GROUP)
     first_key = tl.program_id(0) // (HEADS // GROUP) * BN
     key = first_key + tl.arange(0, BN)
     there = key < T
     column = tl.arange(0, HP)
-    keys = _rows(k, key, k_row, kv_head, column, there, H)
-    values = _rows(v, key, v_row, kv_head, column, there, H)
+    keys = _rows(_places(k, key, k_row, kv_head, column, H), there, column, H, WHOLE)
+    values = _rows(_places(v, key, v_row, kv_head, column, H), there, column, H, WHOLE)
     end = tl.load(ends + key, mask=there, other=0)
     last = tl.load(ends + tl.minimum(first_key + BN, T) - 1)
     if WINDOW > 0:
         last = tl.minimum(last, first_key + BN - 1 + WINDOW)
-    EXACT: tl.constexpr = PRECISION == "ieee"
+    begin = first_key // TOKENS
+    blocks = tl.cdiv(last, TOKENS) - begin
+    _, token, head = _query_rows(begin, kv_head * GROUP, BM, PACK)
+    q_places = _places(q, token, q_row, head, column, H)
+    dout_places = _places(dout, token, dout_row, head, column, H)
+    norm_places = norms + token.to(tl.int64) * HEADS + head
     key_sums = tl.zeros([BN, HP], tl.float32)
     value_sums = tl.zeros([BN, HP], tl.float32)
-    begin = first_key // (BM // PACK)
-    blocks = tl.cdiv(last, BM // PACK) - begin
-    for step in tl.range(0, GROUP // PACK * blocks, num_stages=STAGES):  # heads of the group, and query blocks: one loop
-        _, token, head = _query_rows(begin + step % blocks, kv_head * GROUP + step // blocks * PACK, BM, PACK)
+    for step in tl.range(0, GROUP // PACK * blocks, num_stages=STAGES):
         inside = token < T
-        queries = _rows(q, token, q_row, head, column, inside, H)
-        douts = _rows(dout, token, dout_row, head, column, inside, H)
-        place = head.to(tl.int64) * T + token
-        norm = tl.load(lse + place, mask=inside, other=0.0)
-        deltas = tl.load(delta + place, mask=inside, other=0.0)
+        queries = _rows(q_places, inside, column, H, WHOLE)
+        douts = _rows(dout_places, inside, column, H, WHOLE)
+        if WHOLE:
+            pair = tl.load(norm_places)
+        else:
+            pair = tl.load(norm_places, mask=inside, other=0)
+        norm = pair.to(tl.int32).to(tl.float32, bitcast=True)
+        deltas = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+        dweights = tl.dot(values, tl.trans(douts), input_precision=PRECISION)
         scores, factor, slope = _capped(scores, scale, softcap, HAS_SOFTCAP, EXACT)
+        weights = _weights(scores, factor, norm[None, :], EXACT)
         seen = (key[:, None] <= token[None, :]) & (token[None, :] < end[:, None])
         if WINDOW > 0:
             seen &= token[None, :] - key[:, None] < WINDOW
-        weights = tl.where(seen, _powers(scores, factor, norm[None, :], EXACT), 0.0)
+        weights = tl.where(seen, weights, 0.0)
         value_sums = add_dot(value_sums, weights.to(douts.dtype), douts, PRECISION)
-        dweights = tl.dot(values, tl.trans(douts), input_precision=PRECISION)
         dscores = weights * (dweights - deltas[None, :]) * slope
         key_sums = add_dot(key_sums, dscores.to(queries.dtype), queries, PRECISION)
+        tokens, heads = TOKENS, 0
+        if GROUP > PACK:
+            if step % blocks == blocks - 1:
+                tokens, heads = TOKENS - blocks * TOKENS, PACK
+        token += tokens
+        q_places += tokens * q_row + heads * H
+        dout_places += tokens * dout_row + heads * H
+        norm_places += tokens * HEADS + heads
     kept = there[:, None] & (column < H)[None, :]
-    offset = key.to(tl.int64)[:, None]
-    tl.store(dk + offset * dk_row + kv_head * H + column[None, :], (key_sums * scale).to(dk.dtype.element_ty), mask=kept)
-    tl.store(dv + offset * dv_row + kv_head * H + column[None, :], value_sums.to(dv.dtype.element_ty), mask=kept)
+    tl.store(_places(dk, key, dk_row, kv_head, column, H), (key_sums * scale).to(dk.dtype.element_ty), mask=kept)
+    tl.store(_places(dv, key, dv_row, kv_head, column, H), value_sums.to(dv.dtype.element_ty), mask=kept)
 
 
 # ---- the backend --------------------------------------------------------------------------------------------
@@ -304,7 +365,7 @@ class Short:
         if any(x.stride()[1:] != (width, 1) for x in (q_TNH, k_TKH)):
             raise ValueError(f"heads must lie side by side in a row; strides are {q_TNH.stride()} and {k_TKH.stride()}")
         return {
-            "H": width, "HP": max(16, triton.next_power_of_2(width)), "HEADS": heads, "GROUP": heads // k_TKH.shape[1],
+            "H": width, "HP": _padded(width), "HEADS": heads, "GROUP": heads // k_TKH.shape[1],
             "WINDOW": packed.window or 0, "HAS_SOFTCAP": packed.softcap is not None,
             "PRECISION": "ieee" if q_TNH.dtype == torch.float32 else None,
         }  # fmt: skip
@@ -320,8 +381,7 @@ class Short:
         _forward_kernel[(heads // pack * triton.cdiv(T, tiles.rows // pack),)](
             q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0), out_TNH, out_TNH.stride(0), lse_NT,
             packed.spans_of(T)[0], packed.sinks_N, packed.scale, packed.softcap or 1.0, T,
-            **options, HAS_SINKS=packed.sinks_N is not None,
-            BM=tiles.rows, BN=tiles.keys, PACK=pack, STAGES=tiles.stages, num_warps=tiles.warps,
+            **options, **tiles.options(T, pack, width), HAS_SINKS=packed.sinks_N is not None, num_warps=tiles.warps,
         )  # fmt: skip
         return out_TNH, lse_NT
 
@@ -338,7 +398,7 @@ class Short:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         T, heads, width = q_TNH.shape
         dq, dk, dv = grads or tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TNH, k_TKH, v_TKH))
-        delta_NT = torch.empty_like(lse_NT)
+        norms_TN2 = torch.empty(T, heads, 2, dtype=torch.float32, device=lse_NT.device)  # lse as a power, and delta
         starts_T, ends_T = packed.spans_of(T)
         options = Short._options(q_TNH, k_TKH, packed)
         config, softcap = config_for(width, q_TNH.dtype), packed.softcap or 1.0
@@ -346,13 +406,13 @@ class Short:
         tiles = config.dq
         pack = tiles.pack(options["GROUP"])
         _dq_kernel[(heads // pack * triton.cdiv(T, tiles.rows // pack),)](
-            *inputs, out_TNH, out_TNH.stride(0), lse_NT, delta_NT, starts_T, dq, dq.stride(0), packed.scale, softcap, T,
-            **options, BM=tiles.rows, BN=tiles.keys, PACK=pack, STAGES=tiles.stages, num_warps=tiles.warps,
+            *inputs, out_TNH, out_TNH.stride(0), lse_NT, norms_TN2, starts_T, dq, dq.stride(0), packed.scale, softcap, T,
+            **options, **tiles.options(T, pack, width), num_warps=tiles.warps,
         )  # fmt: skip
         tiles = config.dkdv
         pack = tiles.pack(options["GROUP"])
         _dkdv_kernel[(k_TKH.shape[1] * triton.cdiv(T, tiles.keys),)](
-            *inputs, lse_NT, delta_NT, ends_T, dk, dk.stride(0), dv, dv.stride(0), packed.scale, softcap, T,
-            **options, BM=tiles.rows, BN=tiles.keys, PACK=pack, STAGES=tiles.stages, num_warps=tiles.warps,
+            *inputs, norms_TN2.view(torch.int64), ends_T, dk, dk.stride(0), dv, dv.stride(0), packed.scale, softcap, T,
+            **options, **tiles.options(T, pack, width), num_warps=tiles.warps,
         )  # fmt: skip
         return dq, dk, dv, sink_gradients(dout_TNH, out_TNH, lse_NT, packed.sinks_N)
