@@ -11,9 +11,16 @@ import pytest
 import torch
 
 from pronghorn.kernels import attention_short
-from pronghorn.kernels.attention import attention_backward, attention_forward, attention_reference, pick_backend
+from pronghorn.kernels.attention import (
+    attention_backward,
+    attention_forward,
+    attention_reference,
+    pick_backend,
+    turns_back,
+)
 from pronghorn.kernels.attention_short import Config, Tiles
 from pronghorn.kernels.attention_torch import spans
+from pronghorn.kernels.rope import qk_rope_reference
 
 CUDA = torch.cuda.is_available()
 # One token; documents that end in the middle of a block, at its end, and that span several; padding of no tokens behind.
@@ -79,8 +86,9 @@ def by_autograd(
 def ours(tensors: list[torch.Tensor], cu: torch.Tensor, options: dict[str, Any], **more: Any) -> list[torch.Tensor]:
     dout, q, k, v = tensors[:4]
     settings = options | {"sinks_N": tensors[4] if len(tensors) > 4 else None, "backend": "short"} | more
+    turned = settings.pop("turned", None)
     out, lse = attention_forward(q, k, v, cu, max(LENGTHS), **settings)
-    grads = attention_backward(dout, q, k, v, out, lse, cu, max(LENGTHS), **settings)
+    grads = attention_backward(dout, q, k, v, out, lse, cu, max(LENGTHS), turned=turned, **settings)
     return [out, *(grad for grad in grads if grad is not None)]
 
 
@@ -125,6 +133,41 @@ def test_results_go_where_they_are_asked_for_and_repeat_bit_for_bit(where: str) 
         assert torch.equal(mine, expected)
     assert (wide[:, 64:] == 7).all()
     assert (room[:, 128:] == 7).all()
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, WHOLE], ids=["", "whole"])
+def test_gradients_can_be_those_before_the_rotary_positions(
+    where: str, lengths: tuple[int, ...], judge: Callable[..., None]
+) -> None:
+    """Against autograd through RoPE and attention. cos and sin have a factor in them, as YaRN's do."""
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    tensors, cu, options = make(where, dtype, lengths, kv_heads=1)
+    T, half = sum(lengths), 16
+    angles = torch.arange(T, device=where)[:, None] * 0.7 ** torch.arange(half, device=where)
+    cos, sin = 1.3 * angles.cos(), 1.3 * angles.sin()
+
+    def through(kind: torch.dtype) -> list[torch.Tensor]:
+        dout, *qkv = [x.detach().to(kind).clone() for x in tensors]
+        qkv = [x.requires_grad_() for x in qkv]
+        row = torch.cat([x.flatten(1) for x in qkv], dim=1)
+        turned = qk_rope_reference(row, cos, sin, heads=2, kv_heads=1, head_width=2 * half)
+        return list(torch.autograd.grad(attention_reference(*turned, cu, **options), qkv, dout))
+
+    dout, q, k, v = tensors
+    row = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
+    q, k, v = qk_rope_reference(row, cos, sin, heads=2, kv_heads=1, head_width=2 * half)
+    got = ours([dout, q, k, v], cu, options, turned=(cos, sin))[1:]
+    for what, mine, theirs, exact in zip(("dq", "dk", "dv"), got, through(dtype), through(torch.float64), strict=True):
+        judge(mine, theirs, exact, what)
+
+
+def test_only_whole_heads_that_turn_by_halves_are_turned_back() -> None:
+    cos = torch.zeros(3, 32)
+    assert turns_back("short", 64, cos, neighbours=False)
+    assert not turns_back("short", 64, cos, neighbours=True)
+    assert not turns_back("short", 96, cos, neighbours=False)  # a part of a head
+    assert not turns_back("short", 48, torch.zeros(3, 24), neighbours=False)  # no power of 2
+    assert not turns_back("flash4", 64, cos, neighbours=False)
 
 
 def test_documents_do_not_see_each_other(where: str) -> None:

@@ -13,7 +13,7 @@ EXACT_INNER = 16  # terms a block of an fp32 product: the fewest that `tl.dot` t
 
 
 @jit
-def _halves(x: tl.tensor) -> tl.tensor:
+def halves(x: tl.tensor) -> tl.tensor:
     """The left half of the columns, and the right one."""
     return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
@@ -22,8 +22,8 @@ def _halves(x: tl.tensor) -> tl.tensor:
 def _dot_by_16(a: tl.tensor, b_turned: tl.tensor) -> tl.tensor:
     """16 or 32 columns. max_num_imprecise_acc is ignored for fp32, but keeps the compiler from merging sum and product."""
     if a.shape[1] == 32:
-        left, right = _halves(a)
-        b_left, b_right = _halves(b_turned)
+        left, right = halves(a)
+        b_left, b_right = halves(b_turned)
         first = tl.dot(left, tl.trans(b_left), input_precision="ieee", max_num_imprecise_acc=1)
         return first + tl.dot(right, tl.trans(b_right), input_precision="ieee", max_num_imprecise_acc=1)
     return tl.dot(a, tl.trans(b_turned), input_precision="ieee", max_num_imprecise_acc=1)
@@ -35,7 +35,7 @@ def add_dot(sums: tl.tensor, a: tl.tensor, b: tl.tensor, PRECISION: tl.constexpr
     if PRECISION != "ieee":
         return tl.dot(a, b, sums, input_precision=PRECISION)
     if a.shape[1] == 64:
-        left, right = _halves(a)
-        b_left, b_right = _halves(tl.trans(b))
+        left, right = halves(a)
+        b_left, b_right = halves(tl.trans(b))
         return sums + (_dot_by_16(left, b_left) + _dot_by_16(right, b_right))
     return sums + _dot_by_16(a, tl.trans(b))

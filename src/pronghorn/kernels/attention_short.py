@@ -12,9 +12,11 @@ head see 229 keys on average, 16 tokens of four heads 181, of which 165 count (c
 
     starts_T, ends_T    int32: where each token's document begins and ends, made once per batch (`spans` in attention_torch.py)
     forward             program = BM query rows; loops over key blocks; online softmax
-    backward, dq        the same programs; also delta_NT = sum_h dout * out, which the next one reads
+    backward, dq        the same programs; also delta = sum_h dout * out, which the next one reads beside lse
     backward, dk, dv    program = BN key rows of one key/value head; loops over the query heads of its group and over query
                         blocks up to the end of its last row's document
+
+Backward can also turn dq and dk back by the rotary positions, while it has them in fp32: one rounding and one pass less.
 
 Products run on tensor cores in the inputs' dtype with fp32 sums (fp32 inputs: true fp32); the softmax is in fp32, base 2.
 """
@@ -26,7 +28,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.add_dot import add_dot
+from pronghorn.kernels.add_dot import add_dot, halves
 from pronghorn.kernels.attention_torch import Packed, sink_gradients
 from pronghorn.kernels.dispatch import jit, tl, triton
 
@@ -104,6 +106,23 @@ def _rows(places, inside, column, H: tl.constexpr, WHOLE: tl.constexpr):  # type
 
 
 @jit
+def _store(pointer, token, row_stride, head, column, inside, x, cos, sin, H: tl.constexpr, TURN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rounded; with TURN turned back first: (a, b) -> (a cos + b sin, b cos - a sin) for every pair (i, i + H / 2)."""
+    if TURN:
+        column = tl.arange(0, H // 2)
+        angles = token.to(tl.int64)[:, None] * (H // 2) + column[None, :]
+        cosines = tl.load(cos + angles, mask=inside[:, None], other=0.0)
+        sines = tl.load(sin + angles, mask=inside[:, None], other=0.0)
+        a, b = halves(x)
+        places = _places(pointer, token, row_stride, head, column, H)
+        tl.store(places, (a * cosines + b * sines).to(pointer.dtype.element_ty), mask=inside[:, None])
+        tl.store(places + H // 2, (b * cosines - a * sines).to(pointer.dtype.element_ty), mask=inside[:, None])
+    else:
+        places = _places(pointer, token, row_stride, head, column, H)
+        tl.store(places, x.to(pointer.dtype.element_ty), mask=inside[:, None] & (column < H)[None, :])
+
+
+@jit
 def _query_rows(block, first_head, BM: tl.constexpr, PACK: tl.constexpr):  # type: ignore[no-untyped-def]
     """(the block's first token, the token and the head of each row)"""
     first = block * (BM // PACK)
@@ -112,8 +131,8 @@ def _query_rows(block, first_head, BM: tl.constexpr, PACK: tl.constexpr):  # typ
 
 @jit
 def _keys_of(starts, first, T, WINDOW: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the key blocks begin and end that TOKENS tokens from the first on look at; and from which key on all of them look at
-    every key before the first of them."""
+    """Where the key blocks begin and end that TOKENS tokens from the first on look at; and from which key on all of them look
+    at every key before the first of them."""
     begin = tl.load(starts + first)
     end = tl.minimum(first + TOKENS, T)
     common = tl.load(starts + end - 1)
@@ -121,6 +140,17 @@ def _keys_of(starts, first, T, WINDOW: tl.constexpr, TOKENS: tl.constexpr, BN: t
         begin = tl.maximum(begin, first - WINDOW + 1)
         common = tl.maximum(common, end - WINDOW)
     return begin // BN * BN, end, common
+
+
+@jit
+def _way_on(step, blocks, TOKENS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many tokens and heads on the next query block lies; after the last one of some heads, it is the first of the next."""
+    tokens, heads = TOKENS, 0
+    if GROUP > PACK:
+        wraps = step % blocks == blocks - 1
+        tokens = tl.where(wraps, TOKENS - blocks * TOKENS, TOKENS)
+        heads = tl.where(wraps, PACK, 0)
+    return tokens, heads
 
 
 @jit
@@ -239,17 +269,16 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         total = total * shrink + tl.exp2((sink - larger) * _LOG2E)
         largest = larger
     total = tl.where(inside, total, 1.0)
-    kept = inside[:, None] & (column < H)[None, :]
-    tl.store(_places(out, token, out_row, head, column, H), (result / total[:, None]).to(out.dtype.element_ty), mask=kept)
+    _store(out, token, out_row, head, column, inside, result / total[:, None], None, None, H, False)
     tl.store(lse + head.to(tl.int64) * T + token, largest + tl.log2(total) / _LOG2E, mask=inside)
 
 
 @jit
 def _dq_kernel(  # type: ignore[no-untyped-def]
-    dout, dout_row, q, q_row, k, k_row, v, v_row, out, out_row, lse, norms, starts, dq, dq_row, scale, softcap, T,
-    H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
+    dout, dout_row, q, q_row, k, k_row, v, v_row, out, out_row, lse, norms, starts, dq, dq_row, cos, sin, scale, softcap,
+    T, H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, WHOLE: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = PRECISION == "ieee"
     first_head = tl.program_id(0) % (HEADS // PACK) * PACK
@@ -285,19 +314,18 @@ def _dq_kernel(  # type: ignore[no-untyped-def]
         key += BN
         k_places += BN * k_row
         v_places += BN * v_row
-    kept = inside[:, None] & (column < H)[None, :]
-    tl.store(_places(dq, token, dq_row, head, column, H), (result * scale).to(dq.dtype.element_ty), mask=kept)
+    _store(dq, token, dq_row, head, column, inside, result * scale, cos, sin, H, TURN)
 
 
 @jit
 def _dkdv_kernel(  # type: ignore[no-untyped-def]
-    dout, dout_row, q, q_row, k, k_row, v, v_row, norms, ends, dk, dk_row, dv, dv_row, scale, softcap, T,
-    H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
+    dout, dout_row, q, q_row, k, k_row, v, v_row, norms, ends, dk, dk_row, dv, dv_row, cos, sin, scale, softcap,
+    T, H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, WHOLE: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """Scores are transposed here, [keys, queries]: both products into the results then take their left factor as it is. One loop
-    goes over the query blocks of PACK heads of the group, then of the next PACK."""
+    """Scores are transposed here, [keys, queries]: both products into the results then take their left factor as it is. One
+    loop goes over the query blocks of PACK heads of the group, then of the next PACK."""
     EXACT: tl.constexpr = PRECISION == "ieee"
     TOKENS: tl.constexpr = BM // PACK
     kv_head = tl.program_id(0) % (HEADS // GROUP)
@@ -340,17 +368,13 @@ def _dkdv_kernel(  # type: ignore[no-untyped-def]
         value_sums = add_dot(value_sums, weights.to(douts.dtype), douts, PRECISION)
         dscores = weights * (dweights - deltas[None, :]) * slope
         key_sums = add_dot(key_sums, dscores.to(queries.dtype), queries, PRECISION)
-        tokens, heads = TOKENS, 0
-        if GROUP > PACK:
-            if step % blocks == blocks - 1:
-                tokens, heads = TOKENS - blocks * TOKENS, PACK
+        tokens, heads = _way_on(step, blocks, TOKENS, PACK, GROUP)
         token += tokens
         q_places += tokens * q_row + heads * H
         dout_places += tokens * dout_row + heads * H
         norm_places += tokens * HEADS + heads
-    kept = there[:, None] & (column < H)[None, :]
-    tl.store(_places(dk, key, dk_row, kv_head, column, H), (key_sums * scale).to(dk.dtype.element_ty), mask=kept)
-    tl.store(_places(dv, key, dv_row, kv_head, column, H), value_sums.to(dv.dtype.element_ty), mask=kept)
+    _store(dk, key, dk_row, kv_head, column, there, key_sums * scale, cos, sin, H, TURN)
+    _store(dv, key, dv_row, kv_head, column, there, value_sums, cos, sin, H, False)
 
 
 # ---- the backend --------------------------------------------------------------------------------------------
@@ -395,24 +419,33 @@ class Short:
         lse_NT: Tensor,
         packed: Packed,
         grads: tuple[Tensor, Tensor, Tensor] | None,
+        turned: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """`turned`: cos and sin, [T, H / 2], by which RoPE turned q and k; dq and dk are then those of before."""
         T, heads, width = q_TNH.shape
         dq, dk, dv = grads or tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TNH, k_TKH, v_TKH))
         norms_TN2 = torch.empty(T, heads, 2, dtype=torch.float32, device=lse_NT.device)  # lse as a power, and delta
         starts_T, ends_T = packed.spans_of(T)
         options = Short._options(q_TNH, k_TKH, packed)
+        options["TURN"] = turned is not None
+        cos, sin = turned or (None, None)
         config, softcap = config_for(width, q_TNH.dtype), packed.softcap or 1.0
         inputs = (dout_TNH, dout_TNH.stride(0), q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0))
         tiles = config.dq
         pack = tiles.pack(options["GROUP"])
         _dq_kernel[(heads // pack * triton.cdiv(T, tiles.rows // pack),)](
-            *inputs, out_TNH, out_TNH.stride(0), lse_NT, norms_TN2, starts_T, dq, dq.stride(0), packed.scale, softcap, T,
-            **options, **tiles.options(T, pack, width), num_warps=tiles.warps,
+            *inputs, out_TNH, out_TNH.stride(0), lse_NT, norms_TN2, starts_T, dq, dq.stride(0), cos, sin, packed.scale,
+            softcap, T, **options, **tiles.options(T, pack, width), num_warps=tiles.warps,
         )  # fmt: skip
         tiles = config.dkdv
         pack = tiles.pack(options["GROUP"])
         _dkdv_kernel[(k_TKH.shape[1] * triton.cdiv(T, tiles.keys),)](
-            *inputs, norms_TN2.view(torch.int64), ends_T, dk, dk.stride(0), dv, dv.stride(0), packed.scale, softcap, T,
-            **options, **tiles.options(T, pack, width), num_warps=tiles.warps,
+            *inputs, norms_TN2.view(torch.int64), ends_T, dk, dk.stride(0), dv, dv.stride(0), cos, sin, packed.scale,
+            softcap, T, **options, **tiles.options(T, pack, width), num_warps=tiles.warps,
         )  # fmt: skip
         return dq, dk, dv, sink_gradients(dout_TNH, out_TNH, lse_NT, packed.sinks_N)
+
+    @staticmethod
+    def turns_back(head_width: int, half: int) -> bool:
+        """Whether `backward` takes cos and sin of so many columns: a half each of heads that fill a tile."""
+        return 2 * half == head_width == _padded(head_width)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from pronghorn.kernels.attention import attention_backward, attention_forward, gradients_in_place, pick_backend
+from pronghorn.kernels.attention import attention_backward, attention_forward, gradients_in_place, pick_backend, turns_back
 from pronghorn.kernels.attention_torch import Backend
 from pronghorn.kernels.rope import qk_rope_backward, qk_rope_forward
 from pronghorn.model.families import Family
@@ -75,15 +75,17 @@ class Attending:
     def attend_back(self, do: Tensor, kept: Kept, documents: Documents, backend: Backend, dqkv: Tensor,
                     norm_grads: dict[str, Tensor | None]) -> Tensor | None:
         """Fills dqkv, but for its extra columns: the gradient of q, k and v before RoPE and qk-norm. That of the sinks."""
-        options, sinks = self.attention_options, self.sinks
+        options, sinks, rotary = self.attention_options, self.sinks, documents.rotary[self.kind]
         if sinks is not None and not sinks.requires_grad and backend in ("short", "flash2"):
             options["sinks_N"] = None  # there, only their own gradient needs them once more: lse has them in it
+        turns = self.q_norm is None and turns_back(backend, self.head_width, rotary[0], self.family.neighbours)
         dq, dk, dv, dsinks = attention_backward(
             self.heads_of(do), kept.q, kept.k, kept.v, self.heads_of(kept.o), kept.lse, documents.cu_seqlens, documents.longest,
             spans_2T=documents.spans_2T, typical=documents.typical, **options, backend=backend,
             # FlashAttention-2 could only copy into them; RoPE's backward then reads its tensors where they are.
-            grads=None if backend == "flash2" else self._parts_of(dqkv))
-        self._out_of_rope(dq, dk, dv, dqkv, kept, documents, norm_grads)
+            grads=None if backend == "flash2" else self._parts_of(dqkv), turned=rotary if turns else None)
+        if not turns:
+            self._out_of_rope(dq, dk, dv, dqkv, kept, documents, norm_grads)
         return dsinks
 
     def _room_for_dqkv(self, do: Tensor, qkv: Tensor | None, backend: Backend) -> Tensor:
