@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "odd width": {"width": 24},
     "whole": {"lengths": WHOLE},
     "whole, two packs of a group": {"lengths": WHOLE, "heads": 6, "kv_heads": 1},
-    "whole, all": {"lengths": WHOLE, "sinks": True, "window": 20, "softcap": 5.0, "kv_heads": 1},
+    "whole, window and softcap": {"lengths": WHOLE, "window": 20, "softcap": 5.0, "kv_heads": 1},
 }
 
 

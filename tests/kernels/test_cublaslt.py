@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pronghorn.kernels import cublaslt
 from pronghorn.kernels.cublaslt import (
+    LONG,
     NARROW,
     WIDE,
     Algorithm,
@@ -27,7 +28,7 @@ from pronghorn.kernels.cublaslt import (
 )
 from pronghorn.kernels.products import product_plus
 
-OTHER = Algorithm(24, 5, 7)
+OTHER = Algorithm(31, 5, 7)
 on_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
                                reason="needs a Hopper GPU")
 
@@ -37,7 +38,10 @@ on_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_d
     (2048, 4096, 128256, True, (WIDE, NARROW)),  # 8B head
     (16384, 14352, 4096, True, (NARROW,)),  # 8B down
     (16384, 2064, 8192, False, (NARROW,)),  # 1B down, backward
-    (16384, 16448, 2048, False, ()),  # 1B gate and up, backward: NARROW would be 0.935
+    (16384, 16448, 2048, False, (LONG,)),  # 1B gate and up, backward: NARROW would be 0.935
+    (16384, 8208, 2048, True, (LONG,)),  # 1B down
+    (16384, 2064, 2048, True, ()),  # 1B output projection
+    (16384, 6208, 1024, False, ()),  # 0.6B gate and up, backward: LONG would be 0.94
     (16384, 2048, 64, True, ()),  # x A^T
     (1024, 4096, 28672, True, ()),  # few tokens: not measured
 ])  # fmt: skip

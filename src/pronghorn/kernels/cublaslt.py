@@ -10,7 +10,9 @@ benchmarks/results/products.json):
     y = x W^T, W [O, D], O > D                    WIDE    8B 1.035 to 1.054, 14B 1.041, 1B 1.083, 0.6B 1.18; heads 1.03 to 1.12
     the same where WIDE is not offered, or O <= D NARROW  8B down 1.058, 14B down 1.005, 1B q, k, v 1.042
     dx = dy W, W [O, D]                           NARROW  8B 1.034 to 1.062, 14B 1.012 and 1.024, 1B down 1.091, 0.6B down 1.117
-    results of less than 3,072 columns            torch's 1B gate and up, backward, would be 0.935
+    less than 3,072 columns, many terms           LONG    torch's own but for 1B down, where a step takes 0.4 ms less by it
+                                                          (benchmarks/results/step-choices-llama-1b.json)
+    other results of less than 3,072 columns      torch's
 
 On other GPUs than Hopper, for other dtypes than bf16, and where the library does not offer these algorithms: torch's choice.
 The library is the one that torch has loaded already; this file binds the functions needed, whose numbers have not changed since
@@ -41,8 +43,10 @@ class Algorithm(NamedTuple):
 
 WIDE = Algorithm(201, 5, 2)
 NARROW = Algorithm(29, 3, 1)  # tiles of 128 x 160
+LONG = Algorithm(24, 5, 7)  # of 256 x 128
 FEWEST_ROWS = 2048  # of the left factor: fewer were not measured
-FEWEST_COLUMNS = 3072  # of the result: with fewer, torch's choice is the best or near it
+FEWEST_COLUMNS = 3072  # of the result: with fewer, torch's choice is the best or near it (1B gate and up, backward: 1.07)
+FEWEST_LONG = 2048  # of the result: 0.6B with its 1,024 would lose 6 % by LONG
 ALIGNMENT = 256  # bytes: what the heuristics take for granted of every operand
 OFFERS = 16  # algorithms to ask for; the library knows 8 for these shapes
 
@@ -50,8 +54,10 @@ OFFERS = 16  # algorithms to ask for; the library knows 8 for these shapes
 def favoured(rows: int, inner: int, columns: int, *, weight_by_rows: bool) -> tuple[Algorithm, ...]:
     """For [rows, inner] times [inner, columns], best first; empty where torch's choice is as good. `weight_by_rows`: the right
     factor is a weight [columns, inner], transposed."""
-    if rows < FEWEST_ROWS or columns < FEWEST_COLUMNS:
+    if rows < FEWEST_ROWS or columns < FEWEST_LONG:
         return ()
+    if columns < FEWEST_COLUMNS:
+        return (LONG,) if inner > 2 * columns else ()
     return (WIDE, NARROW) if weight_by_rows and columns > inner else (NARROW,)
 
 

@@ -41,8 +41,20 @@ KERNELS_ARE_INTERPRETED = HAS_TRITON and _interpreting()
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit` with a type: the result is launched as `kernel[grid](...)`."""
-    return triton.jit(function)
+    """`triton.jit` with a type: the result is launched as `kernel[grid](...)`, or compiled ahead of that."""
+    if not HAS_TRITON or _interpreting():
+        return triton.jit(function)
+    from pronghorn.kernels.compile_ahead import Kernel  # needs Triton
+
+    return Kernel(function)
+
+
+def compile_kernels(work: Callable[[], None]) -> None:
+    """All kernels of this work at once, where there are any; the work itself is gone through without them."""
+    if HAS_TRITON and not _interpreting():
+        from pronghorn.kernels.compile_ahead import compile_ahead
+
+        compile_ahead(work)
 
 
 def use_triton(tensor: torch.Tensor) -> bool:

@@ -70,7 +70,7 @@ class Tile(NamedTuple):
 # For `python -m benchmarks.ops --sweep gated_lora`. At rank 16 in bf16 none spills but (32, 64, 4, 3, 4),
 # (32, 128, 8, 4, 2) and (16, 128, 4, 3, 4), 16 bytes each (SiLU, compiled for sm_90 by Triton 3.6).
 BACKWARD_CONFIGS = [Tile(*config) for config in (
-    (32, 128, 8, 3, 2), (32, 128, 8, 3, 2, False), (32, 128, 8, 2, 2), (32, 128, 8, 4, 2), (32, 64, 4, 3, 4, False),
+    (32, 128, 8, 3, 2, False), (32, 128, 8, 3, 2), (32, 128, 8, 2, 2), (32, 128, 8, 4, 2), (32, 64, 4, 3, 4, False),
     (32, 64, 4, 2, 4), (32, 64, 4, 3, 4), (32, 64, 4, 3, 3), (16, 128, 8, 4, 3), (16, 128, 4, 3, 4), (64, 64, 4, 3, 2, False),
     (32, 128, 4, 3, 2),
 )]  # fmt: skip
@@ -81,7 +81,8 @@ FORWARD_CONFIGS = [Tile(*config) for config in (
 
 
 def _backward_tile(rank: int, itemsize: int) -> Tile:
-    """At rank 16: 48 KB of loads are under way for each of two programs, 28 instructions a value, 126 registers. Higher ranks
+    """At rank 16: 48 KB of loads are under way for each of two programs, 31 instructions a value, 128 registers. With the ranks
+    first it is 28 and 126, and yet a 1B step takes 0.6 ms more (benchmarks/results/step-choices-llama-1b.json). Higher ranks
     have larger sums, so fewer columns: 162 registers at rank 32, 111 at 64. In fp32 the products are not the tensor cores'."""
     if itemsize > 2:
         return Tile(16, 64, 4, 2, 3, False)

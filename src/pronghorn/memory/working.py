@@ -126,11 +126,11 @@ def _forward_of_experts(job: Job) -> int:
 
 
 def _sums_of_attention(job: Job) -> int:
-    """Our kernel for short documents keeps a number a row; the flash kernels add up dq, dk, dv in fp32, with 128 rows more for
-    each document; flash-attn-4 of some heads at a time."""
+    """Our kernel for short documents keeps two numbers a row; the flash kernels add up dq, dk, dv in fp32, with 128 rows more
+    for each document; flash-attn-4 of some heads at a time."""
     s, T = job.shape, job.capacity
     if job.attended <= SHORT:
-        return T * s.heads * FP32
+        return T * s.heads * 2 * FP32
     sums = (T + 128 * job.entries) * (s.heads + 2 * s.kv_heads) * s.head_width * FP32
     return -(-sums // backward_turns(T, s.heads, s.kv_heads, s.head_width)) if job.in_place else sums
 

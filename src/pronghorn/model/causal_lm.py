@@ -91,6 +91,13 @@ class FastCausalLM:
                       for layer in self.layers for group in layer.groups)
         return not trained and not self.expert_layers
 
+    @property
+    def can_run_dry(self) -> bool:
+        """Whether a step may go through everything but our own kernels (kernels/compile_ahead.py). Experts' tokens are sent
+        where kernels say, and FP8 keeps what kernels made of its weights."""
+        groups = [group for layer in self.layers for group in layer.groups]
+        return not self.expert_layers and not any(isinstance(group, Fp8Projections) for group in groups)
+
     def embed(self, ids_T: Tensor) -> Tensor:
         if self.host_embeddings:
             return self.scaled(host_embedding(self.backbone.embed_tokens.weight.detach(), ids_T))

@@ -27,6 +27,7 @@ import torch
 
 from pronghorn.data.batches import PackedBatch, StepBatch
 from pronghorn.errors import EnvironmentFault
+from pronghorn.kernels.dispatch import compile_kernels
 from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.load import DTYPES
@@ -186,6 +187,8 @@ class GraphedStep(Step):
         engine = engine_of(self.model)
         assert engine is not None
         counted = engine.expert_counts.counts_LE.clone() if engine.expert_counts is not None else None
+        if self._captures and not self._tried and engine.can_run_dry:
+            self._try(lambda: compile_kernels(lambda: self._forward_backward(inputs)))
         run = self._captured(lambda: self._forward_backward(inputs))
         self._tried = True
         if engine.expert_counts is not None:  # a trial does not count

@@ -1,0 +1,49 @@
+"""All Triton kernels of a piece of work compiled at once, before it runs.
+
+A kernel is compiled when it is first launched, so the first step on a machine waits for one compilation after the other, some
+twenty of 0.2 to 0.5 s, while the other cores are idle. `compile_ahead` goes through the work once with every launch turned into
+a compilation in a thread of its own (most of it is outside Python's lock, in LLVM and ptxas). Results of before, on disk, are
+used as ever.
+
+What the kernels would have written is not there meanwhile. So the work is one whose other operations do not decide by it where
+to read or write, which keeps nothing of it, and which runs again afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from typing import Any
+
+import triton
+
+_modes: list[Any] = []  # Triton's AsyncCompileMode, for the launches of all threads: autograd has one of its own
+
+
+class Kernel(triton.JITFunction):  # type: ignore[misc]
+    """What `dispatch.jit` makes: launched as `kernel[grid](...)`."""
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if not _modes:
+            return super().run(*args, grid=grid, warmup=warmup, **kwargs)
+        compilation = partial(super().run, *args, grid=grid, warmup=True, **kwargs)
+        return copy_context().run(_submitted, _modes[-1], compilation)
+
+
+def _submitted(mode: Any, compilation: Callable[[], Any]) -> Any:
+    """In a context of its own: Triton's mode is one thread's, and is to be left by whoever entered it."""
+    mode.__enter__()
+    return compilation()
+
+
+def compile_ahead(work: Callable[[], None]) -> None:
+    """A kernel that cannot be compiled says so when it is launched."""
+    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as pool:
+        _modes.append(triton.AsyncCompileMode(pool, ignore_errors=True))
+        try:
+            work()
+        finally:
+            copy_context().run(_modes.pop().__exit__, None, None, None)  # waits for all

@@ -1,0 +1,137 @@
+"""Launches that become compilations: with Triton's own part played by a function, and on a GPU for real."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pronghorn.kernels import dispatch
+
+CUDA = torch.cuda.is_available()
+triton = pytest.importorskip("triton")
+ahead = importlib.import_module("pronghorn.kernels.compile_ahead")
+
+
+def a_kernel(x: Any, n: Any) -> None:
+    """Never compiled where it stands for Triton's own."""
+
+
+def active_mode() -> Any:
+    return importlib.import_module("triton.runtime._async_compile").active_mode.get()
+
+
+class Played:
+    """Plays `JITFunction.run`: what a launch does with Triton's mode."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds, self.launched, self.compiled = seconds, [], set()  # type: ignore[var-annotated]
+
+    def run(self, key: str, *, grid: Any, warmup: bool) -> None:
+        mode = active_mode()
+        if mode is not None and key not in self.compiled:
+            more = len(inspect.signature(mode.submit).parameters) - 3  # Triton 3.6 has none, 3.9 one for failures
+            mode.submit(key, lambda: self.compile(key), self.compiled.add, *[lambda _: None] * more)
+        elif key not in self.compiled:
+            self.compiled.add(self.compile(key))
+        if not warmup:
+            self.launched.append(key)
+
+    def compile(self, key: str) -> str:
+        time.sleep(self.seconds)
+        if key == "broken":
+            raise ValueError("no such instruction")
+        return key
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Played, Any]]:
+    def build(seconds: float = 0.0) -> tuple[Played, Any]:
+        part = Played(seconds)
+
+        def run(_: Any, *args: Any, **options: Any) -> None:
+            part.run(*args, **options)
+
+        monkeypatch.setattr(triton.JITFunction, "run", run)
+        return part, ahead.Kernel(a_kernel)
+
+    return build
+
+
+def test_launches_of_every_thread_are_compiled_together_and_not_launched(played: Callable[..., tuple[Played, Any]]) -> None:
+    part, kernel = played(0.2)
+
+    def work() -> None:
+        kernel[(1,)]("one")
+        other = threading.Thread(target=lambda: (kernel[(1,)]("two"), kernel[(1,)]("one")))  # autograd's
+        other.start()
+        other.join()
+        kernel[(1,)]("three")
+        assert not part.compiled  # nobody waited
+
+    began = time.perf_counter()
+    ahead.compile_ahead(work)
+    if (os.cpu_count() or 1) > 2:
+        assert time.perf_counter() - began < 0.5
+    assert part.compiled == {"one", "two", "three"}
+    assert part.launched == []
+    kernel[(1,)]("one")
+    assert part.launched == ["one"]
+    assert active_mode() is None
+
+
+def test_what_fails_is_told_when_it_is_launched(played: Callable[..., tuple[Played, Any]]) -> None:
+    part, kernel = played()
+
+    def work() -> None:
+        kernel[(1,)]("broken")
+        kernel[(1,)]("whole")
+
+    ahead.compile_ahead(work)
+    assert part.compiled == {"whole"}
+    with pytest.raises(ValueError, match="no such instruction"):
+        kernel[(1,)]("broken")
+
+
+def test_work_that_fails_leaves_launches_as_they_were(played: Callable[..., tuple[Played, Any]]) -> None:
+    part, kernel = played()
+
+    def work() -> None:
+        kernel[(1,)]("one")
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        ahead.compile_ahead(work)
+    kernel[(1,)]("two")
+    assert part.launched == ["two"]
+
+
+@pytest.mark.skipif(not CUDA, reason="no CUDA device")
+def test_on_a_gpu_nothing_is_written_and_nothing_is_compiled_again(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pronghorn.kernels.copy_rows import copy_rows
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    source, target = torch.ones(64, 72, device="cuda", dtype=torch.bfloat16)[:, :64], torch.zeros(64, 64, device="cuda",
+                                                                                                dtype=torch.bfloat16)
+    compiled: list[str] = []
+
+    def count(**what: Any) -> None:
+        compiled.append(str(what["key"]))
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", count)
+    dispatch.compile_kernels(lambda: copy_rows(source, target, 3.0))
+    torch.cuda.synchronize()
+    assert len(compiled) == 1
+    assert not target.any()
+    copy_rows(source, target, 3.0)
+    assert (target == 3).all()
+    assert len(compiled) == 1
