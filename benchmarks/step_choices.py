@@ -1,6 +1,6 @@
 """What a kernel's choices are worth inside the captured step, where the chip is at its power limit.
 
-    python -m benchmarks.step_choices --workload llama-1b [--only gated,head] [--turns 2] [--lengths FILE] [--out FILE]
+    python -m benchmarks.step_choices --workload llama-1b [--only "gated forward" head] [--turns 2] [--lengths FILE] [--out FILE]
 
 A kernel that is faster alone need not make a step faster: at the limit its energy counts, and what ran before it sets the
 clock. So every choice (an algorithm of cuBLASLt for one product, a tile, RoPE's gradient apart) is captured as a step of its
@@ -155,8 +155,8 @@ def captured(workload: Workload, lengths: Path | None, only: list[str]) -> dict[
     ours = Ours(workload, Meter(began=time.time(), warmup=1, steps=1, peak_from_first_step=True), lengths=lengths, graph="on")
     step = ours.step
     assert isinstance(step, GraphedStep)
-    step._set_up()
     whole = next(ours.batches)
+    step._set_up(whole.batches[0])
     step._share.fill_(1.0 / whole.loss_tokens)
     batch = whole.batches[0].map(lambda tensor: tensor.to(ours.device))
     graphs: dict[str, Replay] = {}
@@ -176,13 +176,12 @@ def captured(workload: Workload, lengths: Path | None, only: list[str]) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--workload", choices=WORKLOADS, default="llama-1b")
-    parser.add_argument("--only", default="", help="choices with one of these in their name, with commas between")
+    parser.add_argument("--only", nargs="*", default=[], help="choices with one of these in their name")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--lengths", type=Path, help="a JSON list of document lengths to draw from")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    only = [part for part in options.only.split(",") if part]
-    usual, more = in_turns(captured(WORKLOADS[options.workload], options.lengths, only), options.turns)
+    usual, more = in_turns(captured(WORKLOADS[options.workload], options.lengths, options.only), options.turns)
     print(f"the step as it is: {statistics.median(usual):.2f} ms ({min(usual):.2f} to {max(usual):.2f})")
     rows = [{"choice": name, "ms_more": round(statistics.mean(found), 3), "turns": [round(ms, 3) for ms in found]}
             for name, found in sorted(more.items(), key=lambda item: statistics.mean(item[1]))]
@@ -190,7 +189,8 @@ def main() -> None:
         print(f"{row['ms_more']:+7.2f} ms  {row['choice']}")
     out = options.out or ROOT / "benchmarks" / "results" / f"step-choices-{options.workload}.json"
     command = f"python -m benchmarks.step_choices --workload {options.workload} --turns {options.turns}"
-    content = {**machine(), "command": command + (f" --only '{options.only}'" if only else ""),
+    only = " --only " + " ".join(f"'{part}'" for part in options.only) if options.only else ""
+    content = {**machine(), "command": command + only,
                "what": "milliseconds a step takes more with another choice than as it is", "step_ms": usual, "results": rows}
     out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -54,6 +55,23 @@ def test_padding_rows_name_a_token_without_a_label_and_every_row_needs_none() ->
     whole = build_batch(table, np.arange(16), 64, shapes=Shapes(entries=(32,), rows=(64,), longest=16, typical=4))
     assert whole.every_row
     assert whole.loss_rows.tolist() == list(range(64))
+
+
+def test_the_beginning_of_a_batch_is_one_of_its_kind() -> None:
+    table = ListTable([list(range(1, 41)), list(range(1, 31))], [[False] * 20 + [True] * 20, [False] * 20 + [True] * 10])
+    whole = build_batch(table, np.arange(2), 80)
+    few = whole.beginning(48)
+    assert torch.equal(few.ids_T, whole.ids_T[:48])
+    assert few.cu_seqlens.tolist()[:3] == [0, 40, 48]
+    assert few.cu_seqlens.max() == 48
+    assert len(few.cu_seqlens) == len(whole.cu_seqlens)
+    assert not few.every_row
+    assert few.loss_rows.max() < 48
+    assert len(few.loss_rows) <= 24
+    every = replace(whole, loss_rows=torch.arange(80)).beginning(48)
+    assert every.every_row
+    assert every.loss_rows.tolist() == list(range(48))
+    assert whole.beginning(500).shape == whole.shape
 
 
 def test_padding_is_cut_into_documents_no_longer_than_the_longest() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, OPTConfig
+from transformers import AutoModelForCausalLM, BloomConfig, OPTConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from pronghorn.errors import ModelError
-from pronghorn.model.causal_lm import require_isolated_documents
+from pronghorn.model.causal_lm import engine_of, install, require_isolated_documents
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from samples import make_model
@@ -26,6 +26,22 @@ def test_with_an_adapter_and_dropout_and_the_mode_is_put_back() -> None:
     model = add_adapter(make_model(), Lora(r=4, dropout=0.5), seed=1).train()
     require_isolated_documents(model, CPU, 259)
     assert model.training
+
+
+def test_what_may_be_gone_through_without_kernels() -> None:
+    dense, experts = make_model(), Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        vocab_size=259, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16))  # fmt: skip
+    assert not install(dense)
+    assert not install(experts)
+    engine = engine_of(dense)
+    assert engine is not None
+    assert engine.can_run_dry
+    engine.offload = object()  # type: ignore[assignment]
+    assert not engine.can_run_dry
+    of_experts = engine_of(experts)
+    assert of_experts is not None
+    assert not of_experts.can_run_dry
 
 
 def test_a_vocabulary_smaller_than_the_probe() -> None:

@@ -121,6 +121,23 @@ def test_fifty_steps_in_bf16_stay_within_its_noise() -> None:
     assert max(abs(a[0] / b[0] - 1) for a, b in zip(ours, theirs, strict=True)) < 2e-3
 
 
+@pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
+def test_going_through_it_without_kernels_leaves_nothing(full: bool) -> None:
+    """Here with them, and with the guard raised, as it is then: no weight or moment changes, and all sums are zero again."""
+    batches = steps_of(mixed_table(60), 2)
+    model = model_of(full=full)
+    step = graphed(model)
+    step._set_up(batches[0].batches[0])
+    before = weights(model)
+    assert step._adamw.skipped is not None
+    step._adamw.skipped.fill_(1)
+    step._run_dry(batches[0].batches[0].beginning(64).map(lambda tensor: tensor.to(DEVICE)))
+    step._adamw.skipped.zero_()
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(model).items())
+    assert not any(tensor.any() for tensor in step._added_up)
+    assert losses(step, batches) == losses(graphed(model_of(full=full)), batches)
+
+
 def weights(model: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 

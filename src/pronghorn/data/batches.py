@@ -64,6 +64,13 @@ class PackedBatch:
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{name: change(t) for name, t in tensors.items() if isinstance(t, torch.Tensor)})
 
+    def beginning(self, tokens: int) -> PackedBatch:
+        """The first so many tokens, for who looks at shapes alone: every row has a loss if every row had one, else at most
+        half of them."""
+        rows = self.loss_rows[:tokens] if self.every_row else self.loss_rows.clamp(max=tokens - 1)[: tokens // 2]
+        return replace(self, ids_T=self.ids_T[:tokens], labels_T=self.labels_T[:tokens], positions_T=self.positions_T[:tokens],
+                       cu_seqlens=self.cu_seqlens.clamp(max=tokens), loss_rows=rows)
+
     def copy_from(self, other: PackedBatch) -> None:
         """Overwrite the tensors, in place, with those of a batch of the same shape."""
         for field in fields(self):

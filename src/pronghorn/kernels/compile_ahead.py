@@ -36,7 +36,10 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
 def _submitted(mode: Any, compilation: Callable[[], Any]) -> Any:
     """In a context of its own: Triton's mode is one thread's, and is to be left by whoever entered it."""
     mode.__enter__()
-    return compilation()
+    kernel = compilation()
+    if isinstance(kernel, triton.FutureKernel) and kernel.future is not None and kernel.future.done():
+        kernel.result(ignore_errors=True)  # found at once by the next layer, which else looks it up by its source
+    return kernel
 
 
 def compile_ahead(work: Callable[[], None]) -> None:

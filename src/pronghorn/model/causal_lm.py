@@ -93,10 +93,11 @@ class FastCausalLM:
 
     @property
     def can_run_dry(self) -> bool:
-        """Whether a step may go through everything but our own kernels (kernels/compile_ahead.py). Experts' tokens are sent
-        where kernels say, and FP8 keeps what kernels made of its weights."""
+        """Whether a few tokens may go through everything but our own kernels (kernels/compile_ahead.py). Experts' tokens are
+        sent where kernels say, FP8 keeps what kernels made of its weights, and host memory has room for whole batches only."""
         groups = [group for layer in self.layers for group in layer.groups]
-        return not self.expert_layers and not any(isinstance(group, Fp8Projections) for group in groups)
+        fp8 = any(isinstance(group, Fp8Projections) for group in groups)
+        return not (self.expert_layers or fp8 or self.offload or self.host_embeddings)
 
     def embed(self, ids_T: Tensor) -> Tensor:
         if self.host_embeddings:

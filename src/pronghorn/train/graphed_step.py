@@ -36,6 +36,7 @@ from pronghorn.train.objectives import finish_backward, loss_sum
 from pronghorn.train.step import StageTimer, Step, StepResult
 
 Work = Callable[[], None]
+DRY_TOKENS = 1024  # for which kernels are compiled: sizes as whole batches have them, and next to no work
 ALIGNMENT = 64  # elements: every gradient begins at a multiple of 256 bytes in the buffer they share
 
 
@@ -92,7 +93,7 @@ class GraphedStep(Step):
     def begin(self, step_batch: StepBatch, stage: StageTimer = lambda _: nullcontext()) -> None:
         with stage("step"):
             if self._update is None:
-                self._set_up()
+                self._set_up(step_batch.batches[0])
             self._adamw.refresh_lr()
             self._share.fill_(1.0 / step_batch.loss_tokens)
             self._accumulated = False
@@ -154,15 +155,20 @@ class GraphedStep(Step):
         self._report[1].copy_(self._adamw.grad_norm)
         self._clear()
 
+    def _run_dry(self, inputs: PackedBatch) -> None:
+        """Everything once, and what it leaves is cleared: it is not to be looked at."""
+        self._forward_backward(inputs)
+        self._clip_and_update()
+
     def _clear(self) -> None:
         for tensor in self._added_up:
             tensor.zero_()
 
     # ---- set-up, on first use ------------------------------------------------------------------------------------
 
-    def _set_up(self) -> None:
-        """Gradients get a place for good, and the update is captured. It is tried once with its guard raised: every kernel is
-        compiled and run, and nothing changes."""
+    def _set_up(self, batch: PackedBatch) -> None:
+        """Gradients get a place for good, all kernels are compiled, and the update is captured. It is tried once with its guard
+        raised: every kernel of it runs, and nothing changes. `batch`: one of those to come."""
         self.model.train()
         gradients = shared_gradients(self._parameters)
         engine = engine_of(self.model)
@@ -175,6 +181,9 @@ class GraphedStep(Step):
         self._adamw.prepare()
         assert self._adamw.skipped is not None
         self._adamw.skipped.fill_(1)
+        if self._captures and engine.can_run_dry:
+            few = batch.beginning(DRY_TOKENS).map(lambda tensor: tensor.to(self.device))
+            self._try(lambda: compile_kernels(lambda: self._run_dry(few)))
         self._update = self._captured(self._clip_and_update)
         self._adamw.skipped.zero_()
 
@@ -187,8 +196,6 @@ class GraphedStep(Step):
         engine = engine_of(self.model)
         assert engine is not None
         counted = engine.expert_counts.counts_LE.clone() if engine.expert_counts is not None else None
-        if self._captures and not self._tried and engine.can_run_dry:
-            self._try(lambda: compile_kernels(lambda: self._forward_backward(inputs)))
         run = self._captured(lambda: self._forward_backward(inputs))
         self._tried = True
         if engine.expert_counts is not None:  # a trial does not count
