@@ -1,6 +1,6 @@
 """What a kernel's choices are worth inside the captured step, where the chip is at its power limit.
 
-    python -m benchmarks.step_choices --workload llama-1b [--only "gated forward" head] [--turns 2] [--lengths FILE] [--out FILE]
+    python -m benchmarks.step_choices --workload llama-1b [--only "gated forward" head] [--turns 2] [--lengths FILE]
 
 A kernel that is faster alone need not make a step faster: at the limit its energy counts, and what ran before it sets the
 clock. So every choice (an algorithm of cuBLASLt for one product, a tile, RoPE's gradient apart) is captured as a step of its

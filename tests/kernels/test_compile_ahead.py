@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +37,8 @@ class Played:
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.launched, self.compiled = seconds, [], set()  # type: ignore[var-annotated]
 
-    def run(self, key: str, *, grid: Any, warmup: bool) -> None:
+    def run(self, key: str, *, grid: Any, warmup: bool, enable_fp_fusion: bool) -> None:
+        assert enable_fp_fusion
         mode = active_mode()
         if mode is not None and key not in self.compiled:
             more = len(inspect.signature(mode.submit).parameters) - 3  # Triton 3.6 has none, 3.9 one for failures
@@ -111,6 +115,50 @@ def test_work_that_fails_leaves_launches_as_they_were(played: Callable[..., tupl
         ahead.compile_ahead(work)
     kernel[(1,)]("two")
     assert part.launched == ["two"]
+
+
+FOR_A_HOPPER = """
+import threading
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+class ThereIsNone:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+driver.set_active(ThereIsNone())
+from pronghorn.kernels import attention_short as op
+from pronghorn.kernels.attention_torch import Packed, spans
+from pronghorn.kernels.dispatch import compile_kernels
+
+T, H = 256, 64
+cu = torch.tensor([0, 100, T], dtype=torch.int32)
+packed = Packed(cu, T, 0.125, None, None, None, None, spans(cu, T))
+q, k, v = (torch.zeros(T, heads, H, dtype=torch.bfloat16) for heads in (8, 2, 2))
+angles = torch.zeros(T, H // 2)
+
+def work():
+    for layer in range(2):
+        out, lse = op.Short.forward(q, k, v, packed, None)
+        backward = threading.Thread(target=op.Short.backward, args=(q, q, k, v, out, lse, packed, None, (angles, angles)))
+        backward.start()
+        backward.join()
+
+compile_kernels(work)
+print([[type(found).__name__ for found in kernel.device_caches[0][0].values()]
+       for kernel in (op._forward_kernel, op._dq_kernel, op._dkdv_kernel)])
+"""
+
+
+def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    """Triton's own compiler, in threads, and each kernel once."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", FOR_A_HOPPER], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout.strip() == str([["CompiledKernel"]] * 3), done.stderr[-2000:]
+    assert "FP_FUSION" not in done.stderr  # Triton's word that a default will change, which ours do not rest on
 
 
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")

@@ -138,6 +138,22 @@ def test_going_through_it_without_kernels_leaves_nothing(full: bool) -> None:
     assert losses(step, batches) == losses(graphed(model_of(full=full)), batches)
 
 
+def test_kernels_that_cannot_be_compiled_ahead_stop_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches, said = steps_of(mixed_table(60), 2), []  # type: ignore[var-annotated]
+    step = graphed(model_of(), said=said)
+    step._set_up(batches[0].batches[0])
+
+    def fails(work: Any) -> None:
+        step._loss += float("nan")
+        raise RuntimeError("no room\nfor it")
+
+    monkeypatch.setattr(step, "_try", fails)
+    step._compile(batches[0].batches[0])
+    monkeypatch.undo()
+    assert any("one after the other" in line and "no room" in line for line in said)
+    assert losses(step, batches) == losses(graphed(model_of()), batches)
+
+
 def weights(model: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 

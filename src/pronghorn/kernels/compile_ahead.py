@@ -1,4 +1,4 @@
-"""All Triton kernels of a piece of work compiled at once, before it runs.
+"""Our Triton kernels, and all those of a piece of work compiled at once, before it runs.
 
 A kernel is compiled when it is first launched, so the first step on a machine waits for one compilation after the other, some
 twenty of 0.2 to 0.5 s, while the other cores are idle. `compile_ahead` goes through the work once with every launch turned into
@@ -27,6 +27,7 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
     """What `dispatch.jit` makes: launched as `kernel[grid](...)`."""
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kwargs["enable_fp_fusion"] = True  # a multiply-add rounds once. The default, which Triton 3.10 is to change
         if not _modes:
             return super().run(*args, grid=grid, warmup=warmup, **kwargs)
         compilation = partial(super().run, *args, grid=grid, warmup=True, **kwargs)

@@ -155,6 +155,15 @@ class GraphedStep(Step):
         self._report[1].copy_(self._adamw.grad_norm)
         self._clear()
 
+    def _compile(self, inputs: PackedBatch) -> None:
+        """All kernels, together. Where that fails they are compiled as they are needed; whatever is wrong shows then."""
+        try:
+            self._try(lambda: compile_kernels(lambda: self._run_dry(inputs)))
+        except Exception as error:  # noqa: BLE001  (nothing depends on it)
+            reason = str(error).strip().split("\n")[0]
+            self._say(f"kernels are compiled one after the other: {reason}")
+            self._clear()
+
     def _run_dry(self, inputs: PackedBatch) -> None:
         """Everything once, and what it leaves is cleared: it is not to be looked at."""
         self._forward_backward(inputs)
@@ -182,8 +191,7 @@ class GraphedStep(Step):
         assert self._adamw.skipped is not None
         self._adamw.skipped.fill_(1)
         if self._captures and engine.can_run_dry:
-            few = batch.beginning(DRY_TOKENS).map(lambda tensor: tensor.to(self.device))
-            self._try(lambda: compile_kernels(lambda: self._run_dry(few)))
+            self._compile(batch.beginning(DRY_TOKENS).map(lambda tensor: tensor.to(self.device)))
         self._update = self._captured(self._clip_and_update)
         self._adamw.skipped.zero_()
 
