@@ -207,6 +207,7 @@ def test_a_second_ctrl_c_leaves_no_traceback_of_the_end_and_a_caller_s_handler_s
         def stop(_):
             raise KeyboardInterrupt
         cli.runs = stop
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # tests run in the background have it ignored
         print(cli.main(["runs"]), signal.getsignal(signal.SIGINT) is signal.default_int_handler)
         print(cli.main(), signal.getsignal(signal.SIGINT) is signal.SIG_IGN)
     """

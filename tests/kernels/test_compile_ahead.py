@@ -118,8 +118,8 @@ def test_work_that_fails_leaves_launches_as_they_were(played: Callable[..., tupl
 
 
 FOR_A_HOPPER = """
-import threading
-import torch
+import pathlib, re, subprocess, sys, threading
+import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
@@ -133,31 +133,38 @@ from pronghorn.kernels import attention_short as op
 from pronghorn.kernels.attention_torch import Packed, spans
 from pronghorn.kernels.dispatch import compile_kernels
 
-T, H = 256, 64
+T = 256
 cu = torch.tensor([0, 100, T], dtype=torch.int32)
 packed = Packed(cu, T, 0.125, None, None, None, None, spans(cu, T))
-q, k, v = (torch.zeros(T, heads, H, dtype=torch.bfloat16) for heads in (8, 2, 2))
-angles = torch.zeros(T, H // 2)
 
-def work():
-    for layer in range(2):
-        out, lse = op.Short.forward(q, k, v, packed, None)
-        backward = threading.Thread(target=op.Short.backward, args=(q, q, k, v, out, lse, packed, None, (angles, angles)))
-        backward.start()
-        backward.join()
+def layer(width):
+    q, k, v = (torch.zeros(T, heads, width, dtype=torch.bfloat16) for heads in (8, 2, 2))
+    angles = torch.zeros(T, width // 2)
+    out, lse = op.Short.forward(q, k, v, packed, None)
+    backward = threading.Thread(target=op.Short.backward, args=(q, q, k, v, out, lse, packed, None, (angles, angles)))
+    backward.start()
+    backward.join()
 
-compile_kernels(work)
-print([[type(found).__name__ for found in kernel.device_caches[0][0].values()]
-       for kernel in (op._forward_kernel, op._dq_kernel, op._dkdv_kernel)])
+compile_kernels(lambda: [layer(width) for width in (64, 128, 64, 128)])
+dump = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+for kernel in (op._forward_kernel, op._dq_kernel, op._dkdv_kernel):
+    for found in kernel.device_caches[0][0].values():
+        binary = pathlib.Path(sys.argv[1]) / "kernel.cubin"
+        binary.write_bytes(found.asm["cubin"])
+        usage = subprocess.run([dump, "-res-usage", binary], capture_output=True, text=True)
+        print(kernel.__name__, type(found).__name__, *re.findall("STACK:[0-9]+", usage.stdout + usage.stderr))
 """
 
 
 def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
-    """Triton's own compiler, in threads, and each kernel once."""
+    """Triton's own compiler, in threads: attention's kernels once for each width, and none spills its registers."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", FOR_A_HOPPER], capture_output=True, text=True, check=False, env=environment)
-    assert done.stdout.strip() == str([["CompiledKernel"]] * 3), done.stderr[-2000:]
+    done = subprocess.run([sys.executable, "-c", FOR_A_HOPPER, str(tmp_path)], capture_output=True, text=True, check=False,
+                          env=environment)  # fmt: skip
+    names = ("_forward_kernel", "_dq_kernel", "_dkdv_kernel")
+    expected = [f"{name} CompiledKernel STACK:0" for name in names for _ in range(2)]
+    assert done.stdout.splitlines() == expected, done.stderr[-2000:]
     assert "FP_FUSION" not in done.stderr  # Triton's word that a default will change, which ours do not rest on
 
 

@@ -34,7 +34,8 @@ from pronghorn.kernels.dispatch import HAS_TRITON, cuda_capability, say_once
 
 MAX_FLASH_WIDTH = 256  # widest head of FlashAttention-2, and of flash-attn-4 on Hopper
 HALF = (torch.bfloat16, torch.float16)
-# Up to here documents are short: their mean length, each token counted. A prediction, for a sweep to correct.
+# Up to here documents are short: their mean length, each token counted. At 512 our kernel and flash-attn-4 are even
+# (benchmarks/results/op-attention.json).
 SHORT = 512
 BACKENDS: dict[Backend, Any] = {
     "short": attention_short.Short,

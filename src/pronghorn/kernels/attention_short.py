@@ -67,6 +67,8 @@ class Config(NamedTuple):
 # By head width; the first is used, `python -m benchmarks.ops --sweep attention` times the others. Of some twelve tiles for
 # each kernel these were the fastest (16,384 tokens of instructions, 32 query and 8 key/value heads, H200): forward 159 us at
 # width 64 and 250 at 128, where 64 keys at a time take 182 and 280 (benchmarks/results/sweep-attention.json). None spills.
+# Stages are from attention-short-variants.json: dk, dv at width 64 take 191 us with 4 and 197 with 3, dq at 128 353 with 2 and
+# 372 with 3.
 CONFIGS = {
     64: [Config(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 4)),
          Config(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
@@ -370,8 +372,8 @@ def _dkdv_kernel(  # type: ignore[no-untyped-def]
         key_sums = add_dot(key_sums, dscores.to(queries.dtype), queries, PRECISION)
         tokens, heads = _way_on(step, blocks, TOKENS, PACK, GROUP)
         token += tokens
-        q_places += tokens * q_row + heads * H
-        dout_places += tokens * dout_row + heads * H
+        q_places += tokens * q_row.to(tl.int64) + heads * H  # back to a long document's beginning may be 2^31 values and more
+        dout_places += tokens * dout_row.to(tl.int64) + heads * H
         norm_places += tokens * HEADS + heads
     _store(dk, key, dk_row, kv_head, column, there, key_sums * scale, cos, sin, H, TURN)
     _store(dv, key, dv_row, kv_head, column, there, value_sums, cos, sin, H, False)

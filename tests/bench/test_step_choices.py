@@ -1,0 +1,58 @@
+"""What of `benchmarks.step_choices` needs no GPU: which choices there are, how they are made and undone, who is timed when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import step_choices
+from benchmarks.step_choices import AS_IT_IS, NotOffered, _choose, choices, in_turns
+from pronghorn.bench.workloads import WORKLOADS
+from pronghorn.kernels import attention_short, cublaslt, gated_lora, linear_cross_entropy
+from pronghorn.kernels.cublaslt import LONG, NARROW, WIDE
+from pronghorn.model import attending
+
+
+def test_a_choice_is_made_and_undone() -> None:
+    modules = (attention_short, cublaslt, gated_lora, linear_cross_entropy, attending)
+    before = [dict(vars(module)) for module in modules]
+    found = choices(WORKLOADS["llama-1b"], [])
+    for name, choice in found.items():
+        with choice():
+            pairs = zip(modules, before, strict=True)
+            changed = [key for module, was in pairs for key in was if vars(module)[key] is not was[key]]
+            assert len(changed) == (0 if name.startswith(AS_IT_IS) else 1), name
+    assert [dict(vars(module)) for module in modules] == before
+
+
+def test_an_algorithm_is_for_one_product_alone() -> None:
+    found = choices(WORKLOADS["llama-1b"], ["down by 29/3/1"])
+    assert list(found) == [AS_IT_IS, "down by 29/3/1", f"{AS_IT_IS}, captured again"]
+    with found["down by 29/3/1"]():
+        forced = cublaslt.favoured(16384, 8192 + 16, 2048, weight_by_rows=True)
+        others = cublaslt.favoured(16384, 2048 + 64, 16384, weight_by_rows=True)
+    assert forced == (NARROW,)
+    assert others == (WIDE, NARROW)
+    assert _choose([LONG, NARROW], forced, any_will_do=True) == 1
+    with pytest.raises(NotOffered):
+        _choose([LONG, WIDE], forced, any_will_do=True)
+    assert _choose([LONG], others, any_will_do=False) is None
+
+
+def test_turns_go_both_ways_and_the_step_as_it_is_comes_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    graphs: dict[str, Any] = {name: name for name in (AS_IT_IS, *"abcdef")}
+
+    def milliseconds(name: Any, count: int) -> float:
+        if count == step_choices.REPLAYS:
+            order.append(name)
+        return 100.0 + (name == "c") + 0.1 * len(order)
+
+    monkeypatch.setattr(step_choices, "milliseconds", milliseconds)
+    usual, more = in_turns(graphs, 2)
+    assert order == [AS_IT_IS, *"abcde", AS_IT_IS, "f", AS_IT_IS, *"fedcb", AS_IT_IS, "a"]
+    assert len(usual) == 4
+    assert more.keys() == set("abcdef")
+    assert more["c"] == pytest.approx([1.3, 1.4])
+    assert more["a"] == pytest.approx([0.1, 0.1])
