@@ -227,6 +227,39 @@ def test_workers_leave_with_a_killed_parent() -> None:
     assert not any(alive(pid) for pid in workers)
 
 
+def test_an_interrupt_while_workers_are_made_is_not_lost() -> None:
+    """It comes in a function that Python calls after a fork, where whatever it raises would be ignored. Workers end by SIGTERM
+    as ever."""
+    code = textwrap.dedent("""
+        import os, signal, sys; sys.path.insert(0, sys.argv[1])
+        from samples import make_tokenizer
+        from pronghorn.data import encode
+        from pronghorn.data.formats import Example
+        encode.ROWS_WORTH_A_POOL = 0
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        interrupts = iter([True])
+        def after_a_fork():
+            if next(interrupts, False):
+                os.kill(os.getpid(), signal.SIGINT)
+                for _ in range(1000):
+                    pass
+        os.register_at_fork(after_in_parent=after_a_fork)
+        pool = encode.EncodingPool(encode.Encoder(make_tokenizer()), cores=2)
+        try:
+            list(pool.give([Example("text", "", text="a")]))
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        one = next(iter(pool._executor._processes.values()))
+        one.terminate()
+        one.join(10)
+        print(one.exitcode, flush=True)
+        os._exit(0)
+    """)
+    folder = Path(__file__).parent.parent
+    ended = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.stdout.split(), "ignored" in ended.stderr) == (["interrupted", "-15"], False), ended.stderr
+
+
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)

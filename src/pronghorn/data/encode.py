@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -229,10 +230,12 @@ class EncodingPool:
             self._executor = ProcessPoolExecutor(
                 self._cores, multiprocessing.get_context("fork"), initializer=_start_worker, initargs=(self._encoder,)
             )
-        if self._executor is None:
+            with _signals_waiting():  # all workers are forked now
+                self._waiting.append(self._executor.submit(_encode_in_worker, examples))
+        elif self._executor is None:
             yield self._encoder.encode_many(examples)
-            return
-        self._waiting.append(self._executor.submit(_encode_in_worker, examples))
+        else:
+            self._waiting.append(self._executor.submit(_encode_in_worker, examples))
         while self._waiting and (self._waiting[0].done() or len(self._waiting) > 2 * self._cores):
             yield self._result()
 
@@ -263,6 +266,23 @@ def _fork_is_safe() -> bool:
     return torch is None or not torch.cuda.is_initialized()
 
 
+SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} if hasattr(signal, "pthread_sigmask") else set()
+
+
+@contextmanager
+def _signals_waiting() -> Iterator[None]:
+    """While Python forks, whatever a signal raises is lost: functions that libraries want called after a fork swallow it. So
+    signals wait until it is done."""
+    if not SIGNALS:
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 _worker_encoder: Encoder | None = None
 
 
@@ -271,6 +291,8 @@ def _start_worker(encoder: Encoder) -> None:
     _worker_encoder = encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if SIGNALS:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # they waited while this process was made
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # of this worker: the cores are taken
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 
