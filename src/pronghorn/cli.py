@@ -283,7 +283,9 @@ def train(arguments: argparse.Namespace) -> None:
 
     stages = Stages()
     with _display(arguments, stages) as display:
-        with stages("imports"), importing():
+        from pronghorn.model.read_ahead import reading_ahead
+
+        with stages("imports"), reading_ahead(recipe.model), importing():
             from pronghorn.train.loop import train as run
         display.progress(*STARTED)
         result = run(recipe, display=display, stages=stages, fresh=arguments.fresh)

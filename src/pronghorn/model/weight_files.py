@@ -28,7 +28,7 @@ def require_whole_weights(name: str, *, any_name: bool = False) -> None:
         return
     from_hub = folder_of(name) is None
     again = f"delete {folder}, and it is downloaded again" if from_hub else "download it again"
-    files = _files(folder)
+    files = files_to_load(folder)
     if files and not (any_name or from_hub or (folder / SINGLE).is_file() or (folder / INDEX).is_file()):
         others = f"all that there is: {', '.join(file.name for file in files[:3])}" + ", ..." * (len(files) > 3)
         raise ModelError(what=f"neither {SINGLE} nor {INDEX} is there", where=str(folder), why=others,
@@ -49,7 +49,7 @@ def require_whole_weights(name: str, *, any_name: bool = False) -> None:
             raise ModelError(what=f"{file.name} is not whole", where=str(folder), why=why, fix=fix)
 
 
-def _files(folder: Path) -> list[Path]:
+def files_to_load(folder: Path) -> list[Path]:
     """Those that loading would open, in transformers' order of preference."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
