@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pronghorn import cli
+from pronghorn.model import read_ahead
 
 
 @pytest.fixture
@@ -31,17 +32,19 @@ def run_of(folder: Path, *models: str) -> Path:
 
 @pytest.mark.parametrize("command", [["eval"], ["chat", "--prompt", "hello"], ["export", "--to", "merged"]])
 def test_the_base_model_of_the_last_start_is_looked_for(
-    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(tmp_path / "runs" / "one", "first/model", "somebody/model")
+    read: list[str] = []
+    monkeypatch.setattr(read_ahead, "local_files", read.append)
     assert cli.main([command[0], str(run), *command[1:]]) != 0  # there is no checkpoint
-    assert asked == ["somebody/model"]
+    assert asked == read == ["somebody/model"]
     assert "the hub is silent" in capsys.readouterr().err
 
 
 def test_a_folder_above_the_run_is_no_hub_name(asked: list[str], tmp_path: Path) -> None:
     (tmp_path / "models" / "mine").mkdir(parents=True)
-    cli._look_for_hub_of(run_of(tmp_path / "runs" / "one", "models/mine"))
+    assert cli._base_of(run_of(tmp_path / "runs" / "one", "models/mine")) == str(tmp_path / "models" / "mine")
     assert asked == []
 
 
@@ -49,5 +52,5 @@ def test_a_folder_above_the_run_is_no_hub_name(asked: list[str], tmp_path: Path)
 def test_a_log_that_says_nothing_is_left_to_others(asked: list[str], tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "run.jsonl").write_text(content, encoding="utf-8")
-    cli._look_for_hub_of(tmp_path)
+    assert cli._base_of(tmp_path) == ""
     assert asked == []

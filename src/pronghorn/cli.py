@@ -283,9 +283,7 @@ def train(arguments: argparse.Namespace) -> None:
 
     stages = Stages()
     with _display(arguments, stages) as display:
-        from pronghorn.model.read_ahead import reading_ahead
-
-        with stages("imports"), reading_ahead(recipe.model), importing():
+        with stages("imports"), importing(recipe.model):
             from pronghorn.train.loop import train as run
         display.progress(*STARTED)
         result = run(recipe, display=display, stages=stages, fresh=arguments.fresh)
@@ -303,9 +301,9 @@ def _show_summary(folder: Path) -> None:
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
-    _look_for_hub_of(Path(arguments.run))
+    base = _base_of(Path(arguments.run))
     with _display(arguments) as display:
-        with importing():
+        with importing(base):
             from pronghorn.train.trained_run import evaluate_run
         display.progress(*STARTED)
         figures = evaluate_run(Path(arguments.run), arguments.checkpoint, data=arguments.data, report=display.progress)
@@ -320,9 +318,9 @@ def chat(arguments: argparse.Namespace) -> None:
         raise CommandError(what="--json needs --prompt", why="a talk is for people", fix="give one message: --prompt TEXT")
     for text in (arguments.prompt, arguments.system):
         _require_letters(text or "")
-    _look_for_hub_of(Path(arguments.run))
+    base = _base_of(Path(arguments.run))
     with _display(arguments, label="loading the model"):
-        with importing():
+        with importing(base):
             from pronghorn.train.trained_run import Chat
         talk = Chat(Path(arguments.run), arguments.checkpoint, max_tokens=arguments.max_tokens, system=arguments.system)
     if arguments.prompt is not None:
@@ -349,9 +347,9 @@ def _require_letters(text: str) -> None:
 
 def export(arguments: argparse.Namespace) -> None:
     target = Path(arguments.target or Path(arguments.run) / f"export-{arguments.to}")
-    _look_for_hub_of(Path(arguments.run))
+    base = _base_of(Path(arguments.run))
     with _display(arguments, label="exporting"):
-        with importing():
+        with importing(base):
             from pronghorn.train.trained_run import export_run
         export_run(Path(arguments.run), arguments.checkpoint, target, arguments.to)
     _say(arguments, {"written": str(target)}, f"wrote {target}")
@@ -360,7 +358,7 @@ def export(arguments: argparse.Namespace) -> None:
 def verify(arguments: argparse.Namespace) -> None:
     _look_for_hub(arguments.model)
     with _display(arguments, label="loading and comparing"):
-        with importing():
+        with importing(arguments.model):
             from pronghorn.model.load import DTYPES, load_model, pick_device
             from pronghorn.model.lora import add_adapter
             from pronghorn.model.verify import verify as compare_layers
@@ -426,15 +424,19 @@ def _look_for_hub(model: str) -> None:
         print(told, file=sys.stderr)
 
 
-def _look_for_hub_of(run: Path) -> None:
-    """For the base model that a run's log names; what is wrong with the log is told by who needs more of it."""
+def _base_of(run: Path) -> str:
+    """The base model that a run's log names, or nothing; what is wrong with the log is told by who needs more of it."""
     from pronghorn.report.run_log import read_log
 
     with suppress(PronghornError, OSError, KeyError, TypeError):
-        names = [str(event["recipe"]["model"]) for event in read_log(run) if event.get("event") == "start"]
-        # A folder counts from where the run was started, which is above the run's own.
-        if names and not any((above / names[-1]).is_dir() for above in run.resolve().parents):
+        if names := [str(event["recipe"]["model"]) for event in read_log(run) if event.get("event") == "start"]:
+            # A folder counts from where the run was started, which is above the run's own.
+            for above in run.resolve().parents:
+                if (above / names[-1]).is_dir():
+                    return str(above / names[-1])
             _look_for_hub(names[-1])
+            return names[-1]
+    return ""
 
 
 def _prepared(recipe: Recipe, arguments: argparse.Namespace) -> tuple[Any, Any]:

@@ -18,7 +18,6 @@ from typing import Any
 
 from pronghorn.bench.weights import model_folder
 from pronghorn.bench.workloads import SYSTEMS, WORKLOADS, System, Workload
-from pronghorn.model.read_ahead import reading_ahead
 from pronghorn.process import importing, set_defaults
 from pronghorn.report.stages import process_age
 
@@ -38,7 +37,7 @@ def measure(system: System, workload: Workload, *, warmup: int, steps: int, leng
         return row | {"status": "not installed", "why": f"no module {', '.join(absent)}"}
     if system.name == "pronghorn":
         set_defaults()
-        with reading_ahead(str(model_folder(workload.model))), importing():
+        with importing(str(model_folder(workload.model))):
             importlib.import_module("pronghorn.bench.ours")
     if system.name.startswith("unsloth"):
         importlib.import_module("unsloth")  # before torch and transformers, as its README asks

@@ -23,10 +23,11 @@ PIECE = 4 * 2**20  # bytes
 
 @contextmanager
 def reading_ahead(name: str) -> Iterator[None]:
-    """Of a folder, or of a hub model as it lies in the cache. What is wrong with it is told by who loads it."""
+    """Of a folder, or of a hub model as it lies in the cache; of nothing, where no name is given. What is wrong with it is told
+    by who loads it."""
     done = threading.Event()
     with suppress(PronghornError, OSError):
-        if folder := local_files(name):
+        if name and (folder := local_files(name)):
             threading.Thread(target=_read, args=(files_to_load(folder), done), daemon=True, name="read ahead").start()
     try:
         yield
