@@ -38,19 +38,14 @@ def set_defaults() -> None:
 
 @contextmanager
 def importing(model: str = "") -> Iterator[None]:
-    """Around imports of torch and transformers. The garbage collector rests, and the weights of the model that is to be loaded
-    then come from the disk meanwhile."""
-    from pronghorn.model.read_ahead import reading_ahead
+    """Around imports of torch and transformers. The weights of the model that is to be loaded begin to come from the disk, and
+    the garbage collector rests: what modules make stays for good, and it would look through all of it many times (1.1 of 7.3 s,
+    two CPU cores) and again during the run, 0.2 s a time. So what is there afterwards is set aside, until the process ends:
+    libraries complain of what nobody collected."""
+    if model:
+        from pronghorn.model.read_ahead import read_ahead
 
-    with reading_ahead(model), _collector_resting():
-        yield
-
-
-@contextmanager
-def _collector_resting() -> Iterator[None]:
-    """What modules make stays for good, and the collector would look through all of it many times (1.1 of 7.3 s, two CPU
-    cores) and again during the run, 0.2 s a time. So what is there afterwards is set aside, until the process ends: libraries
-    complain of what nobody collected."""
+        read_ahead(model)
     if not gc.isenabled():  # someone else's decision, or an import in an import
         yield
         return

@@ -1,17 +1,17 @@
-"""Weights come from the disk while modules are imported.
+"""Weights come from the disk while modules are imported and data is prepared.
 
-Importing torch and transformers takes some 5 s in which the disk is idle, and loading a model then waits for it. So a thread
-reads the weight files meanwhile, into the system's cache, and stops when the imports are done: from there on whoever loads them
-reads in the same order. 2 GB that were not in the cache took 2.1 s to load, and 0.01 s after they had been read ahead; the
-imports took as long as before (two cores, a disk of 1 GB/s). Asking the system to do it (POSIX_FADV_WILLNEED) changed nothing.
+Importing torch and transformers takes some 5 s in which the disk is idle, preparing new data longer, and loading a model then
+waits for the disk. So a thread reads the weight files meanwhile, in the order in which they are loaded, into the system's
+cache. 2 GB that were not there took 2.1 s to load, and 0.01 s after they had been read ahead; the imports took as long as before
+(two cores, a disk of 1 GB/s). Asking the system to do it (POSIX_FADV_WILLNEED) changed nothing.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pronghorn.errors import PronghornError
@@ -19,30 +19,34 @@ from pronghorn.model.fingerprint import local_files
 from pronghorn.model.weight_files import files_to_load
 
 PIECE = 4 * 2**20  # bytes
+MEMORY = Path("/proc/meminfo")
 
 
-@contextmanager
-def reading_ahead(name: str) -> Iterator[None]:
-    """Of a folder, or of a hub model as it lies in the cache; of nothing, where no name is given. What is wrong with it is told
-    by who loads it."""
-    done = threading.Event()
+def read_ahead(name: str) -> threading.Thread | None:
+    """Of a folder, or of a hub model as it lies in the cache. Not what would not fit into memory: it would be gone before it is
+    loaded. What is wrong with the files is told by who loads them."""
     with suppress(PronghornError, OSError):
-        if name and (folder := local_files(name)):
-            threading.Thread(target=_read, args=(files_to_load(folder), done), daemon=True, name="read ahead").start()
-    try:
-        yield
-    finally:
-        done.set()
+        if folder := local_files(name):
+            files = files_to_load(folder)
+            if sum(file.stat().st_size for file in files) < _free_memory():
+                thread = threading.Thread(target=_read, args=(files,), daemon=True, name="read ahead")
+                thread.start()
+                return thread
+    return None
 
 
-def _read(files: Sequence[Path], done: threading.Event) -> None:
+def _free_memory() -> int:
+    """Bytes that the system could give, its cache included; none where it does not tell."""
+    lines = MEMORY.read_text().splitlines() if MEMORY.is_file() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
+
+
+def _read(files: Sequence[Path]) -> None:
     buffer = bytearray(PIECE)
     with suppress(OSError):
         for file in files:
             with file.open("rb", buffering=0) as opened:
                 for at in range(0, file.stat().st_size, PIECE):
-                    if done.is_set():
-                        return
                     if not _in_cache(opened.fileno(), at):
                         opened.seek(at)
                         opened.readinto(buffer)
