@@ -2,8 +2,8 @@
 
 Importing torch and transformers takes some 5 s in which the disk is idle, preparing new data longer, and loading a model then
 waits for the disk. So a thread reads the weight files meanwhile, in the order in which they are loaded, into the system's
-cache. 2 GB that were not there took 2.1 s to load, and 0.01 s after they had been read ahead; the imports took as long as before
-(two cores, a disk of 1 GB/s). Asking the system to do it (POSIX_FADV_WILLNEED) changed nothing.
+cache. 2 GB that were not there took 2.1 s to load, and 0.01 s after they had been read ahead; the imports took as long as
+before (two cores, a disk of 1 GB/s). Asking the system to do it (POSIX_FADV_WILLNEED) changed nothing.
 """
 
 from __future__ import annotations
