@@ -283,7 +283,7 @@ def train(arguments: argparse.Namespace) -> None:
 
     stages = Stages()
     with _display(arguments, stages) as display:
-        with stages("imports"), importing(recipe.model):
+        with stages("imports"), _importing(recipe.model):
             from pronghorn.train.loop import train as run
         display.progress(*STARTED)
         result = run(recipe, display=display, stages=stages, fresh=arguments.fresh)
@@ -303,7 +303,7 @@ def _show_summary(folder: Path) -> None:
 def evaluate(arguments: argparse.Namespace) -> None:
     base = _base_of(Path(arguments.run))
     with _display(arguments) as display:
-        with importing(base):
+        with _importing(base):
             from pronghorn.train.trained_run import evaluate_run
         display.progress(*STARTED)
         figures = evaluate_run(Path(arguments.run), arguments.checkpoint, data=arguments.data, report=display.progress)
@@ -320,7 +320,7 @@ def chat(arguments: argparse.Namespace) -> None:
         _require_letters(text or "")
     base = _base_of(Path(arguments.run))
     with _display(arguments, label="loading the model"):
-        with importing(base):
+        with _importing(base):
             from pronghorn.train.trained_run import Chat
         talk = Chat(Path(arguments.run), arguments.checkpoint, max_tokens=arguments.max_tokens, system=arguments.system)
     if arguments.prompt is not None:
@@ -349,7 +349,7 @@ def export(arguments: argparse.Namespace) -> None:
     target = Path(arguments.target or Path(arguments.run) / f"export-{arguments.to}")
     base = _base_of(Path(arguments.run))
     with _display(arguments, label="exporting"):
-        with importing(base):
+        with _importing(base):
             from pronghorn.train.trained_run import export_run
         export_run(Path(arguments.run), arguments.checkpoint, target, arguments.to)
     _say(arguments, {"written": str(target)}, f"wrote {target}")
@@ -358,7 +358,7 @@ def export(arguments: argparse.Namespace) -> None:
 def verify(arguments: argparse.Namespace) -> None:
     _look_for_hub(arguments.model)
     with _display(arguments, label="loading and comparing"):
-        with importing(arguments.model):
+        with _importing(arguments.model):
             from pronghorn.model.load import DTYPES, load_model, pick_device
             from pronghorn.model.lora import add_adapter
             from pronghorn.model.verify import verify as compare_layers
@@ -425,18 +425,23 @@ def _look_for_hub(model: str) -> None:
 
 
 def _base_of(run: Path) -> str:
-    """The base model that a run's log names, or nothing; what is wrong with the log is told by who needs more of it."""
-    from pronghorn.report.run_log import read_log
+    """The base model of a run, looked for on the hub where it has a name there; nothing, where the run does not say."""
+    from pronghorn.report.run_log import base_model
 
-    with suppress(PronghornError, OSError, KeyError, TypeError):
-        if names := [str(event["recipe"]["model"]) for event in read_log(run) if event.get("event") == "start"]:
-            # A folder counts from where the run was started, which is above the run's own.
-            for above in run.resolve().parents:
-                if (above / names[-1]).is_dir():
-                    return str(above / names[-1])
-            _look_for_hub(names[-1])
-            return names[-1]
-    return ""
+    base = base_model(run)
+    if base and not Path(base).is_dir():
+        _look_for_hub(base)
+    return base
+
+
+@contextmanager
+def _importing(model: str) -> Iterator[None]:
+    """What loads a model, whose weights begin to come from the disk."""
+    from pronghorn.model.read_ahead import read_ahead
+
+    read_ahead(model)
+    with importing():
+        yield
 
 
 def _prepared(recipe: Recipe, arguments: argparse.Namespace) -> tuple[Any, Any]:

@@ -37,15 +37,10 @@ def set_defaults() -> None:
 
 
 @contextmanager
-def importing(model: str = "") -> Iterator[None]:
-    """Around imports of torch and transformers. The weights of the model that is to be loaded begin to come from the disk, and
-    the garbage collector rests: what modules make stays for good, and it would look through all of it many times (1.1 of 7.3 s,
-    two CPU cores) and again during the run, 0.2 s a time. So what is there afterwards is set aside, until the process ends:
-    libraries complain of what nobody collected."""
-    if model:
-        from pronghorn.model.read_ahead import read_ahead
-
-        read_ahead(model)
+def importing() -> Iterator[None]:
+    """Around imports of torch and transformers: the garbage collector rests. What modules make stays for good, and it would
+    look through all of it many times (1.1 of 7.3 s, two CPU cores) and again during the run, 0.2 s a time. So what is there
+    afterwards is set aside, until the process ends: libraries complain of what nobody collected."""
     if not gc.isenabled():  # someone else's decision, or an import in an import
         yield
         return

@@ -18,6 +18,7 @@ from typing import Any
 
 from pronghorn.bench.weights import model_folder
 from pronghorn.bench.workloads import SYSTEMS, WORKLOADS, System, Workload
+from pronghorn.model.read_ahead import read_ahead
 from pronghorn.process import importing, set_defaults
 from pronghorn.report.stages import process_age
 
@@ -37,7 +38,8 @@ def measure(system: System, workload: Workload, *, warmup: int, steps: int, leng
         return row | {"status": "not installed", "why": f"no module {', '.join(absent)}"}
     if system.name == "pronghorn":
         set_defaults()
-        with importing(str(model_folder(workload.model))):
+        read_ahead(str(model_folder(workload.model)))
+        with importing():
             importlib.import_module("pronghorn.bench.ours")
     if system.name.startswith("unsloth"):
         importlib.import_module("unsloth")  # before torch and transformers, as its README asks

@@ -23,10 +23,10 @@ MEMORY = Path("/proc/meminfo")
 
 
 def read_ahead(name: str) -> threading.Thread | None:
-    """Of a folder, or of a hub model as it lies in the cache. Not what would not fit into memory: it would be gone before it is
-    loaded. What is wrong with the files is told by who loads them."""
+    """Of a folder, or of a hub model as it lies in the cache; nothing without a name. Not what would not fit into memory: it
+    would be gone before it is loaded. What is wrong with the files is told by who loads them."""
     with suppress(PronghornError, OSError):
-        if folder := local_files(name):
+        if name and (folder := local_files(name)):
             files = files_to_load(folder)
             if sum(file.stat().st_size for file in files) < _free_memory():
                 thread = threading.Thread(target=_read, args=(files,), daemon=True, name="read ahead")

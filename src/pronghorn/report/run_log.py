@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, Self
 
-from pronghorn.errors import DataError, EnvironmentFault
+from pronghorn.errors import DataError, EnvironmentFault, PronghornError
 
 FILE_NAME = "run.jsonl"
 BELONGS_TO_A_STEP = ("step", "eval", "checkpoint", "experts")  # events that a resume from an earlier step makes void
@@ -176,3 +176,13 @@ def _after_last_break(descriptor: int, end: int) -> int:
             return start + found + 1
         end = start
     return 0
+
+
+def base_model(folder: Path) -> str:
+    """The model that a run's log names, or nothing; what is wrong with the log is told by who needs more of it. A folder counts
+    from where the run was started, which is above the run's own."""
+    with contextlib.suppress(PronghornError, OSError, KeyError, TypeError):
+        if names := [str(event["recipe"]["model"]) for event in read_log(folder) if event.get("event") == "start"]:
+            places = (above / names[-1] for above in folder.resolve().parents)
+            return next((str(place) for place in places if place.is_dir()), names[-1])
+    return ""
