@@ -16,7 +16,8 @@ LORA = {"adamw", "attention_short", "gated_lora", "linear_cross_entropy", "lora_
 
 
 def test_a_few_tokens_need_the_kernels_of_a_whole_batch(tmp_path: Path) -> None:
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(HERE.parent)}
+    places = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": places}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, str(HERE / "compile_a_step.py")], capture_output=True, text=True, check=False,
                           env=environment)  # fmt: skip
