@@ -78,12 +78,12 @@ def ways(work: Product, out: Tensor) -> dict[str, Run]:
 
 
 def milliseconds(run: Run, seconds: float) -> float:
+    return of_calls(run, max(2, int(1000 * seconds / max(0.02, of_calls(run, 1)))))
+
+
+def of_calls(run: Run, count: int) -> float:
+    """Milliseconds of one, when so many follow each other."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    count = max(2, int(1000 * seconds / max(0.02, begin.elapsed_time(end))))
     begin.record()
     for _ in range(count):
         run()

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.ops import replaced
+from benchmarks.products import of_calls
 from pronghorn.bench.ceiling import products
 from pronghorn.bench.meter import Meter, machine
 from pronghorn.bench.ours import Ours
@@ -123,25 +124,15 @@ def capture(step: GraphedStep, batch: Any, choice: Choice) -> tuple[Replay, tupl
         return step._capture(work), found
 
 
-def milliseconds(replay: Replay, count: int) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(count):
-        replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / count
-
-
 def in_turns(graphs: dict[str, Replay], turns: int) -> tuple[list[float], dict[str, list[float]]]:
     """(ms of the step as it is, ms that each choice takes more)"""
     def timed(name: str) -> float:
-        milliseconds(graphs[name], 1)
-        return milliseconds(graphs[name], REPLAYS)
+        of_calls(graphs[name], 1)
+        return of_calls(graphs[name], REPLAYS)
 
     usual: list[float] = []
     more: dict[str, list[float]] = {name: [] for name in graphs if name != AS_IT_IS}
-    milliseconds(graphs[AS_IT_IS], 15)  # the chip comes to its limit
+    of_calls(graphs[AS_IT_IS], 15)  # the chip comes to its limit
     for turn in range(turns):
         for number, name in enumerate(list(more)[:: 1 if turn % 2 == 0 else -1]):
             if number % BETWEEN == 0:

@@ -44,12 +44,12 @@ def test_turns_go_both_ways_and_the_step_as_it_is_comes_in_between(monkeypatch: 
     order: list[str] = []
     graphs: dict[str, Any] = {name: name for name in (AS_IT_IS, *"abcdef")}
 
-    def milliseconds(name: Any, count: int) -> float:
+    def of_calls(name: Any, count: int) -> float:
         if count == step_choices.REPLAYS:
             order.append(name)
         return 100.0 + (name == "c") + 0.1 * len(order)
 
-    monkeypatch.setattr(step_choices, "milliseconds", milliseconds)
+    monkeypatch.setattr(step_choices, "of_calls", of_calls)
     usual, more = in_turns(graphs, 2)
     assert order == [AS_IT_IS, *"abcde", AS_IT_IS, "f", AS_IT_IS, *"fedcb", AS_IT_IS, "a"]
     assert len(usual) == 4

@@ -160,8 +160,7 @@ class GraphedStep(Step):
         try:
             self._try(lambda: compile_kernels(lambda: self._run_dry(inputs)))
         except Exception as error:  # noqa: BLE001  (nothing depends on it)
-            reason = str(error).strip().split("\n")[0]
-            self._say(f"kernels are compiled one after the other: {reason}")
+            self._say(f"kernels are compiled one after the other: {first_line(error)}")
             self._clear()
 
     def _run_dry(self, inputs: PackedBatch) -> None:
@@ -261,7 +260,7 @@ class GraphedStep(Step):
         return graph.replay
 
     def _capture_failed(self, error: Exception) -> None:
-        reason = str(error).strip().split("\n")[0]
+        reason = first_line(error)
         if self._must:
             raise EnvironmentFault(what="train.graph: on, but the step could not be captured", why=reason,
                                    fix="set train.graph: auto, which goes on without a graph") from error
@@ -284,6 +283,11 @@ class GraphedStep(Step):
         torch.cuda.current_stream().wait_event(place.loaded)
         inputs.copy_from(place.batch)
         place.free.record()
+
+
+def first_line(error: Exception) -> str:
+    """CUDA's and Triton's have many."""
+    return str(error).strip().split("\n")[0]
 
 
 def raise_if_out_of_memory(error: BaseException) -> None:
