@@ -3,7 +3,8 @@
 A kernel is compiled when it is first launched, so the first step on a machine waits for one compilation after the other, some
 twenty of 0.2 to 0.5 s, while the other cores are idle. `compile_ahead` goes through the work once with every launch turned into
 a compilation in a thread of its own (most of it is outside Python's lock, in LLVM and ptxas). Results of before, on disk, are
-used as ever.
+used as ever. The C code that launches a kernel is compiled with it: up to Triton 3.6 there is some for every signature, and it
+would be made at the first launch, 0.2 s each.
 
 What the kernels would have written is not there meanwhile. So the work is one whose other operations do not decide by it where
 to read or write, which keeps nothing of it, and which runs again afterwards.
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Any
 
 import triton
+from triton.runtime.driver import driver
 
 _modes: list[Any] = []  # Triton's AsyncCompileMode, for the launches of all threads: autograd has one of its own
 
@@ -43,9 +46,21 @@ def _submitted(mode: Any, compilation: Callable[[], Any]) -> Any:
     return kernel
 
 
+class _Compilers(ThreadPoolExecutor):
+    def submit(self, compilation: Callable[[], Any], /, *_: Any, **__: Any) -> Future[Any]:
+        return super().submit(_with_launcher, compilation)
+
+
+def _with_launcher(compilation: Callable[[], Any]) -> Any:
+    kernel = compilation()
+    with suppress(Exception):  # what is wrong with it is said when it is launched
+        driver.active.launcher_cls(kernel.src, kernel.metadata)  # its result is on disk, for the first launch
+    return kernel
+
+
 def compile_ahead(work: Callable[[], None]) -> None:
     """A kernel that cannot be compiled says so when it is launched."""
-    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as pool:
+    with _Compilers(min(32, os.cpu_count() or 1)) as pool:
         _modes.append(triton.AsyncCompileMode(pool, ignore_errors=True))
         try:
             work()
