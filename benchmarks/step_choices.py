@@ -5,7 +5,8 @@
 A kernel that is faster alone need not make a step faster: at the limit its energy counts, and what ran before it sets the
 clock. So every choice (an algorithm of cuBLASLt for one product, a tile, RoPE's gradient apart) is captured as a step of its
 own, on the same batch and weights, and replayed in turns with the step as it is, every other turn the other way round. Two
-captures of the same step differ by 0.2 ms at 1B. All must find the same gradients, to a thousandth, or this ends with an error.
+captures of the same step differ by 0.2 ms at 1B. All must find the same gradients, to a thousandth, or this ends with an error;
+but for those "without" something (step_absences.py), which tell what that costs.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ import torch
 
 from benchmarks.ops import replaced
 from benchmarks.products import of_calls
+from benchmarks.step_absences import WITHOUT, Choice, of_absences
 from pronghorn.bench.ceiling import products
 from pronghorn.bench.meter import Meter, machine
 from pronghorn.bench.ours import Ours
 from pronghorn.bench.weights import make_model_folder
 from pronghorn.bench.workloads import WORKLOADS, Workload
-from pronghorn.kernels import attention_short, cublaslt, gated_lora, linear_cross_entropy
+from pronghorn.kernels import attention_short, cublaslt, gated_lora, linear_cross_entropy, rms_norm
 from pronghorn.kernels.lora_linear import default_padding
 from pronghorn.model import attending
 from pronghorn.train.graphed_step import GraphedStep
@@ -39,9 +41,9 @@ REPLAYS = 6  # of a choice in a turn, after one that nobody times
 BETWEEN = 5  # choices from one look at the step as it is to the next
 ALGORITHMS = [cublaslt.Algorithm(*numbers) for numbers in (
     (23, 3, 4), (24, 5, 7), (29, 3, 1), (29, 5, 3), (197, 5, 2), (201, 5, 2))]  # the best few of benchmarks/products.py
-Choice = Callable[[], AbstractContextManager[None]]
 Replay = Callable[[], None]
 AS_IT_IS = "as it is"
+NORM_TILES = [rms_norm.Tile(*tile) for tile in ((2, 4), (1, 2), (4, 8))]
 
 
 class NotOffered(Exception):
@@ -100,11 +102,13 @@ def of_tiles(workload: Workload) -> Iterator[tuple[str, Choice]]:
             changed = first._replace(**{kernel: usual._replace(stages=stages)})
             yield (f"attention {kernel}, {stages} stages",
                    lambda c=changed: replaced(attention_short, "config_for", lambda *_: c))
+    for tile in NORM_TILES:
+        yield f"norms {tuple(tile)}", lambda t=tile: replaced(rms_norm, "_tile", lambda *_: t)
     yield "RoPE's gradient apart", lambda: replaced(attending, "turns_back", lambda *_: False)
 
 
 def choices(workload: Workload, only: list[str]) -> dict[str, Choice]:
-    found = [*of_products(workload), *of_tiles(workload)]
+    found = [*of_products(workload), *of_tiles(workload), *of_absences(workload)]
     wanted = [(name, choice) for name, choice in found if not only or any(part in name for part in only)]
     return {AS_IT_IS: nullcontext, **dict(wanted), f"{AS_IT_IS}, captured again": nullcontext}
 
@@ -159,6 +163,8 @@ def captured(workload: Workload, lengths: Path | None, only: list[str]) -> dict[
             continue
         if name == AS_IT_IS:
             expected = found
+        if name.startswith(WITHOUT):
+            continue
         if not all(map(math.isfinite, found)) or found[1] <= 0 or abs(found[1] / expected[1] - 1) > 1e-3:
             raise SystemExit(f"{name}: loss and gradients {found}, as it is {expected}")
     return graphs

@@ -5,24 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import step_choices
 from benchmarks.step_choices import AS_IT_IS, NotOffered, _choose, choices, in_turns
 from pronghorn.bench.workloads import WORKLOADS
-from pronghorn.kernels import attention_short, cublaslt, gated_lora, linear_cross_entropy
+from pronghorn.kernels import attention_short, cublaslt, gated_lora, linear_cross_entropy, rms_norm
 from pronghorn.kernels.cublaslt import LONG, NARROW, WIDE
+from pronghorn.kernels.lora_linear import Adapter, LoraGroup
 from pronghorn.model import attending
 
 
 def test_a_choice_is_made_and_undone() -> None:
-    modules = (attention_short, cublaslt, gated_lora, linear_cross_entropy, attending)
+    modules = (attention_short, cublaslt, gated_lora, linear_cross_entropy, rms_norm, attending, LoraGroup)
     before = [dict(vars(module)) for module in modules]
     found = choices(WORKLOADS["llama-1b"], [])
     for name, choice in found.items():
         with choice():
             pairs = zip(modules, before, strict=True)
             changed = [key for module, was in pairs for key in was if vars(module)[key] is not was[key]]
-            assert len(changed) == (0 if name.startswith(AS_IT_IS) else 1), name
+            if name == "without all of these":
+                assert set(changed) == {"extend", "extend_grad", "forward", "qk_rope_forward"}
+            else:
+                assert len(changed) == (0 if name.startswith(AS_IT_IS) else 1), name
     assert [dict(vars(module)) for module in modules] == before
 
 
@@ -56,3 +61,32 @@ def test_turns_go_both_ways_and_the_step_as_it_is_comes_in_between(monkeypatch: 
     assert more.keys() == set("abcdef")
     assert more["c"] == pytest.approx([1.3, 1.4])
     assert more["a"] == pytest.approx([0.1, 0.1])
+
+
+def test_what_is_left_out_is_of_one_group_alone() -> None:
+    """Its extra columns stay what they were; another group's are filled as ever."""
+    workload = WORKLOADS["llama-1b"]
+    shapes = {"out": (2048, 2048), "small": (32, 48)}
+    groups = {name: LoraGroup([torch.randn(outer, inner)], [Adapter(0, torch.randn(16, inner), torch.randn(outer, 16), 1.0)])
+              for name, (outer, inner) in shapes.items()}
+    x = {name: torch.full((3, inner + 16), 7.0) for name, (_, inner) in shapes.items()}
+    dy = {name: torch.full((3, outer + 16), 7.0) for name, (outer, _) in shapes.items()}
+    with choices(workload, ["without x A^T of out"])["without x A^T of out"]():
+        left = {name: bool((group.extend(x[name]) == 7.0).all()) for name, group in groups.items()}
+    assert left == {"out": True, "small": False}
+    with choices(workload, ["without dy sB of out"])["without dy sB of out"]():
+        left = {name: bool((group.extend_grad(dy[name]) == 7.0).all()) for name, group in groups.items()}
+    assert left == {"out": True, "small": False}
+    assert not (groups["out"].extend(x["out"]) == 7.0).any()
+    assert not (groups["out"].extend_grad(dy["out"]) == 7.0).any()
+
+
+def test_without_rope_heads_are_where_they_would_be() -> None:
+    options: dict[str, int] = {"heads": 4, "kv_heads": 2, "head_width": 8}
+    qkv, angles = torch.randn(5, 64), torch.zeros(5, 4)
+    turned = attending.qk_rope_forward(qkv, torch.cos(angles), torch.sin(angles), **options)  # type: ignore[arg-type]
+    name = "without RoPE forward"
+    with choices(WORKLOADS["llama-1b"], [name])[name]():
+        found = attending.qk_rope_forward(qkv, torch.cos(angles), torch.sin(angles), **options)  # type: ignore[arg-type]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[:3], turned[:3], strict=True))
+    assert found[3] is None
