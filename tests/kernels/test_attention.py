@@ -268,6 +268,26 @@ def test_every_refusal_of_a_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "Ampere" in (_no_flash2(_Case(cuda, torch.bfloat16, 128, False, False)) or "")
 
 
+@pytest.mark.parametrize(
+    ("chip", "flash4", "typical", "expected"),
+    [((9, 0), False, 513, "short"), ((9, 0), False, 16_384, "short"), ((9, 0), False, 16_385, "flash2"),
+     ((9, 0), False, None, "flash2"), ((9, 0), True, 512, "short"), ((9, 0), True, 513, "flash4"),
+     ((8, 9), False, 512, "short"), ((8, 9), False, 513, "flash2"), ((10, 0), False, 513, "flash2")])  # fmt: skip
+def test_documents_of_middle_length_are_ours_on_a_hopper_without_flash_attn_4(
+    monkeypatch: pytest.MonkeyPatch, chip: tuple[int, int], flash4: bool, typical: int | None, expected: str
+) -> None:
+    """Where it was measured to be faster than FlashAttention-2, and nowhere else."""
+    monkeypatch.setattr(attention_module, "HAS_TRITON", True)
+    monkeypatch.setattr(attention_module, "cuda_capability", lambda device: chip)
+    monkeypatch.setattr("pronghorn.kernels.attention_flash.why_no_flash4", lambda: None if flash4 else "not installed")
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    attention_module._pick.cache_clear()
+    for width in (64, 128):
+        assert pick_backend(torch.device("cuda", 0), torch.bfloat16, width, typical=typical) == expected
+    assert pick_backend(torch.device("cuda", 0), torch.bfloat16, 256, typical=typical) == ("flash4" if flash4 else "flash2")
+    attention_module._pick.cache_clear()
+
+
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
 @pytest.mark.parametrize("backend", ["flash4", "flash2", "flex"])
 @pytest.mark.parametrize("name", ["grouped", "window"])

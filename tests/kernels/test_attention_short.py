@@ -197,6 +197,6 @@ def test_heads_must_lie_side_by_side(where: str) -> None:
 def test_short_documents_choose_it_and_long_ones_do_not() -> None:
     device = torch.device("cuda")
     assert pick_backend(device, torch.bfloat16, 64, typical=300) == "short"
-    assert pick_backend(device, torch.bfloat16, 64, typical=4000) != "short"
+    assert pick_backend(device, torch.bfloat16, 64, typical=40_000) != "short"
     assert pick_backend(device, torch.float32, 64, typical=4000) == "short"
     assert pick_backend(device, torch.bfloat16, 256, typical=300) != "short"

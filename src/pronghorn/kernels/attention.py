@@ -9,8 +9,8 @@ never changes (the padding is documents of no tokens). For tokens i, j of one do
     lse_in = log(sum_j exp s_ij + exp sink_n)      the sink only where there is one (gpt-oss)
     out_in = sum_j exp(s_ij - lse_in) v_jn'
 
-Five ways to compute it, `pick_backend` chooses: our own kernel where documents are short, flash-attn-4, FlashAttention-2 in
-torch, flex attention, plain torch.
+Five ways to compute it, `pick_backend` chooses: our own kernel where documents are short (without flash-attn-4 on a Hopper also
+where they are not), flash-attn-4, FlashAttention-2 in torch, flex attention, plain torch.
 None of them ever builds a T x T mask. All keep `out` and `lse` for backward and nothing else, so the layer decides what
 becomes of q, k and v. q, k, v, out and their gradients may be views into wider rows (a qkv buffer, extra LoRA columns).
 On the GPU no call waits for the device as long as the backend is not "torch", so all of this captures in a CUDA graph.
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,9 +34,11 @@ from pronghorn.kernels.dispatch import HAS_TRITON, cuda_capability, say_once
 
 MAX_FLASH_WIDTH = 256  # widest head of FlashAttention-2, and of flash-attn-4 on Hopper
 HALF = (torch.bfloat16, torch.float16)
-# Up to here documents are short: their mean length, each token counted. At 512 our kernel and flash-attn-4 are even
-# (benchmarks/results/op-attention.json).
-SHORT = 512
+# Up to here documents are short, or of middle length: their mean length, each token counted. On a Hopper, forward and backward,
+# our kernel and flash-attn-4 were even at 512. FlashAttention-2, the choice where flash-attn-4 is not installed, takes 1.5
+# times as long as ours at 1,024 tokens, 1.24 times at 4,096, and as long at 32,768 (benchmarks/results/op-attention.json).
+SHORT, MIDDLE = 512, 16_384
+Length = Literal["short", "middle", "long"]
 BACKENDS: dict[Backend, Any] = {
     "short": attention_short.Short,
     "flash4": attention_flash.Flash4,
@@ -88,7 +90,8 @@ def pick_backend(
 
     `typical`: the documents' mean length, each token counted, where the host knows it.
     """
-    return _pick(_Case(device, dtype, head_width, softcap, sinks, typical is not None and typical <= SHORT))
+    length: Length = "long" if typical is None or typical > MIDDLE else "middle" if typical > SHORT else "short"
+    return _pick(_Case(device, dtype, head_width, softcap, sinks, length))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +103,12 @@ class _Case:
     head_width: int
     softcap: bool
     sinks: bool
-    short: bool = False  # the documents
+    length: Length = "long"  # of the documents
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         told = f"{kind}, head width {self.head_width}" + ", soft-cap" * self.softcap + ", sinks" * self.sinks
-        return told + ", short documents" * self.short
+        return told + {"short": ", short documents", "middle": ", documents of middle length", "long": ""}[self.length]
 
 
 @cache
@@ -127,9 +130,10 @@ def _no_short(case: _Case) -> str | None:
         return "it needs an NVIDIA GPU and Triton"
     if case.dtype not in (*HALF, torch.float32) or case.head_width > attention_short.MAX_WIDTH:
         return f"it takes bf16, fp16 and fp32, and heads up to {attention_short.MAX_WIDTH} wide"
-    if case.dtype in HALF and not case.short:
-        return "the documents are long"  # fp32 goes to it whatever they are: the flash kernels do not compute in fp32
-    return None
+    if case.dtype not in HALF or case.length == "short":
+        return None  # fp32 whatever the documents are: the flash kernels do not compute in fp32
+    faster_than_flash2 = case.length == "middle" and cuda_capability(case.device) == (9, 0)
+    return None if faster_than_flash2 and _no_flash4(case) else "the documents are long"
 
 
 def _no_flash(case: _Case) -> str | None:
