@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from pronghorn.bench.workloads import MODELS
 from pronghorn.kernels.attention_flash import backward_turns
 from pronghorn.memory.sizes import FROM_ITS_INPUT, Job, Recompute, kept_bytes, shape_of
-from pronghorn.memory.working import forward_bytes, pieces_worth_trying, working_bytes
+from pronghorn.memory.working import _sums_of_attention, forward_bytes, pieces_worth_trying, working_bytes
 from pronghorn.model import attending
 from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of, install
@@ -118,6 +119,20 @@ def test_one_long_document_holds_what_the_formulas_say(layer: FastDecoderLayer, 
         layer.backward(shared.room.buffer[:, :4096], found, shared)
     expected = kept_bytes(job, recompute) + working_bytes(job, recompute, pieces)
     assert counted.peak + h.nbytes == pytest.approx(expected, rel=0.003)
+
+
+@pytest.mark.parametrize(
+    ("changed", "own"),
+    [({}, True), ({"attended": 512}, True), ({"attended": 513}, False), ({"attended": 4096, "own_attention": True}, True),
+     ({"own_attention": False}, False), ({"width": 256}, False)])  # fmt: skip
+def test_sums_are_those_of_whose_attention_it_is(changed: dict[str, Any], own: bool) -> None:
+    """Two numbers a row in our kernel; q, k and v in fp32 and 128 rows more a document in the others, to which go long
+    documents and heads of 256 (Gemma), whatever the documents."""
+    shape = shape_of(MODELS["llama-8b"])
+    width = changed.get("width", shape.head_width)
+    given = {name: value for name, value in changed.items() if name != "width"}
+    job = Job(replace(shape, head_width=width), 16384, documents=128, **given)
+    assert _sums_of_attention(job) == (16384 * 32 * 2 * 4 if own else (16384 + 128 * 128) * (32 + 16) * width * 4)
 
 
 def test_pieces_are_not_too_small() -> None:

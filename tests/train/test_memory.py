@@ -14,8 +14,11 @@ from test_loop import Silent, same, weights
 from pronghorn.data.batches import Shapes
 from pronghorn.errors import EnvironmentFault, Interrupted, RecipeError
 from pronghorn.memory import working
-from pronghorn.memory.costs import LayerCosts
+from pronghorn.memory.costs import LayerCosts, predicted_costs
+from pronghorn.memory.forecast import problem_of
+from pronghorn.memory.gpus import GPUS
 from pronghorn.memory.levels import KEEP
+from pronghorn.memory.longest import with_one_document
 from pronghorn.memory.plan import smallest_budget
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.config import read_config
@@ -401,6 +404,26 @@ def test_check_tells_the_plan_and_refuses_what_a_run_would(deep_recipe: RecipeFo
     assert not check_run(deep_recipe(), report=lambda *_: None).plan
     with pytest.raises(RecipeError, match="the smallest that works"):
         check_run(deep_recipe(memory={"budget": "100MB"}), report=lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "own"), [("cuda", "short", True), ("cuda", "flash2", False), ("cpu", "torch", None)])  # fmt: skip
+def test_the_plan_knows_whose_attention_it_will_be(recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch, device: str,
+                                                   backend: str, own: bool | None) -> None:
+    """Asked with the lengths of this run's documents; a document alone in a longer batch may be another's."""
+    asked: list[int] = []
+
+    def pick(*_: Any, typical: int, **__: Any) -> str:
+        asked.append(typical)
+        return backend
+
+    monkeypatch.setattr("pronghorn.train.memory.pick_backend", pick)
+    recipe = recipe_for()
+    shapes = shapes_of(recipe)
+    job = run_job(recipe, read_config(recipe.model), shapes, torch.device(device), "bf16")
+    assert (job.own_attention, asked) == (own, [shapes.typical])
+    problem = problem_of(job, predicted_costs(job, GPUS["h200"]), 10**9, 10**9)
+    assert with_one_document(problem, 4096).job.own_attention is None
 
 
 def test_evaluation_is_paid_for_where_a_captured_step_keeps_its_memory(recipe_for: RecipeFor) -> None:

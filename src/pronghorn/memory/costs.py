@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pronghorn.kernels.attention import SHORT
 from pronghorn.memory import moe_sizes
 from pronghorn.memory.gpus import Gpu
 from pronghorn.memory.sizes import FP32, Job, Recompute, moment_bytes
@@ -118,12 +117,12 @@ class Model:
         share = ATTENTION[self.gpu.flash4]
         seen = [min(self.job.attended, 2 * window) for window in s.windows]
         seen += [self.job.attended] * (s.layers - len(seen))
-        short = self.job.attended <= SHORT
-        length = sum(seen) / len(seen) + (SHORT_TILE if short else ATTENTION_TILE)
+        own = self.job.attends_itself
+        length = sum(seen) / len(seen) + (SHORT_TILE if own else ATTENTION_TILE)
         operations = 2.0 * T * length * s.out_width
         rate = self.gpu.bf16_tflops * 1e9
         width = s.out_width + s.kv_heads * s.head_width
-        sums = T * s.heads * FP32 if short else (T + 128 * self.job.entries) * s.qkv_width * FP32
+        sums = T * s.heads * FP32 if own else (T + 128 * self.job.entries) * s.qkv_width * FP32
         forward = operations / (share[0] * rate) + self.move(2 * width)
         backward = 2.5 * operations / (share[1] * rate) + self.move(3 * width + s.out_width) + 2 * sums / self.bytes
         return forward, backward

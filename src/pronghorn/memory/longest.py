@@ -20,7 +20,8 @@ def with_one_document(problem: Problem, tokens: int) -> Problem:
     job = problem.job
     step = max(16, tokens // 16)  # loss rows are padded to sixteenths
     rows = min(tokens, -(-(job.rows * tokens // job.capacity) // step) * step)
-    longer = Job(**(vars(job) | {"capacity": tokens, "loss_rows": rows, "documents": ENTRIES, "attended": tokens}))
+    longer = Job(**(vars(job) | {"capacity": tokens, "loss_rows": rows, "documents": ENTRIES, "attended": tokens,
+                              "own_attention": None}))
     return replace(problem, job=longer, pieces=pieces_worth_trying(longer))
 
 

@@ -20,6 +20,8 @@ from typing import Any, Literal
 
 from pronghorn.errors import ModelError
 from pronghorn.kernels.adamw8bit import BLOCK as MOMENT_BLOCK
+from pronghorn.kernels.attention import SHORT
+from pronghorn.kernels.attention_short import MAX_WIDTH
 from pronghorn.kernels.nf4 import BLOCK, NESTED_BLOCK
 from pronghorn.memory import fp8_moe_sizes, fp8_sizes, moe_sizes
 from pronghorn.model.families import FAMILIES, layer_type, why_not_fast
@@ -127,6 +129,14 @@ class Job:
     host_embeddings: bool = False  # frozen ones that no head shares wait in pinned host memory, read over the link
     in_place: bool = False  # attention is flash-attn-4's, which writes the gradient of q, k, v where they are
     attended: int = 324  # sum of squares of the documents' lengths over the sum of lengths; 324: mean 207, log-normal
+    own_attention: bool | None = None  # whether it is our kernel's; None: as `attended` and the heads' width say
+
+    @property
+    def attends_itself(self) -> bool:
+        """By our own kernel, which keeps two numbers a row where others add up gradients in fp32."""
+        if self.own_attention is not None:
+            return self.own_attention
+        return self.attended <= SHORT and self.shape.head_width <= MAX_WIDTH
 
     @property
     def fp8(self) -> bool:

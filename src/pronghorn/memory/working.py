@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pronghorn.kernels.attention import SHORT
 from pronghorn.kernels.attention_flash import backward_turns
 from pronghorn.kernels.linear_cross_entropy import chunk_rows
 from pronghorn.memory import fp8_moe_sizes, fp8_sizes, moe_sizes
@@ -129,7 +128,7 @@ def _sums_of_attention(job: Job) -> int:
     """Our kernel for short documents keeps two numbers a row; the flash kernels add up dq, dk, dv in fp32, with 128 rows more
     for each document; flash-attn-4 of some heads at a time."""
     s, T = job.shape, job.capacity
-    if job.attended <= SHORT:
+    if job.attends_itself:
         return T * s.heads * 2 * FP32
     sums = (T + 128 * job.entries) * (s.heads + 2 * s.kv_heads) * s.head_width * FP32
     return -(-sums // backward_turns(T, s.heads, s.kv_heads, s.head_width)) if job.in_place else sums

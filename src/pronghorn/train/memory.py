@@ -83,7 +83,8 @@ def run_job(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, p
     backend = pick_backend(device, DTYPES[precision], s.head_width, softcap=softcap, typical=shapes.typical)
     in_place = backend != "flash2" and not s.qk_norm and gradients_in_place(backend, s.heads, s.kv_heads, s.head_width)
     return replace(job, element=DTYPES[precision].itemsize, loss_rows=usual(shapes.rows), documents=usual(shapes.entries),
-                   attended=shapes.typical, graphed=graphed, in_place=in_place)
+                   attended=shapes.typical, graphed=graphed, in_place=in_place,
+                   own_attention=backend == "short" if device.type == "cuda" else None)
 
 
 def budget_of(text: str, device: torch.device) -> tuple[int, str]:
