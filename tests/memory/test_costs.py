@@ -21,7 +21,8 @@ def job_of(model: str, **changes: object) -> Job:
     return replace(Job(shape_of(MODELS[model]), 16384), **changes)  # type: ignore[arg-type]
 
 
-RESULTS = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "side-by-side.json").read_text(encoding="utf-8"))
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = json.loads((FOLDER / "side-by-side.json").read_text(encoding="utf-8"))
 MEASURED = {row["workload"]: row for row in RESULTS["results"]
             if row["system"] == "pronghorn" and row["machine"]["hardware"] == "NVIDIA H200"}  # fmt: skip
 EVERYTHING_KEPT = [name for name in MEASURED if not WORKLOADS[name].budget]
@@ -100,6 +101,17 @@ def test_its_parts_are_those_of_the_profile(model: str, products: float, element
     assert layers * (forward.elementwise + backward.elementwise) == pytest.approx(elementwise, rel=0.15)
     assert layers * (forward.attention + backward.attention) == pytest.approx(attention, rel=0.3)
     assert layers * (forward.thin + backward.thin) == pytest.approx(thin, rel=0.15)
+
+
+@pytest.mark.parametrize(("case", "model", "length"), [("8B, 16 x 1024", "llama-8b", 1024), ("8B, 4 x 4096", "llama-8b", 4096),
+                                                       ("1B, 16 x 1024", "llama-1b", 1024)])  # fmt: skip
+def test_our_own_attention_over_documents_that_are_not_short_is_foretold(case: str, model: str, length: int) -> None:
+    """One rate for all lengths, by the times of the kernel alone; by flash-attn-4's rate 4,096 tokens would take a fifth
+    less."""
+    lines = json.loads((FOLDER / "op-attention.json").read_text(encoding="utf-8"))["later"]["lines"]
+    measured = sum(line["ms"] for line in lines if line["case"] == case and line["impl"] == "short")
+    job = job_of(model, attended=length, documents=16384 // length, own_attention=True)
+    assert sum(Model(job, GPUS["h200"]).attention()) == pytest.approx(measured, rel=0.2)
 
 
 def test_more_work_takes_longer() -> None:
