@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -152,6 +153,46 @@ def test_kernels_that_cannot_be_compiled_ahead_stop_nothing(monkeypatch: pytest.
     monkeypatch.undo()
     assert any("one after the other" in line and "no room" in line for line in said)
     assert losses(step, batches) == losses(graphed(model_of()), batches)
+
+
+def test_work_that_fails_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it launched before may still add to the sums, which are cleared on the other stream next."""
+    order: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            order.append(f"{self.name} waits for {other.name}")
+
+    def fails() -> None:
+        order.append("work")
+        raise RuntimeError("half-way")
+
+    step, usual = graphed(model_of()), Stream("usual")
+    monkeypatch.setattr(step, "_capture_stream", Stream("capture"), raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: usual)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    with pytest.raises(RuntimeError, match="half-way"):
+        step._try(fails)
+    assert order == ["capture waits for usual", "work", "usual waits for capture"]
+
+
+@ON_GPU
+def test_sums_are_clear_after_work_that_fails() -> None:
+    step, total = graphed(model_of()), torch.zeros(1000, device=DEVICE)
+
+    def fails() -> None:
+        torch.cuda._sleep(200_000_000)  # a tenth of a second
+        total.add_(1.0)
+        raise RuntimeError("half-way")
+
+    with pytest.raises(RuntimeError, match="half-way"):
+        step._try(fails)
+    total.zero_()
+    torch.cuda.synchronize()
+    assert not total.any()
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:

@@ -47,8 +47,8 @@ def _submitted(mode: Any, compilation: Callable[[], Any]) -> Any:
 
 
 class _Compilers(ThreadPoolExecutor):
-    def submit(self, compilation: Callable[[], Any], /, *_: Any, **__: Any) -> Future[Any]:
-        return super().submit(_with_launcher, compilation)
+    def submit(self, compilation: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        return super().submit(_with_launcher, partial(compilation, *args, **options))
 
 
 def _with_launcher(compilation: Callable[[], Any]) -> Any:

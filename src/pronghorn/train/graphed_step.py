@@ -245,9 +245,11 @@ class GraphedStep(Step):
 
     def _try(self, work: Work) -> None:
         self._capture_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._capture_stream):
-            work()
-        torch.cuda.current_stream().wait_stream(self._capture_stream)
+        try:
+            with torch.cuda.stream(self._capture_stream):
+                work()
+        finally:  # work that ends with an error has launched some of it, which may add to sums that are cleared next
+            torch.cuda.current_stream().wait_stream(self._capture_stream)
 
     def _capture(self, work: Work) -> Work:
         torch.cuda.synchronize()
