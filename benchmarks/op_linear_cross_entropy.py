@@ -7,11 +7,13 @@ what was allocated at the peak beside inputs and outputs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.ops import DEVICE, Line, compare, compiled, error_against, line_for, milliseconds, peer, replaced
+from pronghorn.kernels import cross_entropy_rows
 from pronghorn.kernels import linear_cross_entropy as op
 
 CHUNK = 2048  # rows of the truth, which is computed in fp32
@@ -44,10 +46,7 @@ class _Data:
 
 
 def _ours(data: _Data) -> list[torch.Tensor | None]:
-    result = op.linear_cross_entropy_forward(
-        data.hidden, data.weight, data.labels, terms=op.Terms(softcap=data.softcap), need_weight_grad=data.trained
-    )
-    return [result.loss, result.d_hidden, result.d_weight]
+    return _by_autograd(lambda *inputs: op.linear_cross_entropy(*inputs, softcap=data.softcap)[0], data)
 
 
 def _by_autograd(loss_of: Callable[..., torch.Tensor], data: _Data) -> list[torch.Tensor | None]:
@@ -119,13 +118,14 @@ def sweep(case: dict[str, Any]) -> list[Line]:
     rows = op.chunk_rows(case["T"], vocabulary, torch.bfloat16, data.weight.device)
     logits = torch.mm(data.hidden[:rows], data.weight.t())
     few, right = logits[:JUDGED].clone(), logits[:JUDGED].clone()
-    _between(op._loss_and_gradient_torch, right, data)
+    _between(cross_entropy_rows.loss_and_gradient_torch, right, data)
     lines = []
-    for config in op.CONFIGS:
-        with replaced(op, "CONFIG", config):
+    for config in cross_entropy_rows.CONFIGS:
+        with replaced(cross_entropy_rows, "CONFIG", config):
             got = few.clone()
-            _between(op._loss_and_gradient, got, data)
-            ms = milliseconds(lambda: _between(op._loss_and_gradient, logits, data))
+            factors = _once(got, data)
+            got = got.float() * factors[:, None]
+            ms = milliseconds(lambda: _once(logits, data))
         name, error = f"kernel alone, {rows} rows, V={vocabulary}", error_against(got, right)
         words = " ".join(str(value) for value in config)
         lines.append(line_for("linear_cross_entropy", name, words, ms, moved_bytes=2 * logits.nbytes, error=error))
@@ -142,3 +142,10 @@ def _between(function: Callable[..., None], logits: torch.Tensor, data: _Data) -
     rows = len(logits)
     losses, scale = torch.empty(rows, device=DEVICE), torch.ones((), device=DEVICE)
     function(logits, data.labels[:rows], None, losses, scale, op.Terms(softcap=data.softcap), True)
+
+
+def _once(logits: torch.Tensor, data: _Data) -> torch.Tensor:
+    """The same by one pass, as with a frozen head; the factors that are left."""
+    factors = torch.empty(len(logits), device=DEVICE)
+    _between(partial(cross_entropy_rows.loss_and_gradient, factors_C=factors), logits, data)
+    return factors

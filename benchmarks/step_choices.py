@@ -31,7 +31,7 @@ from pronghorn.bench.meter import Meter, machine
 from pronghorn.bench.ours import Ours
 from pronghorn.bench.weights import make_model_folder
 from pronghorn.bench.workloads import WORKLOADS, Workload
-from pronghorn.kernels import attention_short, cublaslt, gated_lora, linear_cross_entropy, rms_norm
+from pronghorn.kernels import attention_short, cross_entropy_rows, cublaslt, gated_lora, rms_norm
 from pronghorn.kernels.lora_linear import default_padding
 from pronghorn.model import attending
 from pronghorn.train.graphed_step import GraphedStep
@@ -92,8 +92,8 @@ def of_tiles(workload: Workload) -> Iterator[tuple[str, Choice]]:
         yield f"gated backward {tuple(tile)}", lambda t=tile: replaced(gated_lora, "_backward_tile", lambda *_: t)
     for tile in gated_lora.FORWARD_CONFIGS[1:]:
         yield f"gated forward {tuple(tile)}", lambda t=tile: replaced(gated_lora, "_forward_tile", lambda *_: t)
-    for softmax in linear_cross_entropy.CONFIGS[1:]:
-        yield f"softmax {tuple(softmax)}", lambda t=softmax: replaced(linear_cross_entropy, "CONFIG", t)
+    for softmax in cross_entropy_rows.CONFIGS[1:]:
+        yield f"softmax {tuple(softmax)}", lambda t=softmax: replaced(cross_entropy_rows, "CONFIG", t)
     width = workload.config["head_dim"]
     first = attention_short.config_for(width, torch.bfloat16)
     for kernel in first._fields:

@@ -41,6 +41,7 @@ from sanitize_quantized import (
     check_nvfp4,
 )
 
+from pronghorn.kernels import cross_entropy_rows
 from pronghorn.kernels import linear_cross_entropy as cross_entropy
 from pronghorn.kernels.attention import attention_backward, attention_forward, attention_reference
 from pronghorn.kernels.copy_rows import copy_rows, copy_rows_reference
@@ -163,17 +164,21 @@ def check_cross_entropy(device: str) -> None:
             leaf, torch.eye(vocabulary), labels, weights_N=weights, **formula
         )
         (true,) = torch.autograd.grad(loss, leaf)
-        logits = chunk.to(device)
         scale = torch.full((), 0.5).to(device)
         weights = None if weights is None else weights.to(device)
-        for need_grad in (False, True):
-            got = torch.full((rows,), float("nan")).to(device)
-            cross_entropy._loss_and_gradient(logits[:, :vocabulary], labels.to(device), weights, got, scale, terms, need_grad)
-            near("row losses", got, losses, dtype)
-        near("gradient", logits[:, :vocabulary], true * 0.5)
-    for x in (rows_of(3, 4099, 5, FP16, device), torch.randn(77).to(device)):
-        before = x.cpu().clone()
-        cross_entropy._scale_in_place(x, torch.full((), 0.3).to(device))
+        for factors in (None, torch.full((rows,), float("nan")).to(device)) if terms.scaled_later else (None,):
+            logits = chunk.to(device)
+            for need_grad in (False, True):
+                got = torch.full((rows,), float("nan")).to(device)
+                cross_entropy_rows.loss_and_gradient(logits[:, :vocabulary], labels.to(device), weights, got, scale, terms,
+                                                     need_grad, factors)
+                near("row losses", got, losses, dtype)
+            gradient = logits[:, :vocabulary]
+            near("gradient", gradient if factors is None else gradient * factors[:, None], true * 0.5)
+    for x, factors in ((rows_of(3, 4099, 5, FP16, device), None), (torch.randn(77).to(device), None),
+                       (rows_of(3, 4099, 5, BF16, device), torch.tensor([2.0, 0.0, -1.0]).to(device))):
+        before = x.cpu().clone().float() * (1.0 if factors is None else factors.cpu()[:, None])
+        cross_entropy._scale_in_place(x, torch.full((), 0.3).to(device), factors)
         near("scale", x, before * 0.3)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from pronghorn.kernels import cross_entropy_rows as rows_of_logits
 from pronghorn.kernels import linear_cross_entropy as op
+from pronghorn.kernels.dispatch import use_triton
 from pronghorn.kernels.linear_cross_entropy import (
     IGNORED,
     Terms,
@@ -66,6 +69,14 @@ class Problem:
         """
         truth, plain = self.reference(torch.float64, grad_scale), self.reference(self.hidden.dtype, grad_scale)
         assert got.keys() == truth.keys()
+        self._check(got, truth, plain)
+
+    def check_hidden(self, got: dict[str, torch.Tensor], grad_scale: float) -> None:
+        """The same without the gradients of weight and bias."""
+        self._check(got, self.reference(torch.float64, grad_scale), self.reference(self.hidden.dtype, grad_scale))
+
+    @staticmethod
+    def _check(got: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> None:
         for name, tensor in got.items():
             assert tensor.isfinite().all(), name
             tiny = max(torch.finfo(tensor.dtype).eps / 2, 2 * torch.finfo(torch.float32).eps)
@@ -90,6 +101,23 @@ def _interpreter_rounds_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
         return rounded.view(torch.int16).numpy().view("uint16")
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+@pytest.fixture
+def once(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where kernels run, the rows are gone through once, and leave factors."""
+    left: list[bool] = []
+    raw = op.linear_cross_entropy_forward
+
+    def spy(*args: Any, **options: Any) -> Any:
+        result = raw(*args, **options)
+        left.append(result.factors is not None)
+        return result
+
+    monkeypatch.setattr(op, "linear_cross_entropy_forward", spy)
+    yield
+    assert left
+    assert all(found == use_triton(torch.zeros(1, device=device)) for found in left)
 
 
 @pytest.fixture
@@ -157,6 +185,65 @@ def test_fp16_gradients_do_not_vanish_under_a_small_scale(device: str) -> None:
     truth = problem.reference(torch.float64, 2.0**-16)["d_weight"]
     got = problem.ours(grad_scale=2.0**-16)["d_weight"].double()
     assert (got - truth).norm() < 2e-3 * truth.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("terms", [{}, {"softcap": 5.0}, {"softcap": 5.0, "logit_scale": 0.25}], ids=str)
+@pytest.mark.parametrize(("shape", "bias"), [((9, 64, 259), True), ((33, 96, 1000), False), ((3, 72, 8257), True)], ids=str)
+@pytest.mark.usefixtures("small_chunks")
+def test_rows_with_factors_are_as_near_once_multiplied(
+    device: str, dtype: torch.dtype, terms: dict[str, float], shape: tuple[int, int, int], bias: bool, once: None
+) -> None:
+    problem = Problem(*shape, dtype, device, bias=bias, weights=True, terms=terms)
+    problem.check_hidden(by_autograd(problem, 0.003), 0.003)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("first", "rise"), [(-400.0, 100.0), (-1000.0, 35.0), (2000.0, -300.0), (-3000.0, 400.0)])
+def test_a_row_may_rise_and_fall_by_hundreds_from_block_to_block(
+    device: str, dtype: torch.dtype, first: float, rise: float, once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block of 64 columns lies `rise` above the one before: exp of a difference of 88 is beyond fp32."""
+    monkeypatch.setattr(rows_of_logits, "CONFIG", rows_of_logits.Tile(64, 4, 2))
+    problem = Problem(12, 16, 330, dtype, device, bias=True)
+    assert problem.bias is not None
+    problem.bias += (first + rise * (torch.arange(330, device=device) // 64)).to(dtype)
+    problem.labels[:6] = torch.tensor([0, 63, 64, 200, IGNORED, 329], device=device)
+    got = by_autograd(problem, 1.0)
+    assert got["row_losses"].max() > 50
+    problem.check_hidden(got, 1.0)
+
+
+def by_autograd(problem: Problem, scale: float) -> dict[str, torch.Tensor]:
+    """With a frozen head."""
+    hidden = problem.hidden.detach().requires_grad_()
+    loss, rows = linear_cross_entropy(hidden, problem.weight, problem.labels, bias_V=problem.bias, weights_N=problem.weights,
+                                      **problem.terms)
+    (gradient,) = torch.autograd.grad(loss * scale, hidden)
+    return {"loss": loss.detach(), "row_losses": rows, "d_hidden": gradient}
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+def test_factors_hide_no_broken_row(device: str, broken: float, once: None) -> None:
+    problem = Problem(8, 64, 259, torch.bfloat16, device)
+    sane = by_autograd(problem, 1.0)
+    problem.hidden[1, 5] = broken
+    problem.labels[2] = 259
+    got = by_autograd(problem, 1.0)
+    others = [0, 3, 4, 5, 6, 7]
+    for row in (1, 2):
+        assert not got["row_losses"][row].isfinite()
+        assert not got["d_hidden"][row].isfinite().any()
+    for name in ("row_losses", "d_hidden"):
+        assert torch.equal(got[name][others], sane[name][others])
+    assert (got["d_hidden"][4] == 0).all()
+
+
+def test_smoothing_and_z_loss_need_the_sum_first(device: str) -> None:
+    hidden = torch.zeros(1, 4, device=device)
+    assert not rows_of_logits.takes_factors(torch.bfloat16, Terms(label_smoothing=0.1), hidden)
+    assert not rows_of_logits.takes_factors(torch.bfloat16, Terms(z_loss=0.1), hidden)
+    assert not rows_of_logits.takes_factors(torch.float16, Terms(), hidden)
 
 
 def test_rows_may_be_strided(device: str) -> None:
