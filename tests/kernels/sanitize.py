@@ -53,6 +53,7 @@ from pronghorn.kernels.lora_collect import CollectJob, CollectTable, collect_ref
 from pronghorn.kernels.lora_refresh import CopyJob, CopyTable
 from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_reference, rms_norm_then_add_forward
 from pronghorn.kernels.rope import qk_rope_backward, qk_rope_forward, qk_rope_reference
+from pronghorn.kernels.thin_sums import ThinJob, add_thin_products, thin_product_reference
 
 
 def check_rms_norm(device: str) -> None:
@@ -167,7 +168,7 @@ def check_cross_entropy(device: str) -> None:
         scale = torch.full((), 0.5).to(device)
         weights = None if weights is None else weights.to(device)
         for factors in (None, torch.full((rows,), float("nan")).to(device)) if terms.scaled_later else (None,):
-            logits = chunk.to(device)
+            logits = chunk.to(device, copy=True)
             for need_grad in (False, True):
                 got = torch.full((rows,), float("nan")).to(device)
                 cross_entropy_rows.loss_and_gradient(logits[:, :vocabulary], labels.to(device), weights, got, scale, terms,
@@ -254,6 +255,33 @@ def check_gated_lora(device: str) -> None:
         near(what, gate_up, sums[1], dtype)
 
 
+def check_gated_lora_thin(device: str) -> None:
+    """dgu sB; several blocks of columns, programs and steps of rows, the last of each partly outside."""
+    rows, width = 1100 if device == "cuda" else 37, 133
+    gu, da = rows_of(rows, 2 * width, 3, BF16, device), rows_of(rows, width, 5, BF16, device)
+    sB, space = torch.zeros(2 * width, 64, dtype=BF16), space_of(rows, 2 * width + 64, 11, BF16, device)
+    sB[:width, :16], sB[width:, 16:32] = torch.randn(width, 16), torch.randn(width, 16)
+    gated_lora_backward(da, gu, "silu", dgu_out=space, sB_GR=sB.to(device))
+    near("dgu sB", space[:, 2 * width : 2 * width + 64], space[:, : 2 * width].cpu().float() @ sB.float())
+    untouched("dgu sB", space, 2 * width + 64)
+
+
+def check_thin_sums(device: str) -> None:
+    """Two jobs that differ in everything, two that are alike, and one; the last rows, columns and ranks are partial."""
+    many = 1100 if device == "cuda" else 37
+    alike = (16, 40, False)
+    cases: list[tuple[Any, ...]] = [(many, BF16, (48, 133, True), (16, 300, False)), (5, FP16, alike, alike)]
+    for rows, dtype, *shapes in [*cases, (3, BF16, (33, 70, True))]:
+        jobs = [ThinJob(rows_of(S, D, 3, FP32, device), rows_of(rows, S, 5, dtype, device), rows_of(rows, D, 7, dtype, device),
+                        torch.rand(rows).to(device) if scaled else None) for S, D, scaled in shapes]  # fmt: skip
+        true = [job.total_SD.cpu() + thin_product_reference(ThinJob(*(None if x is None else x.cpu() for x in job)))
+                for job in jobs]  # type: ignore[arg-type]
+        add_thin_products(jobs)
+        for job, expected in zip(jobs, true, strict=True):
+            near(f"thin sums {rows} x {tuple(job.total_SD.shape)}", job.total_SD, expected, dtype)
+            assert job.total_SD._base is None or job.total_SD._base[:, job.total_SD.shape[1] :].isnan().all()
+
+
 def check_attention_short(device: str) -> None:
     """Documents that end inside tiles; two query heads a key head, a window, an odd width; rows of one buffer."""
     dtype = BF16 if device == "cuda" else FP32  # the interpreter cannot multiply bf16
@@ -273,9 +301,10 @@ def check_attention_short(device: str) -> None:
 OPS: dict[str, Callable[[str], None]] = {
     "rms_norm": check_rms_norm, "rope": check_rope, "gated_mlp": check_gated_mlp, "cross_entropy": check_cross_entropy,
     "lora_refresh": check_lora_refresh, "lora_collect": check_lora_collect, "copy_rows": check_copy_rows, "adamw": check_adamw,
-    "adamw8bit": check_adamw8bit, "nf4": check_nf4, "gated_lora": check_gated_lora, "attention_short": check_attention_short,
+    "adamw8bit": check_adamw8bit, "nf4": check_nf4, "gated_lora": check_gated_lora, "gated_lora_thin": check_gated_lora_thin,
+    "attention_short": check_attention_short,
     "fp8_cast": check_fp8_cast, "fp8_norm": check_fp8_norm, "fp8_gated": check_fp8_gated, "fp8_lora": check_fp8_lora,
-    "nf4_fp8": check_nf4_fp8, "nvfp4": check_nvfp4, "host_embedding": check_host_embedding,
+    "nf4_fp8": check_nf4_fp8, "nvfp4": check_nvfp4, "host_embedding": check_host_embedding, "thin_sums": check_thin_sums,
     "routing": check_routing, "load_balance": check_load_balance, "grouped_gemm": check_grouped_gemm,
     "moe_rows": check_moe_rows, "moe_gated": check_moe_gated, "mxfp4": check_mxfp4,
     "grouped_quantized": check_grouped_quantized, "grouped_fp8": check_grouped_fp8,

@@ -40,6 +40,20 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+# Two key/value heads in a program, or twice two; and where it cannot be: an odd number of them, groups of no power of 2.
+PAIRS: dict[str, dict[str, Any]] = {
+    "plain": {"heads": 4, "kv_heads": 4},
+    "grouped": {"heads": 8},
+    "window": {"heads": 4, "window": 17},
+    "softcap": {"heads": 4, "softcap": 2.0},
+    "sinks": {"heads": 4, "sinks": True},
+    "odd width": {"heads": 4, "width": 24},
+    "turned": {"heads": 4, "turned": True},
+    "whole, all": {"lengths": WHOLE, "heads": 8, "kv_heads": 4, "sinks": True, "window": 20, "softcap": 5.0, "turned": True},
+}
+NO_PAIRS: dict[str, dict[str, Any]] = {"three": {"heads": 3, "kv_heads": 3}, "groups of three": {"heads": 6}}
+
+
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks a document at sizes an interpreter can do; unequal, so that a mix-up of the two shows."""
@@ -109,13 +123,74 @@ def test_forward_and_backward_are_as_near_to_the_truth_as_plain_torch(
 
 def test_the_real_tiles_compute_the_same(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dtype, tolerance = (torch.bfloat16, 3e-2) if CUDA else (torch.float32, 1e-5)
-    tensors, cu, options = make(where, dtype, kv_heads=1)
+    tensors, cu, options = make(where, dtype, heads=4)  # two key/value heads: tiles that take a pair of them do
     expected = by_autograd(tensors, cu, options, torch.float64)
     for width, configs in attention_short.CONFIGS.items():
         for config in configs:
             monkeypatch.setattr(attention_short, "config_for", lambda *_, config=config: config)
             for mine, exact in zip(ours(tensors, cu, options), expected, strict=True):
                 torch.testing.assert_close(mine.double(), exact, rtol=tolerance, atol=tolerance, msg=f"{width} {config}")
+
+
+class _Noted:
+    """A kernel; notes with how many programs it is launched, and whether for pairs."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.launches = kernel, []
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(*inputs: Any, **options: Any) -> None:
+            self.launches.append((options["PAIR"], *grid))
+            self.kernel[grid](*inputs, **options)
+
+        return launch
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*PAIRS, *NO_PAIRS])
+def test_two_heads_in_a_program_give_the_bits_of_one(
+    where: str, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not CUDA and dtype == torch.bfloat16 and name not in ("softcap", "whole, all"):
+        pytest.skip("the interpreter multiplies bf16 by its bits: large numbers, which a soft-cap keeps finite")
+    case = {"lengths": LENGTHS} | (PAIRS | NO_PAIRS)[name]
+    turned = case.pop("turned", False)
+    (dout, q, k, v, *sinks), cu, options = make(where, dtype, **case)
+    angles = torch.rand(len(q), q.shape[2] // 2, device=where) if turned else None
+    settings = options | {"sinks_N": sinks[0] if sinks else None, "backend": "short"}
+    kernels = [_Noted(getattr(attention_short, f"_{kind}_kernel")) for kind in ("forward", "dq")]
+    for kind, kernel in zip(("forward", "dq"), kernels, strict=True):
+        monkeypatch.setattr(attention_short, f"_{kind}_kernel", kernel)
+    found = []
+    for pair in (False, True):
+        tiles = Config(Tiles(32, 16, 4, 1, pair=pair), Tiles(16, 32, 4, 1, pair=pair), Tiles(16, 32, 4, 1, pair=pair))
+        monkeypatch.setattr(attention_short, "config_for", lambda *_, tiles=tiles: tiles)
+        out, lse = attention_forward(q, k, v, cu, max(LENGTHS), **settings)
+        turns = None if angles is None else (angles.cos(), angles.sin())
+        grads = attention_backward(dout, q, k, v, out, lse, cu, max(LENGTHS), turned=turns, **settings)
+        found.append([out, lse, *(grad for grad in grads if grad is not None)])
+    for kernel in kernels:
+        (_, programs), (paired, fewer) = kernel.launches
+        assert (paired, fewer) == ((True, programs // 2) if name in PAIRS else (False, programs))
+    for one, two in zip(*found, strict=True):
+        assert one.isfinite().all()
+        assert torch.equal(bits(one), bits(two))
+
+
+def test_heads_are_paired_where_they_are_even_and_a_tile_holds_a_whole_group() -> None:
+    tiles = Tiles(64, 32, 4, 3, pair=True)
+    assert tiles.pairs(group=4, kv_heads=8)
+    assert tiles.pairs(group=1, kv_heads=2)
+    assert not tiles.pairs(group=4, kv_heads=1)
+    assert not tiles.pairs(group=4, kv_heads=3)
+    assert not tiles.pairs(group=6, kv_heads=2)  # 2 heads a tile
+    assert not tiles.pairs(group=16, kv_heads=2)  # 8
+    assert not tiles._replace(heads=2).pairs(group=4, kv_heads=8)
+    assert not tiles._replace(pair=False).pairs(group=4, kv_heads=8)
 
 
 def test_results_go_where_they_are_asked_for_and_repeat_bit_for_bit(where: str) -> None:

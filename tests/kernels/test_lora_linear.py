@@ -7,9 +7,13 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from pronghorn.kernels import lora_linear as lora_linear_file
+from pronghorn.kernels.dispatch import use_triton
 from pronghorn.kernels.lora_linear import (
     Adapter,
     LoraGroup,
+    NormOf,
+    Part,
     linear_backward_weight,
     lora_linear,
     lora_linear_reference,
@@ -242,3 +246,45 @@ def test_captures_in_a_cuda_graph() -> None:
     again, expected = group.backward(dy_ext, x_ext)
     torch.testing.assert_close(dx, again)
     torch.testing.assert_close(grads[1], expected[1])
+
+
+@pytest.mark.parametrize("without", [None, "dA", "dB"])
+@pytest.mark.parametrize("has_norm", [False, True], ids=["x", "norm"])
+@pytest.mark.parametrize("name", ["qkv", "q_and_v", "down", "gate_up"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_gradients_added_to_sums(
+    device: str, name: str, has_norm: bool, without: Part | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
+    judge: Callable[..., None],
+) -> None:  # fmt: skip
+    """By one launch of kernels/thin_sums.py where it covers them (not 128 ranks, not fp32), else by products: the same sums."""
+    weights, adapters = make(name, dtype, device)
+    group = LoraGroup(weights, adapters)
+    shapes = group.sum_shapes
+    before = [torch.randn(*shape, device=device) for shape in shapes]
+    dy_ext = torch.randn(70, group.grad_width, device=device).to(dtype)
+    x_ext = torch.randn(70, group.input_width, device=device).to(dtype)
+    norm = NormOf(torch.rand(70, device=device) + 0.5, torch.ones(WIDTH, device=device), False) if has_norm else None
+
+    def run() -> list[torch.Tensor]:
+        dA, dB = (total.clone() for total in before)
+        group.sums = dA, dB
+        own = dy_ext.clone()
+        group.add_adapter_grads(own[:, : group.O], own[:, group.O :], x_ext[:, :WIDTH], x_ext[:, WIDTH:], norm, without)
+        return [dA, dB]
+
+    launches: list[int] = []
+    add = lora_linear_file.add_thin_products
+    with monkeypatch.context() as patch:
+        patch.setattr(lora_linear_file, "add_thin_products", lambda jobs: (launches.append(len(jobs)), add(jobs)))
+        got = run()
+    in_one = use_triton(x_ext) and dtype == torch.float16 and shapes[0][0] <= 64
+    assert launches == ([1 if without else 2] if in_one else [])
+    monkeypatch.setattr(lora_linear_file, "covered", lambda job: False)
+    dyb = dy_ext[:, group.O :]
+    dyb = dyb if norm is None else (dyb * norm.rstd_T[:, None]).to(dtype)
+    for part, ours, plainly, start, thin, wide in zip(
+        ("dA", "dB"), got, run(), before, (dyb, x_ext[:, WIDTH:]), (x_ext[:, :WIDTH], dy_ext[:, : group.O]), strict=True
+    ):
+        exact = start.double() + (thin[:, : len(start)].double().T @ wide.double() if part != without else 0.0)
+        judge(ours, plainly, exact, part)
+        assert torch.equal(ours, start) == (part == without)

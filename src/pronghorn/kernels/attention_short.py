@@ -10,6 +10,10 @@ Query heads that share a key/value head (PACK of them, a power of 2) lie side by
 tokens of each. The fewer tokens a tile spans, the fewer keys it looks at in vain: with documents of 200 tokens 64 rows of one
 head see 229 keys on average, 16 tokens of four heads 181, of which 165 count (computed).
 
+A program of forward or dq can do two key/value heads for its tokens (PAIR; names that end in 2 are the second head's). What
+does not depend on the head, the mask above all, is there once: 13.6 instructions a score instead of 17.4 in forward's loop at
+width 64, 11.6 instead of 14.1 in dq's (compiled for an H200). What is computed for a head, and in which order, is the same.
+
     starts_T, ends_T    int32: where each token's document begins and ends, made once per batch (`spans` in attention_torch.py)
     forward             program = BM query rows; loops over key blocks; online softmax
     backward, dq        the same programs; also delta = sum_h dout * out, which the next one reads beside lse
@@ -29,11 +33,12 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.add_dot import add_dot, halves
+from pronghorn.kernels.attention_softmax import LOG2E, as_power, capped, powers, weights_by
 from pronghorn.kernels.attention_torch import Packed, sink_gradients
 from pronghorn.kernels.dispatch import jit, tl, triton
 
 MAX_WIDTH = 128  # of a head: wider accumulators do not fit the registers
-_LOG2E = tl.constexpr(1.4426950408889634)
+_LEAST = tl.constexpr(-1e38)  # the largest score of a row that has seen nothing yet: below all others, but -inf - -inf is NaN
 
 
 def _padded(width: int) -> int:
@@ -47,10 +52,15 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     heads: int = 8  # side by side in a tile, at most
+    pair: bool = False  # forward and dq: two key/value heads a program, where that is possible
 
     def pack(self, group: int) -> int:
         """How many of a group's heads are."""
         return min(self.heads, group & -group)
+
+    def pairs(self, group: int, kv_heads: int) -> bool:
+        """Whether a program does two: there is an even number of them, and a tile holds all query heads of one."""
+        return self.pair and kv_heads % 2 == 0 and self.pack(group) == group
 
     def options(self, tokens: int, pack: int, width: int) -> dict[str, Any]:
         """Of a kernel. WHOLE: no tile reaches beyond the pack or a head's columns, so that no load needs a mask."""
@@ -68,14 +78,19 @@ class Config(NamedTuple):
 # each kernel these were the fastest (16,384 tokens of instructions, 32 query and 8 key/value heads, H200): forward 159 us at
 # width 64 and 250 at 128, where 64 keys at a time take 182 and 280 (benchmarks/results/sweep-attention.json). None spills.
 # Stages are from attention-short-variants.json: dk, dv at width 64 take 191 us with 4 and 197 with 3, dq at 128 353 with 2 and
-# 372 with 3.
+# 372 with 3. The pairs, last, are chosen by their instructions and not timed yet; with a soft-cap dq spills in two of them.
 CONFIGS = {
     64: [Config(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 4)),
          Config(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
-         Config(Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3), Tiles(32, 64, 4, 2))],
+         Config(Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3), Tiles(32, 64, 4, 2)),
+         Config(Tiles(64, 32, 4, 3, pair=True), Tiles(64, 32, 4, 2, pair=True), Tiles(32, 64, 4, 4)),
+         Config(Tiles(64, 32, 4, 2, pair=True), Tiles(64, 32, 4, 3, pair=True), Tiles(32, 64, 4, 4)),
+         Config(Tiles(64, 64, 4, 2, pair=True), Tiles(64, 64, 4, 2, pair=True), Tiles(32, 64, 4, 4)),
+         Config(Tiles(128, 32, 8, 3, pair=True), Tiles(128, 32, 8, 3, pair=True), Tiles(32, 64, 4, 4))],
     128: [Config(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2)),
           Config(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 1), Tiles(32, 64, 4, 2, heads=1)),
-          Config(Tiles(64, 64, 4, 3), Tiles(128, 32, 8, 3), Tiles(64, 128, 8, 2))],
+          Config(Tiles(64, 64, 4, 3), Tiles(128, 32, 8, 3), Tiles(64, 128, 8, 2)),
+          Config(Tiles(64, 32, 4, 2, pair=True), Tiles(64, 32, 4, 2, pair=True), Tiles(32, 64, 4, 2))],
 }  # fmt: skip
 
 
@@ -156,66 +171,6 @@ def _way_on(step, blocks, TOKENS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.co
 
 
 @jit
-def _exact_power(x):  # type: ignore[no-untyped-def]
-    """2^x to the last bit or so, for x <= 127: a GPU's own instruction is 2^-22 off, which fp32 shows. Taylor series around the
-    nearest whole number, up to the seventh power: 5e-9 off at most."""
-    near = tl.maximum(x, -126.0)
-    whole = tl.floor(near + 0.5)
-    part = near - whole
-    series = 1.525273380405984e-05
-    series = series * part + 0.00015403530393381608
-    series = series * part + 0.0013333558146428441
-    series = series * part + 0.009618129107628477
-    series = series * part + 0.05550410866482158
-    series = series * part + 0.2402265069591007
-    series = series * part + 0.6931471805599453
-    series = series * part + 1.0
-    return tl.where(x < -126.0, 0.0, series * ((whole.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True))
-
-
-@jit
-def _powers(scores, scale, anchor, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """exp(scale * scores - anchor). One multiply-add before the power of 2, or, for fp32, subtracted first: what is rounded
-    then is the difference, not its terms."""
-    if EXACT:
-        return _exact_power((scores * scale - anchor) * _LOG2E)
-    return tl.exp2(scores * (scale * _LOG2E) - anchor * _LOG2E)
-
-
-@jit
-def _as_power(lse, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As `_weights` takes it: for fp32 as it is, else as a power of 2, multiplied once here instead of in every block."""
-    return lse if EXACT else lse * _LOG2E
-
-
-@jit
-def _weights(scores, scale, norm, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """exp(scale * scores - lse)"""
-    if EXACT:
-        return _powers(scores, scale, norm, EXACT)
-    return tl.exp2(scores * (scale * _LOG2E) - norm)
-
-
-@jit
-def _capped(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(scores, what they are still to be multiplied by, the soft-cap's slope). Triton's interpreter has no tanh; near 0 the
-    quotient of powers would cancel, so there it is x and an odd polynomial (minimax for fp32: 1e-7 off at most)."""
-    slope = 1.0
-    if HAS_SOFTCAP:
-        x = scores * (scale / softcap)
-        decay = _powers(tl.abs(x), -2.0, 0.0, EXACT)
-        square = x * x
-        series = 0.133314422036 + square * (-0.0537397155531 + square * (0.0206390887954 - square * 0.00570498872745))
-        near = x + x * square * (-0.333332819422 + square * series)
-        far = 1.0 - 2.0 * decay / (1.0 + decay)
-        tanh = tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0, -far, far))
-        scores = softcap * tanh
-        scale = 1.0
-        slope = 1.0 - tanh * tanh
-    return scores, scale, slope
-
-
-@jit
 def _seen(row, column, start, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Which keys (columns) a query (row) looks at; `start` is where the query's document begins."""
     seen = (column <= row) & (column >= start)
@@ -225,54 +180,116 @@ def _seen(row, column, start, WINDOW: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @jit
+def _attend(scores, factor, values, largest, total, result, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One step of the online softmax: (largest, total, result) with these keys."""
+    larger = tl.maximum(largest, tl.max(scores, 1) * factor)
+    weights = powers(scores, factor, larger[:, None], PRECISION == "ieee")
+    shrink = tl.exp2((largest - larger) * LOG2E)
+    total = total * shrink + tl.sum(weights, 1)
+    return larger, total, add_dot(result * shrink[:, None], weights.to(values.dtype), values, PRECISION)
+
+
+@jit
+def _store_attended(  # type: ignore[no-untyped-def]
+    out, out_row, lse, sinks, token, head, column, inside, largest, total, result, T, H: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """With the sinks, and divided by the total."""
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        larger = tl.maximum(largest, sink)
+        shrink = tl.exp2((largest - larger) * LOG2E)
+        result *= shrink[:, None]
+        total = total * shrink + tl.exp2((sink - larger) * LOG2E)
+        largest = larger
+    total = tl.where(inside, total, 1.0)
+    _store(out, token, out_row, head, column, inside, result / total[:, None], None, None, H, False)
+    tl.store(lse + head.to(tl.int64) * T + token, largest + tl.log2(total) / LOG2E, mask=inside)
+
+
+@jit
 def _forward_kernel(  # type: ignore[no-untyped-def]
     q, q_row, k, k_row, v, v_row, out, out_row, lse, starts, sinks, scale, softcap, T,
     H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = PRECISION == "ieee"
-    first_head = tl.program_id(0) % (HEADS // PACK) * PACK
-    first, token, head = _query_rows(tl.program_id(0) // (HEADS // PACK), first_head, BM, PACK)
+    ABREAST: tl.constexpr = 2 * PACK if PAIR else PACK  # query heads a program
+    first_head = tl.program_id(0) % (HEADS // ABREAST) * ABREAST
+    first, token, head = _query_rows(tl.program_id(0) // (HEADS // ABREAST), first_head, BM, PACK)
     kv_head = first_head // GROUP
     inside = token < T
     column = tl.arange(0, HP)
-    queries = _rows(_places(q, token, q_row, head, column, H), inside, column, H, WHOLE)
+    q_places = _places(q, token, q_row, head, column, H)
+    queries = _rows(q_places, inside, column, H, WHOLE)
     start = tl.load(starts + token, mask=inside, other=0)
     begin, end, common = _keys_of(starts, first, T, WINDOW, BM // PACK, BN)
     key = begin + tl.arange(0, BN)
     k_places = _places(k, key, k_row, kv_head, column, H)
     v_places = _places(v, key, v_row, kv_head, column, H)
-    largest = tl.full([BM], float("-inf"), tl.float32)
+    largest = tl.full([BM], _LEAST, tl.float32)
     total = tl.zeros([BM], tl.float32)
     result = tl.zeros([BM, HP], tl.float32)
+    if PAIR:
+        queries2 = _rows(q_places + GROUP * H, inside, column, H, WHOLE)
+        largest2, total2, result2 = largest, total, result
     for first_key in tl.range(begin, end, BN, num_stages=STAGES):
         keys = _rows(k_places, key < T, column, H, WHOLE)
         values = _rows(v_places, key < T, column, H, WHOLE)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        scores, factor, _ = _capped(scores, scale, softcap, HAS_SOFTCAP, EXACT)
+        scores, factor, _ = capped(scores, scale, softcap, HAS_SOFTCAP, EXACT)
+        if PAIR:
+            keys2 = _rows(k_places + H, key < T, column, H, WHOLE)
+            values2 = _rows(v_places + H, key < T, column, H, WHOLE)
+            scores2 = tl.dot(queries2, tl.trans(keys2), input_precision=PRECISION)
+            scores2, _, _ = capped(scores2, scale, softcap, HAS_SOFTCAP, EXACT)
         if (first_key < common) | (first_key + BN > first + 1):
-            scores = tl.where(_seen(token[:, None], key[None, :], start[:, None], WINDOW), scores, float("-inf"))
-        larger = tl.maximum(largest, tl.max(scores, 1) * factor)
-        anchor = tl.where(larger == float("-inf"), 0.0, larger)  # a row that has seen nothing yet
-        weights = _powers(scores, factor, anchor[:, None], EXACT)
-        shrink = tl.exp2((largest - anchor) * _LOG2E)
-        total = total * shrink + tl.sum(weights, 1)
-        result = add_dot(result * shrink[:, None], weights.to(values.dtype), values, PRECISION)
-        largest = larger
+            block = tl.arange(0, BN)  # from first_key on: nothing to be moved on where there is no mask
+            seen = _seen((token - first_key)[:, None], block[None, :], (start - first_key)[:, None], WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+            if PAIR:
+                scores2 = tl.where(seen, scores2, float("-inf"))
+        largest, total, result = _attend(scores, factor, values, largest, total, result, PRECISION)
+        if PAIR:
+            largest2, total2, result2 = _attend(scores2, factor, values2, largest2, total2, result2, PRECISION)
         key += BN
         k_places += BN * k_row
         v_places += BN * v_row
-    if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32)
-        larger = tl.maximum(largest, sink)
-        shrink = tl.exp2((largest - larger) * _LOG2E)
-        result *= shrink[:, None]
-        total = total * shrink + tl.exp2((sink - larger) * _LOG2E)
-        largest = larger
-    total = tl.where(inside, total, 1.0)
-    _store(out, token, out_row, head, column, inside, result / total[:, None], None, None, H, False)
-    tl.store(lse + head.to(tl.int64) * T + token, largest + tl.log2(total) / _LOG2E, mask=inside)
+    _store_attended(out, out_row, lse, sinks, token, head, column, inside, largest, total, result, T, H, HAS_SINKS)
+    if PAIR:
+        head2 = head + GROUP
+        _store_attended(out, out_row, lse, sinks, token, head2, column, inside, largest2, total2, result2, T, H, HAS_SINKS)
+
+
+@jit
+def _dq_inputs(  # type: ignore[no-untyped-def]
+    dout, dout_row, q, q_row, out, out_row, lse, norms, token, head, column, inside, T,
+    H: tl.constexpr, HEADS: tl.constexpr, WHOLE: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """(queries, douts, the lse as a power and delta of each row); the last two are stored beside each other too."""
+    queries = _rows(_places(q, token, q_row, head, column, H), inside, column, H, WHOLE)
+    douts = _rows(_places(dout, token, dout_row, head, column, H), inside, column, H, WHOLE)
+    outs = _rows(_places(out, token, out_row, head, column, H), inside, column, H, WHOLE)
+    deltas = tl.sum(douts.to(tl.float32) * outs.to(tl.float32), 1)
+    norm = as_power(tl.load(lse + head.to(tl.int64) * T + token, mask=inside, other=0.0), EXACT)
+    place = norms + (token.to(tl.int64) * HEADS + head) * 2
+    tl.store(place, norm, mask=inside)
+    tl.store(place + 1, deltas, mask=inside)
+    return queries, douts, norm, deltas
+
+
+@jit
+def _dq_weights(queries, keys, norm, scale, softcap, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(weights, not masked yet; the soft-cap's slope)"""
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    scores, factor, slope = capped(scores, scale, softcap, HAS_SOFTCAP, PRECISION == "ieee")
+    return weights_by(scores, factor, norm[:, None], PRECISION == "ieee"), slope
+
+
+@jit
+def _add_dq(result, weights, dweights, deltas, slope, keys, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    dscores = weights * (dweights - deltas[:, None]) * slope
+    return add_dot(result, dscores.to(keys.dtype), keys, PRECISION)
 
 
 @jit
@@ -280,43 +297,57 @@ def _dq_kernel(  # type: ignore[no-untyped-def]
     dout, dout_row, q, q_row, k, k_row, v, v_row, out, out_row, lse, norms, starts, dq, dq_row, cos, sin, scale, softcap,
     T, H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, WHOLE: tl.constexpr, TURN: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr, PAIR: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = PRECISION == "ieee"
-    first_head = tl.program_id(0) % (HEADS // PACK) * PACK
-    first, token, head = _query_rows(tl.program_id(0) // (HEADS // PACK), first_head, BM, PACK)
+    ABREAST: tl.constexpr = 2 * PACK if PAIR else PACK  # query heads a program
+    first_head = tl.program_id(0) % (HEADS // ABREAST) * ABREAST
+    first, token, head = _query_rows(tl.program_id(0) // (HEADS // ABREAST), first_head, BM, PACK)
     kv_head = first_head // GROUP
     inside = token < T
     column = tl.arange(0, HP)
-    queries = _rows(_places(q, token, q_row, head, column, H), inside, column, H, WHOLE)
-    douts = _rows(_places(dout, token, dout_row, head, column, H), inside, column, H, WHOLE)
-    outs = _rows(_places(out, token, out_row, head, column, H), inside, column, H, WHOLE)
-    deltas = tl.sum(douts.to(tl.float32) * outs.to(tl.float32), 1)
-    norm = _as_power(tl.load(lse + head.to(tl.int64) * T + token, mask=inside, other=0.0), EXACT)
-    place = norms + (token.to(tl.int64) * HEADS + head) * 2
-    tl.store(place, norm, mask=inside)
-    tl.store(place + 1, deltas, mask=inside)
+    queries, douts, norm, deltas = _dq_inputs(
+        dout, dout_row, q, q_row, out, out_row, lse, norms, token, head, column, inside, T, H, HEADS, WHOLE, EXACT,
+    )  # fmt: skip
     start = tl.load(starts + token, mask=inside, other=0)
     begin, end, common = _keys_of(starts, first, T, WINDOW, BM // PACK, BN)
     key = begin + tl.arange(0, BN)
     k_places = _places(k, key, k_row, kv_head, column, H)
     v_places = _places(v, key, v_row, kv_head, column, H)
     result = tl.zeros([BM, HP], tl.float32)
+    if PAIR:
+        result2 = result
+        head2 = head + GROUP
+        queries2, douts2, norm2, deltas2 = _dq_inputs(
+            dout, dout_row, q, q_row, out, out_row, lse, norms, token, head2, column, inside, T, H, HEADS, WHOLE, EXACT,
+        )  # fmt: skip
     for first_key in tl.range(begin, end, BN, num_stages=STAGES):
         keys = _rows(k_places, key < T, column, H, WHOLE)
         values = _rows(v_places, key < T, column, H, WHOLE)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        dweights = tl.dot(douts, tl.trans(values), input_precision=PRECISION)
-        scores, factor, slope = _capped(scores, scale, softcap, HAS_SOFTCAP, EXACT)
-        weights = _weights(scores, factor, norm[:, None], EXACT)
+        weights, slope = _dq_weights(queries, keys, norm, scale, softcap, HAS_SOFTCAP, PRECISION)
+        if PAIR:
+            keys2 = _rows(k_places + H, key < T, column, H, WHOLE)
+            values2 = _rows(v_places + H, key < T, column, H, WHOLE)
+            weights2, slope2 = _dq_weights(queries2, keys2, norm2, scale, softcap, HAS_SOFTCAP, PRECISION)
+        else:  # here for one head, below for two: else 100 registers instead of 96, or 193 instead of 166, a program an SM less
+            dweights = tl.dot(douts, tl.trans(values), input_precision=PRECISION)
         if (first_key < common) | (first_key + BN > first + 1):
-            weights = tl.where(_seen(token[:, None], key[None, :], start[:, None], WINDOW), weights, 0.0)
-        dscores = weights * (dweights - deltas[:, None]) * slope
-        result = add_dot(result, dscores.to(keys.dtype), keys, PRECISION)
+            seen = _seen(token[:, None], key[None, :], start[:, None], WINDOW)
+            weights = tl.where(seen, weights, 0.0)
+            if PAIR:
+                weights2 = tl.where(seen, weights2, 0.0)
+        if PAIR:
+            dweights = tl.dot(douts, tl.trans(values), input_precision=PRECISION)
+        result = _add_dq(result, weights, dweights, deltas, slope, keys, PRECISION)
+        if PAIR:
+            dweights2 = tl.dot(douts2, tl.trans(values2), input_precision=PRECISION)
+            result2 = _add_dq(result2, weights2, dweights2, deltas2, slope2, keys2, PRECISION)
         key += BN
         k_places += BN * k_row
         v_places += BN * v_row
     _store(dq, token, dq_row, head, column, inside, result * scale, cos, sin, H, TURN)
+    if PAIR:
+        _store(dq, token, dq_row, head2, column, inside, result2 * scale, cos, sin, H, TURN)
 
 
 @jit
@@ -361,8 +392,8 @@ def _dkdv_kernel(  # type: ignore[no-untyped-def]
         deltas = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
         dweights = tl.dot(values, tl.trans(douts), input_precision=PRECISION)
-        scores, factor, slope = _capped(scores, scale, softcap, HAS_SOFTCAP, EXACT)
-        weights = _weights(scores, factor, norm[None, :], EXACT)
+        scores, factor, slope = capped(scores, scale, softcap, HAS_SOFTCAP, EXACT)
+        weights = weights_by(scores, factor, norm[None, :], EXACT)
         seen = (key[:, None] <= token[None, :]) & (token[None, :] < end[:, None])
         if WINDOW > 0:
             seen &= token[None, :] - key[:, None] < WINDOW
@@ -403,11 +434,11 @@ class Short:
         lse_NT = torch.empty(heads, T, dtype=torch.float32, device=q_TNH.device)
         options = Short._options(q_TNH, k_TKH, packed)
         tiles = config_for(width, q_TNH.dtype).forward
-        pack = tiles.pack(options["GROUP"])
-        _forward_kernel[(heads // pack * triton.cdiv(T, tiles.rows // pack),)](
+        pack, pair = tiles.pack(options["GROUP"]), tiles.pairs(options["GROUP"], k_TKH.shape[1])
+        _forward_kernel[(heads // (2 * pack if pair else pack) * triton.cdiv(T, tiles.rows // pack),)](
             q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0), out_TNH, out_TNH.stride(0), lse_NT,
             packed.spans_of(T)[0], packed.sinks_N, packed.scale, packed.softcap or 1.0, T,
-            **options, **tiles.options(T, pack, width), HAS_SINKS=packed.sinks_N is not None, num_warps=tiles.warps,
+            **options, **tiles.options(T, pack, width), HAS_SINKS=packed.sinks_N is not None, PAIR=pair, num_warps=tiles.warps,
         )  # fmt: skip
         return out_TNH, lse_NT
 
@@ -434,10 +465,10 @@ class Short:
         config, softcap = config_for(width, q_TNH.dtype), packed.softcap or 1.0
         inputs = (dout_TNH, dout_TNH.stride(0), q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0))
         tiles = config.dq
-        pack = tiles.pack(options["GROUP"])
-        _dq_kernel[(heads // pack * triton.cdiv(T, tiles.rows // pack),)](
+        pack, pair = tiles.pack(options["GROUP"]), tiles.pairs(options["GROUP"], k_TKH.shape[1])
+        _dq_kernel[(heads // (2 * pack if pair else pack) * triton.cdiv(T, tiles.rows // pack),)](
             *inputs, out_TNH, out_TNH.stride(0), lse_NT, norms_TN2, starts_T, dq, dq.stride(0), cos, sin, packed.scale,
-            softcap, T, **options, **tiles.options(T, pack, width), num_warps=tiles.warps,
+            softcap, T, **options, **tiles.options(T, pack, width), PAIR=pair, num_warps=tiles.warps,
         )  # fmt: skip
         tiles = config.dkdv
         pack = tiles.pack(options["GROUP"])

@@ -5,7 +5,8 @@
 
 The factor of a row, and so exp(-lse) too, may be left to whoever reads the product of the gradient with the head's weight. Then
 what is written is 2^(logit / ln 2 - anchor), which needs no sum, and the row is read once: 8.4 instead of 12.6 GB at 16,384
-rows of 128,256. The label's own is written last, less the sum: the difference is rounded, not its terms. Its anchor a row has
+rows of 128,256. The label's own is written last, less the sum: the difference is rounded, not its terms, and by how much is
+put right in the factor, since it outweighs each of the others. Its anchor a row has
 from its first block of columns, a whole number near its largest logit; a later block that rises by more than `_RISE` powers
 above moves it, and what was written before is multiplied by a power of 2, which is exact.
 
@@ -142,7 +143,7 @@ def _lower(row_ptr, row_stride, anchors, anchor, BLOCK_V: tl.constexpr, BLOCKS: 
 
 
 @jit
-def _kernel(  # type: ignore[no-untyped-def]
+def _loss_and_gradient_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, labels_ptr, weights_ptr, losses_ptr, factors_ptr, grad_scale_ptr, row_stride,
     vocabulary, softcap, inverse_softcap, logit_scale, smoothing, z_loss,
     HAS_WEIGHTS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
@@ -190,8 +191,10 @@ def _kernel(  # type: ignore[no-untyped-def]
         if NEED_GRAD:
             factor = weight * tl.load(grad_scale_ptr) * logit_scale
             if ONCE:
-                tl.store(factors_ptr + row, factor / total)
                 gradient = power - total
+                rounded = (gradient * target_slope).to(dtype).to(tl.float32)
+                kept = tl.where(rounded == 0.0, 1.0, gradient * target_slope / rounded)
+                tl.store(factors_ptr + row, factor / total * kept)
             else:
                 share = (1.0 + 2.0 * z_loss * lse) / total * factor
                 for index in tl.range(0, blocks, num_stages=STAGES):  # backwards: what was read last is still in the cache
@@ -230,7 +233,7 @@ def loss_and_gradient(
     if vocabulary < block:
         block = max(64, triton.next_power_of_2(vocabulary))
         warps = max(4, warps * block // CONFIG.block)
-    _kernel[(rows,)](
+    _loss_and_gradient_kernel[(rows,)](
         logits_CV, labels_C, weights_C, losses_C, factors_C, grad_scale,
         logits_CV.stride(0), vocabulary, terms.softcap, 1.0 / terms.softcap if terms.softcap else 0.0,
         terms.logit_scale, terms.label_smoothing, terms.z_loss,

@@ -5,6 +5,7 @@
                 dA of down     += dyb^T a                a is made again here and never written
                 dB^T of gate   += xa_gate^T dgate
                 dB^T of up     += xa_up^T dup
+                and, where it is asked for, dgu sB (gated_lora_thin.py)
 
 Gate and up stand side by side in a row: gu = [gate | up]. dyb = dy sB is the gradient behind down's B, xa = x A^T what the
 gate's and the up's A made of their input. T = packed tokens, F = MLP width, G = 2F, R = rank, at most `MOST_RANK`. Rows may be
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.dispatch import KERNELS_ARE_INTERPRETED, jit, processor_count, tl, triton, use_triton
+from pronghorn.kernels.gated_lora_thin import WIDTH, ThinSums, _give_thin, _thin_product, _thin_weight
 from pronghorn.kernels.gated_mlp import (
     Kind,
     _activation,
@@ -40,6 +42,21 @@ def why_not(*ranks: int) -> str:
     """Why adapters of these ranks go by products of their own; empty if they can go this way."""
     largest = max(ranks, default=0)
     return f"rank {largest} is above {MOST_RANK}" if largest > MOST_RANK else ""
+
+
+def why_not_thin(gu_TG: Tensor, down_rank: int, gate: slice | None, up: slice | None) -> str:
+    """Why dgu sB is a product of its own; empty if the kernel that makes dgu can make it as well. `gate` and `up`: columns of
+    their adapters in sB."""
+    if _thin_tile() is None:
+        return "it is not asked for"
+    if gu_TG.dtype != torch.bfloat16 or not use_triton(gu_TG):
+        return "its partial sums in fp16 are precise enough for bf16 only, and a kernel is needed"
+    if gate is None or up is None or gate == up:
+        return "gate and up have not an adapter each"
+    ranks = down_rank, gate.stop - gate.start, up.stop - up.start
+    if max(ranks) > WIDTH // 2 or ranks[1] != ranks[2] or max(gate.stop, up.stop) > WIDTH:
+        return f"ranks {ranks} are above {WIDTH // 2}, or gate's and up's differ"
+    return ""
 
 
 def gated_lora_reference(gu_TG: Tensor, kind: Kind, A_RF: Tensor) -> Tensor:
@@ -74,6 +91,12 @@ BACKWARD_CONFIGS = [Tile(*config) for config in (
     (32, 64, 4, 2, 4), (32, 64, 4, 3, 4), (32, 64, 4, 3, 3), (16, 128, 8, 4, 3), (16, 128, 4, 3, 4), (64, 64, 4, 3, 2, False),
     (32, 128, 4, 3, 2),
 )]  # fmt: skip
+# With dgu sB: 29.2, 28.4, 30.4, 31.4, 32.9 and 28.9 instructions a value (31 of BACKWARD_CONFIGS[0] without it); only the last
+# spills, 40 bytes. 64 rows are what the tensor cores' large instruction takes: (32, 128, 8, 3, 2) would be 44.
+THIN_CONFIGS = [Tile(*config) for config in (
+    (64, 64, 4, 3, 2, False), (64, 64, 4, 2, 2, False), (64, 128, 8, 2, 1, False), (64, 128, 8, 3, 1, False),
+    (32, 128, 4, 3, 2, False), (64, 64, 4, 2, 3, False),
+)]  # fmt: skip
 FORWARD_CONFIGS = [Tile(*config) for config in (
     (32, 128, 4, 3, 4), (32, 128, 4, 2, 4), (32, 64, 4, 3, 6), (32, 64, 4, 4, 6), (16, 128, 4, 3, 7), (64, 64, 8, 3, 2),
     (64, 128, 8, 3, 2),
@@ -89,6 +112,11 @@ def _backward_tile(rank: int, itemsize: int) -> Tile:
     if rank > 32:
         return Tile(32, 64, 8, 3, 2)
     return Tile(32, 64, 4, 3, 3, False) if rank > 16 else BACKWARD_CONFIGS[0]
+
+
+def _thin_tile() -> Tile | None:
+    """For the kernel that makes dgu sB as well; None: that is a product of its own. Two programs of 4 warps, 179 registers."""
+    return THIN_CONFIGS[0]
 
 
 def _forward_tile(rank: int, itemsize: int) -> Tile:
@@ -181,12 +209,14 @@ def _give_sum(
 @jit
 def _backward_kernel(
     da: tl.tensor, da_row: tl.tensor, gu: tl.tensor, gu_row: tl.tensor, dgu: tl.tensor, dgu_row: tl.tensor, dyb: tl.tensor,
-    dyb_row: tl.tensor, xa_gate: tl.tensor, xa_up: tl.tensor, xa_row: tl.tensor, partial: tl.tensor, T: tl.tensor,
-    rows: tl.tensor, F: tl.constexpr, DOWN: tl.constexpr, DOWN_BLOCK: tl.constexpr, GATE: tl.constexpr,
-    GATE_BLOCK: tl.constexpr, UP: tl.constexpr, UP_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    dyb_row: tl.tensor, xa_gate: tl.tensor, xa_up: tl.tensor, xa_row: tl.tensor, partial: tl.tensor, sB: tl.tensor,
+    sB_row: tl.tensor, thin_sums: tl.tensor, thin_powers: tl.tensor, T: tl.tensor, rows: tl.tensor, F: tl.constexpr,
+    DOWN: tl.constexpr, DOWN_BLOCK: tl.constexpr, GATE: tl.constexpr, GATE_BLOCK: tl.constexpr, UP: tl.constexpr,
+    UP_BLOCK: tl.constexpr, THIN: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr, GELU: tl.constexpr, NARROW: tl.constexpr, RANKS_FIRST: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program goes down `rows` rows of its columns, ROWS at a time. Its sums go to partial [programs, DOWN + GATE + UP, F].
+    """A program goes down `rows` rows of its columns, ROWS at a time. Its sums go to partial [programs, DOWN + GATE + UP, F],
+    and what its columns add to dgu sB, if THIN > 0, to thin_sums [blocks of columns, T, THIN] and thin_powers.
 
     DOWN, GATE, UP are the adapters' ranks, 0 for one that is not there. Neighbouring programs take neighbouring columns, so
     that whole rows of memory are read at about the same time.
@@ -201,6 +231,11 @@ def _backward_kernel(
         total_gate = _zeros(COLUMNS, GATE_BLOCK, RANKS_FIRST)
     if UP > 0:
         total_up = _zeros(COLUMNS, UP_BLOCK, RANKS_FIRST)
+    if THIN > 0:
+        sB_gate = _thin_weight(sB, sB_row, column, F, R, THIN)
+        sB_up = _thin_weight(sB + F * sB_row, sB_row, column, F, R, THIN)
+        thin_powers += tl.program_id(0).to(tl.int64) * T + first
+        thin_sums += (tl.program_id(0).to(tl.int64) * T + first) * THIN
     for start in tl.range(0, count, ROWS, num_stages=STAGES):
         at, left = first + start, count - start
         inside = (row < left)[:, None] & (column < F)[None, :]
@@ -224,6 +259,9 @@ def _backward_kernel(
         if UP > 0:
             thin_up = _adapter_rows(xa_up + at * xa_row, xa_row, row, left, UP, UP_BLOCK)
             total_up = _add_product(thin_up, dup, total_up, RANKS_FIRST, NARROW)
+        if THIN > 0:  # last, so that the wait for it is the only one: before the others it is 1.3 instructions a value more
+            total_thin = _thin_product(dgate, dup, sB_gate, sB_up, NARROW)
+            _give_thin(thin_sums + start * THIN, thin_powers + start, total_thin, row, left, THIN)
     partial += tl.program_id(1).to(tl.int64) * (DOWN + GATE + UP) * F
     if DOWN > 0:
         _give_sum(partial, total_down, column, F, DOWN, DOWN_BLOCK, RANKS_FIRST)
@@ -346,7 +384,7 @@ def _part(thin_TR: Tensor | None, sums: Tensor | None, ranks: slice | None, outp
 def gated_lora_backward(
     da_TF: Tensor, gu_TG: Tensor, kind: Kind, *, dgu_out: Tensor, dyb_TR: Tensor | None = None, xa_TR: Tensor | None = None,
     gate_columns: slice | None = None, up_columns: slice | None = None, sums_down_RF: Tensor | None = None,
-    sums_gate_up_RG: Tensor | None = None,
+    sums_gate_up_RG: Tensor | None = None, sB_GR: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes dgu into the first 2F columns of dgu_out, which may be gu itself, and adds to the sums:
 
@@ -355,13 +393,15 @@ def gated_lora_backward(
 
     `gate_columns` and `up_columns` say which columns of xa, and so rows of its sums, are the gate's and the up's; they are the
     same for one linear that makes both. An adapter that is not there: None for its columns, or for dyb and its sums.
+
+    With sB, whose columns are those of xa, the next R columns of dgu_out become dgu sB. Only where `why_not_thin` allows it.
     """
     F = da_TF.shape[1]
     down = _part(dyb_TR, sums_down_RF, slice(None), slice(0, F))
     gate = _part(xa_TR, sums_gate_up_RG, gate_columns, slice(0, F))
     up = _part(xa_TR, sums_gate_up_RG, up_columns, slice(F, 2 * F))
     if use_triton(gu_TG):
-        _launch_backward(da_TF, gu_TG, kind, dgu_out, down, gate, up)
+        _launch_backward(da_TF, gu_TG, kind, dgu_out, down, gate, up, sB_GR)
         return
     gate_TF, up_TF = _wide_halves(gu_TG)
     activated_TF, derivative_TF = _activation_torch(gate_TF, kind)
@@ -372,27 +412,36 @@ def gated_lora_backward(
     for part, wide_TF in ((down, a_TF), (gate, dgate_TF), (up, dup_TF)):
         if part is not None:
             add_product(part.sum_RF, part.thin_TR.T, wide_TF)
+    if sB_GR is not None:
+        product(dgu_out[:, : 2 * F], sB_GR, out=dgu_out[:, 2 * F : 2 * F + sB_GR.shape[1]])
 
 
 def _launch_backward(
-    da_TF: Tensor, gu_TG: Tensor, kind: Kind, dgu_out: Tensor, down: _Part | None, gate: _Part | None, up: _Part | None
-) -> None:
+    da_TF: Tensor, gu_TG: Tensor, kind: Kind, dgu_out: Tensor, down: _Part | None, gate: _Part | None, up: _Part | None,
+    sB_GR: Tensor | None,
+) -> None:  # fmt: skip
     T, F = da_TF.shape
     ranks = [0 if part is None else part.rank for part in (down, gate, up)]
     blocks = [_rank_block(rank) for rank in ranks]
-    tile = _backward_tile(max(16, *blocks), gu_TG.element_size())
+    tile = (None if sB_GR is None else _thin_tile()) or _backward_tile(max(16, *blocks), gu_TG.element_size())
     rows = _rows_of_a_program(T, F, tile, processor_count(gu_TG.device))
     programs = max(1, triton.cdiv(T, rows))
     partial = torch.empty(programs, max(1, sum(ranks)), F, dtype=torch.float32, device=gu_TG.device)
     nothing = _Part(da_TF, partial[0])  # stands for an adapter that is not there, and is not looked at
     down, gate, up = down or nothing, gate or up or nothing, up or gate or nothing
-    _backward_kernel[(triton.cdiv(F, tile.columns), programs)](
+    across = triton.cdiv(F, tile.columns)
+    thin = None if sB_GR is None else ThinSums.empty(across, T, gu_TG.device)
+    sB, sums, powers = (da_TF, partial, partial) if sB_GR is None or thin is None else (sB_GR, *thin)
+    _backward_kernel[(across, programs)](
         da_TF, da_TF.stride(0), gu_TG, gu_TG.stride(0), dgu_out, dgu_out.stride(0), down.thin_TR, down.thin_TR.stride(0),
-        gate.thin_TR, up.thin_TR, gate.thin_TR.stride(0), partial, T, rows, F=F, DOWN=ranks[0], DOWN_BLOCK=blocks[0],
-        GATE=ranks[1], GATE_BLOCK=blocks[1], UP=ranks[2], UP_BLOCK=blocks[2], ROWS=tile.rows, COLUMNS=tile.columns,
+        gate.thin_TR, up.thin_TR, gate.thin_TR.stride(0), partial, sB, sB.stride(0), sums, powers, T, rows, F=F,
+        DOWN=ranks[0], DOWN_BLOCK=blocks[0], GATE=ranks[1], GATE_BLOCK=blocks[1], UP=ranks[2], UP_BLOCK=blocks[2],
+        THIN=0 if thin is None else WIDTH, R=sB.shape[1] if thin else 0, ROWS=tile.rows, COLUMNS=tile.columns,
         STAGES=tile.stages, GELU=kind == "gelu_tanh", NARROW=_narrow(gu_TG.dtype), RANKS_FIRST=tile.ranks_first,
         num_warps=tile.warps, maxnreg=tile.registers,
     )  # fmt: skip
+    if thin is not None:
+        thin.add_up(dgu_out[:, 2 * F : 2 * F + sB.shape[1]])
     if not sum(ranks):
         return
     block = max(blocks)

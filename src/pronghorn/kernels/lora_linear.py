@@ -29,6 +29,7 @@ from torch import Tensor
 from pronghorn.kernels.lora_collect import CollectJob
 from pronghorn.kernels.lora_refresh import CopyJob, CopyTable
 from pronghorn.kernels.products import add_product, product
+from pronghorn.kernels.thin_sums import ThinJob, add_thin_products, covered
 
 AdapterGrads = tuple[Tensor, Tensor]  # dA [r, D], dB [O_i, r]
 Part = Literal["dA", "dB"]
@@ -138,16 +139,22 @@ class AdapterGroup:
         without: Part | None = None,
     ) -> None:
         """The same gradients, added to `sums` by two products: dB of all adapters together, blocks that belong to no adapter
-        included (dy is read once either way). The norm's weight is left for `collect_jobs`."""
+        included (dy is read once either way). The norm's weight is left for `collect_jobs`. dyb is scaled in place where
+        thin_sums.py does not cover them."""
         assert self.sums is not None
         dA_SD, dB_SO = self.sums
-        dyb_TS, xa_TS = dyb_TR[:, : len(dA_SD)], xa_TR[:, : len(dB_SO)]
+        jobs = []
         if without != "dA":
-            if norm is not None:
-                dyb_TS.mul_(norm.rstd_T[:, None])
-            add_product(dA_SD, dyb_TS.T, x_TD)
+            jobs.append(ThinJob(dA_SD, dyb_TR[:, : len(dA_SD)], x_TD, None if norm is None else norm.rstd_T))
         if without != "dB":
-            add_product(dB_SO, xa_TS.T, dy_TO)
+            jobs.append(ThinJob(dB_SO, xa_TR[:, : len(dB_SO)], dy_TO))
+        if all(covered(job) for job in jobs):
+            add_thin_products(jobs)
+            return
+        for job in jobs:
+            if job.rstd_T is not None:
+                job.thin_TS.mul_(job.rstd_T[:, None])
+            add_product(job.total_SD, job.thin_TS.T, job.wide_TD)
 
     def collect_jobs(self, norm: NormOf | None = None) -> list[CollectJob]:
         """What takes A.grad and B.grad out of `sums`. `norm`: as `add_adapter_grads` is given it; its rstd is not looked at."""

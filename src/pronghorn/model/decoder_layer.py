@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pronghorn.kernels.copy_rows import copy_rows
-from pronghorn.kernels.gated_lora import gated_lora_backward, gated_lora_forward, why_not
+from pronghorn.kernels.gated_lora import gated_lora_backward, gated_lora_forward, why_not, why_not_thin
 from pronghorn.kernels.gated_mlp import gated_activation_backward, gated_activation_forward
 from pronghorn.kernels.lora_collect import CollectJob
 from pronghorn.kernels.lora_linear import NormOf, Part
@@ -313,9 +313,10 @@ class FastDecoderLayer(Attending):
         da = self.down.backward_input(dy)
         fused = self.mlp_sums_are_fused()
         assert kept.gu is not None
-        dgu_ext, down_grads = self.through_activation(da, dy, kept.gu, kept.xa2, kept.xa3, fused)
+        extended = fused and not why_not_thin(kept.gu, self.down.extra, *self._gate_and_up())
+        dgu_ext, down_grads = self.through_activation(da, dy, kept.gu, kept.xa2, kept.xa3, fused, extended)
         del da, dy
-        dx2 = self.gate_up.backward_input(dgu_ext)
+        dx2 = self.gate_up.backward_input(dgu_ext, extended=extended)
         dh2 = self._out_of_norm(self.before_mlp, dx2, kept.h2, dh2, kept.rstd, "before_mlp", norm_grads, self.out,
                                 documents.room)
         gate_up_grads = self.parameters_behind_norm(self.gate_up, dgu_ext, kept.h2, kept.xa2, kept.rstd, "before_mlp",
@@ -338,8 +339,9 @@ class FastDecoderLayer(Attending):
         return [columns.stop - columns.start for columns in self._gate_and_up() if columns]
 
     def through_activation(self, da: Tensor, dy_ext: Tensor, gu_ext: Tensor, xa2: Tensor | None, xa3: Tensor | None,
-                           fused: bool) -> tuple[Tensor, list[Tensor | None]]:
-        """dgu in gu's place; and the gradients of down's parameters. The activation, if they need it, takes da's place."""
+                           fused: bool, extended: bool = False) -> tuple[Tensor, list[Tensor | None]]:
+        """dgu in gu's place, and if it is to be `extended` dgu sB behind it; and the gradients of down's parameters. The
+        activation, if they need it, takes da's place."""
         gu = gu_ext[:, : 2 * da.shape[1]]
         if not fused:
             gated_activation_backward(da, gu, self.activation, out=gu, need_activation=self.down.needs_input, activation_out=da)
@@ -353,6 +355,7 @@ class FastDecoderLayer(Attending):
             xa_TR=xa2, gate_columns=gate, up_columns=up,
             sums_down_RF=down_sums[0] if down_sums and self.down.extra else None,
             sums_gate_up_RG=gate_up_sums[1] if gate_up_sums and self.gate_up.extra else None,
+            sB_GR=self.gate_up.adapter_columns if extended else None,
         )
         return gu_ext, self.down.backward_parameters(dy_ext, da, xa3, without="dA")
 

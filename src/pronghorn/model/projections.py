@@ -186,6 +186,13 @@ class Projections:
         self._group.load()
         return self._group.M[self._group.O :, : self._group.D]
 
+    @property
+    def adapter_columns(self) -> Tensor:
+        """[O, R]: the adapters' B, times their scales, as the product backward reads it."""
+        assert self._group is not None
+        self._group.load()
+        return self._group.M[: self._group.O, self._group.D :]
+
     def collect_jobs(self, norm: NormOf | None) -> list[CollectJob]:
         return self._group.collect_jobs(norm) if self._group and self.adapters else []
 
@@ -247,10 +254,12 @@ class Projections:
             self._group.load()
             self._group.extend_grad(dy_ext)
 
-    def backward_input(self, dy_ext: Tensor) -> Tensor:
-        """dx_TD. dy_ext has `extra` columns behind dy, which this fills."""
-        self.extend_grad(dy_ext)
+    def backward_input(self, dy_ext: Tensor, *, extended: bool = False) -> Tensor:
+        """dx_TD. dy_ext has `extra` columns behind dy, which this fills, unless they are (`extended`)."""
+        if not extended:
+            self.extend_grad(dy_ext)
         if self._group:
+            self._group.load()
             return product(dy_ext, self._group.M[:, : self._group.D])
         weights = self._weights
         parts = dy_ext.split(self.widths, dim=1)

@@ -1,0 +1,244 @@
+"""dgu sB as a by-product of dgu: as near to float64 as if it were rounded once, and nothing else any different for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_gated_lora import Case, strided
+from torch import Tensor
+
+from pronghorn.kernels import gated_lora
+from pronghorn.kernels.dispatch import use_triton
+from pronghorn.kernels.gated_lora import Tile, gated_lora_backward, why_not_thin
+from pronghorn.kernels.gated_lora_thin import WIDTH, ThinSums
+
+R = 64  # columns of sB: gate's, up's, padding
+GATE, UP = slice(0, 16), slice(16, 32)
+TILE = Tile(32, 64, 4, 2, 1, False)
+
+
+@pytest.fixture(autouse=True)
+def _taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gated_lora, "_thin_tile", lambda: TILE)
+    monkeypatch.setattr(gated_lora, "_backward_tile", lambda *_: TILE)  # without dgu sB too: bits are compared
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter cuts fp32 off where bf16 ends, so there the sums are taken in fp32 and rounded by torch."""
+    add_up = ThinSums.add_up
+
+    def rounded(sums: ThinSums, out: Tensor) -> None:
+        wide = out if out.is_cuda else torch.full(out.shape, float("nan"))
+        add_up(sums, wide)
+        out.copy_(wide)
+
+    monkeypatch.setattr(ThinSums, "add_up", rounded)
+
+
+def weight_behind(F: int, gate: slice, up: slice, device: str) -> Tensor:
+    """In rows that are strided, as in M; NaN beside them."""
+    sB = strided(2 * F, R, 8, torch.bfloat16, device)
+    sB.zero_()
+    sB[:F, gate] = torch.randn(F, gate.stop - gate.start, device=device).to(sB.dtype)
+    sB[F:, up] = 0.1 * torch.randn(F, up.stop - up.start, device=device).to(sB.dtype)
+    return sB
+
+
+def run(case: Case, sB: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dgu, dgu sB, sums of down, sums of gate and up)"""
+    T, G = case.gu.shape
+    dgu = strided(T, G + R, 9, case.gu.dtype, case.gu.device.type, empty=True)
+    down, gate_up = case.sums_down.clone(), case.sums_gate_up.clone()
+    gated_lora_backward(case.da, case.gu, "silu", dgu_out=dgu, dyb_TR=case.dyb, xa_TR=case.xa, gate_columns=case.gate,
+                        up_columns=case.up, sums_down_RF=down, sums_gate_up_RG=gate_up, sB_GR=sB)  # fmt: skip
+    assert dgu._base is not None
+    assert torch.isnan(dgu._base[:, G + R :]).all(), "columns behind those of sB belong to somebody else"
+    return dgu[:, :G], dgu[:, G:], down, gate_up
+
+
+def apart(found: Tensor, truth: Tensor) -> float:
+    """The rows' mean error, each relative to its own size: none is too small to count."""
+    return float((found.double() - truth).norm(dim=1).div(truth.norm(dim=1)).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("ranks", [(GATE, UP), (slice(0, 5), slice(5, 10)), (slice(16, 32), slice(0, 16))], ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (37, 100), (70, 650)], ids=str)
+@pytest.mark.usefixtures("rounds")
+def test_as_if_rounded_once(device: str, shape: tuple[int, int], ranks: tuple[slice, slice]) -> None:
+    """Rows of gradients of all sizes; whole blocks of columns and of ranks, and not."""
+    T, F = shape
+    case = Case.make(T, F, 16, *ranks, torch.bfloat16, device)
+    case.da.mul_(10.0 ** torch.linspace(-30, 30, T, device=device)[:, None])
+    sB = weight_behind(F, *ranks, device)
+    dgu, dyb, _, _ = run(case, sB)
+    assert dgu.abs().amax(1).min() < 1e-25 or T == 1
+    truth = dgu.double() @ sB.double()
+    assert apart(dyb, truth) <= 1.05 * apart(truth.to(torch.bfloat16), truth)
+    used = max(ranks[0].stop, ranks[1].stop)
+    assert (dyb[:, used:] == 0).all()
+
+
+def test_nothing_else_is_any_different(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of several steps, the last of each partly outside."""
+    monkeypatch.setattr(gated_lora, "_rows_of_a_program", lambda *_: 64)
+    case = Case.make(75, 130, 16, GATE, UP, torch.bfloat16, device)
+    dgu, dyb, down, gate_up = run(case, weight_behind(130, GATE, UP, device))
+    without = run(case, None)
+    assert torch.isnan(without[1]).all()
+    assert torch.isfinite(dyb).all()
+    for found, expected in zip((dgu, down, gate_up), (without[0], *without[2:]), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_the_same_bits_each_time_and_whatever_the_rows_of_a_program(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, sB = Case.make(70, 200, 16, GATE, UP, torch.bfloat16, device), weight_behind(200, GATE, UP, device)
+    first, second = run(case, sB), run(case, sB)
+    assert all(map(torch.equal, first, second))
+    monkeypatch.setattr(gated_lora, "_rows_of_a_program", lambda *_: 32)
+    assert torch.equal(run(case, sB)[1], first[1])
+
+
+def test_zeros_stay_zeros_and_what_is_broken_stays_broken(device: str) -> None:
+    """Of one row alone: those beside it have the bits that they have without."""
+    case, sB = Case.make(20, 140, 16, GATE, UP, torch.bfloat16, device), weight_behind(140, GATE, UP, device)
+    case.da[3] = 0.0
+    whole = run(case, sB)[1].clone()
+    assert (whole[3] == 0).all()
+    broken = {5: float("inf"), 9: float("-inf"), 11: float("nan")}
+    for row, value in broken.items():
+        case.da[row, 139 if row == 9 else 7] = value
+    found = run(case, sB)[1]
+    for row in broken:
+        assert not torch.isfinite(found[row, : UP.stop]).any()
+    others = [row for row in range(20) if row not in broken]
+    assert torch.equal(found[others], whole[others])
+
+
+@pytest.mark.usefixtures("rounds")
+@pytest.mark.parametrize("largest", [1e-36, 1.0, 3e38], ids=str)
+def test_numbers_at_the_ends_of_the_range(device: str, largest: float) -> None:
+    """One row, one column of up: small numbers and the largest ones come out as they are, and larger ones as infinite."""
+    case = Case.make(1, 64, 16, GATE, UP, torch.bfloat16, device)
+    case.gu[:, :64], case.gu[:, 64:], case.da[:] = 80.0, 0.0, 0.0
+    case.da[0, 1] = 1.0 / 64
+    sB = torch.zeros(128, R, dtype=torch.bfloat16, device=device)
+    sB[65, UP] = torch.linspace(0, largest, 16, device=device).to(sB.dtype)
+    dgu, dyb, _, _ = run(case, sB)
+    assert dgu[0, 65] == 1.25
+    truth = (1.25 * sB[65].double()).to(torch.bfloat16)
+    assert torch.isfinite(truth).all() == (largest < 3e38)
+    assert torch.equal(dyb[0], truth)
+
+
+def test_the_sums_are_kept_in_eleven_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the second kernel reads: each block's share of a row, the largest at 2^14 to 2^15."""
+    case, sB = Case.make(33, 130, 16, GATE, UP, torch.bfloat16, device), weight_behind(130, GATE, UP, device)
+    if not use_triton(case.gu):
+        pytest.skip("plain torch has no partial sums")
+    kept: list[ThinSums] = []
+    monkeypatch.setattr(ThinSums, "add_up", lambda sums, _: kept.append(sums))
+    dgu = run(case, sB)[0]
+    (thin,) = kept
+    assert thin.sums_BTW.shape == (3, 33, WIDTH)
+    largest = thin.sums_BTW.float().abs().amax(2)
+    assert (largest >= 2**14).all()
+    assert (largest <= 2**15).all()
+    for block in range(3):
+        columns = torch.arange(64 * block, min(130, 64 * block + 64), device=dgu.device)
+        both = torch.cat([columns, 130 + columns])
+        truth = (dgu[:, both].double() @ sB[both].double())[:, :WIDTH]
+        found = thin.sums_BTW[block].double() * 2.0 ** (thin.powers_BT[block].double()[:, None] - 141)
+        assert ((found - truth).abs() <= 2**-10.99 * truth.abs() + 1e-6 * truth.abs().amax(1, keepdim=True)).all()
+
+
+def test_who_goes_this_way(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gu = torch.empty(2, 8, dtype=torch.bfloat16, device=device)
+    assert (why_not_thin(gu, 16, GATE, UP) == "") == use_triton(gu)
+    assert (why_not_thin(gu, 0, slice(0, 3), slice(3, 6)) == "") == use_triton(gu)
+    for other in (gu.float(), gu.half(), gu.double()):
+        assert why_not_thin(other, 16, GATE, UP)
+    for down, gate, up in ((16, None, UP), (16, GATE, None), (16, GATE, GATE), (16, slice(0, 8), UP), (32, GATE, UP),
+                           (16, slice(0, 17), slice(17, 34)), (16, UP, slice(32, 48))):  # fmt: skip
+        assert why_not_thin(gu, down, gate, up)
+    monkeypatch.setattr(gated_lora, "_thin_tile", lambda: None)
+    assert why_not_thin(gu, 16, GATE, UP)
+
+
+def small_model(device: str) -> Callable[[], tuple[float, dict[str, Tensor]]]:
+    """Of two layers with adapters everywhere; (loss, what the adapters' gradients add up to) as the captured step has them."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from pronghorn.data.batches import build_batch
+    from pronghorn.model.adapter_sums import AdapterSums
+    from pronghorn.model.causal_lm import engine_of, install
+    from pronghorn.model.lora import add_adapter
+    from pronghorn.recipe import Lora
+    from samples import random_table
+
+    config = LlamaConfig(vocab_size=259, hidden_size=64, intermediate_size=136, num_hidden_layers=2, num_attention_heads=2,
+                         num_key_value_heads=1, head_dim=64, pad_token_id=0, initializer_range=0.12)  # fmt: skip
+    model: Any = add_adapter(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), Lora(r=4), seed=1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model = model.to(device).train()
+    assert not install(model)
+    batch = build_batch(random_table(3), np.arange(3), 128).map(lambda tensor: tensor.to(device))
+
+    def step() -> tuple[float, dict[str, Tensor]]:
+        engine = engine_of(model)
+        assert engine is not None
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        sums = AdapterSums(engine, torch.bfloat16)
+        loss = engine.packed_loss(batch.ids_T, batch.positions_T, batch.cu_seqlens, batch.longest, loss_rows=batch.loss_rows,
+                                  labels_T=batch.labels_T)[0]  # fmt: skip
+        loss.backward()
+        sums.collect()
+        sums.release()
+        return float(loss.detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    return step
+
+
+@pytest.mark.usefixtures("rounds")
+def test_a_layer_s_gradients_are_the_same_to_bf16(
+    device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that take the op of these tests, with dgu sB and without. Without a GPU all other ops are plain torch: the model
+    is imported beside kernels that are not interpreted, as everywhere else in this process."""
+    request.config.pluginmanager.get_plugin(str(Path(__file__).parent / "conftest.py")).use_interpreted(False)
+    from pronghorn.model import decoder_layer
+
+    given: list[bool] = []
+
+    def backward(*args: Any, sB_GR: Tensor | None = None, **options: Any) -> None:
+        given.append(sB_GR is not None)
+        gated_lora_backward(*args, sB_GR=sB_GR, **options)
+
+    step = small_model(device)
+    monkeypatch.setattr(decoder_layer, "gated_lora_backward", backward)
+    monkeypatch.setattr(decoder_layer, "why_not_thin", lambda *_: "not now")
+    loss, expected = step()
+    monkeypatch.setattr(decoder_layer, "why_not_thin", why_not_thin)
+    again, found = step()
+    taken = use_triton(torch.zeros(1, dtype=torch.bfloat16, device=device))
+    assert given == [False, False, taken, taken]
+    assert loss == again
+    assert found.keys() == expected.keys()
+    more = {name: float((found[name] - expected[name]).norm() / expected[name].norm()) for name in found}
+    behind = {name for name in found if ".layers.1.mlp" in name and ("gate_proj.lora_A" in name or "up_proj.lora_A" in name)}
+    before = {name for name in found if ".layers.1.mlp" in name} - behind
+    assert len(behind) == 2
+    assert len(before) == 4
+    assert max(more[name] for name in before) == 0, "added up before dgu sB is looked at"
+    # A number here and there is the next one of bf16, 1 of 256 away, and through the layers below so are more of them.
+    assert (min(more[name] for name in behind) > 0) == taken
+    assert max(more[name] for name in behind) < 2e-3
+    assert max(more.values()) < 1.5e-2

@@ -1,0 +1,217 @@
+"""Thin products added to fp32 sums, in Triton, against float64 of the same inputs; and that they are what the groups of
+adapters made of products before (test_lora_linear.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pronghorn.kernels import thin_sums
+from pronghorn.kernels.dispatch import use_triton
+from pronghorn.kernels.thin_sums import CONFIGS, MOST_RANKS, ThinJob, Tile, add_thin_products, covered, thin_product_reference
+
+RANKS = (8, 16, 32, 48, 64)
+DTYPES = [torch.bfloat16, torch.float16]
+SMALL = Tile(16, 32, 4, 3, 1)
+
+
+@pytest.fixture
+def where(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernels only; there is no other way."""
+    if torch.cuda.is_available():
+        return "cuda"
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return "cpu"
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks of columns, and shares of three steps, in a few hundred rows."""
+    monkeypatch.setattr(thin_sums, "_tile", lambda ranks: SMALL)
+    monkeypatch.setattr(thin_sums, "_rows_of_a_program", lambda *_: 3 * SMALL.rows)
+
+
+def rows_of(rows: int, width: int, extra: int, dtype: torch.dtype, device: str) -> Tensor:
+    """With columns of NaN behind them, which belong to somebody else."""
+    buffer = torch.full((rows, width + extra), float("nan"), dtype=dtype, device=device)
+    buffer[:, :width] = torch.randn(rows, width, device=device)
+    return buffer[:, :width]
+
+
+def job_of(T: int, S: int, D: int, dtype: torch.dtype, device: str, *, scaled: bool, extra: int = 8) -> ThinJob:
+    rstd = torch.rand(T, device=device) + 0.5 if scaled else None
+    return ThinJob(rows_of(S, D, extra, torch.float32, device), rows_of(T, S, extra, dtype, device),
+                   rows_of(T, D, extra, dtype, device), rstd)  # fmt: skip
+
+
+def summed(job: ThinJob, number: torch.dtype) -> Tensor:
+    """The total afterwards: in float64 the truth, in fp32 what a product of its own makes of the same numbers."""
+    return job.total_SD.to(number) + thin_product_reference(job._replace(total_SD=job.total_SD.to(number)))
+
+
+def check(jobs: list[ThinJob], judge: Callable[..., None]) -> None:
+    """The totals are what they were and the products more; nobody touched the inputs or what is beside the totals."""
+    truths, yardsticks = ([summed(job, number) for job in jobs] for number in (torch.float64, torch.float32))
+    before = [(job.thin_TS.clone(), job.wide_TD.clone()) for job in jobs]
+    add_thin_products(jobs)
+    for job, truth, yardstick, (thin, wide) in zip(jobs, truths, yardsticks, before, strict=True):
+        if job.rstd_T is None or job.thin_TS.dtype == torch.float16 or job.thin_TS.is_cuda:
+            judge(job.total_SD, yardstick, truth, f"{tuple(job.total_SD.shape)} of {len(thin)} rows")
+        else:  # the interpreter cuts rstd thin off where a GPU rounds it to bf16
+            assert (job.total_SD.double() - truth).norm() <= 2**-7 * truth.norm()
+        assert torch.equal(job.thin_TS, thin)
+        assert torch.equal(job.wide_TD, wide)
+        beside = job.total_SD._base
+        assert beside is not None
+        assert beside[:, job.total_SD.shape[1] :].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "rstd"])
+@pytest.mark.parametrize("S", RANKS)
+def test_one_product(where: str, judge: Callable[..., None], S: int, scaled: bool, dtype: torch.dtype) -> None:
+    check([job_of(333, S, 200, dtype, where, scaled=scaled)], judge)
+
+
+@pytest.mark.parametrize("T", [0, 1, 5, 63, 65, 128, 1001])
+def test_rows_that_fill_no_tile(where: str, judge: Callable[..., None], T: int) -> None:
+    check([job_of(T, 16, 136, torch.float16, where, scaled=False), job_of(T, 16, 24, torch.float16, where, scaled=True)], judge)
+
+
+@pytest.mark.parametrize("scaled", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize("ranks", [(16, 16), (48, 48), (8, 64), (33, 16)], ids=str)
+def test_two_products_in_one_launch(
+    where: str, judge: Callable[..., None], small_tiles: None, ranks: tuple[int, int], scaled: tuple[bool, bool]
+) -> None:
+    """Of different widths and strides, several shares and blocks of columns each."""
+    jobs = [job_of(203, S, D, torch.float16, where, scaled=has, extra=extra)
+            for S, D, has, extra in zip(ranks, (72, 100), scaled, (8, 3), strict=True)]  # fmt: skip
+    check(jobs, judge)
+
+
+@pytest.mark.parametrize("widths", [(1, 33), (32, 32), (64, 31), (600, 20)], ids=str)
+def test_widths(where: str, judge: Callable[..., None], small_tiles: None, widths: tuple[int, int]) -> None:
+    """Less than a block of columns, whole ones, and more than the second kernel's."""
+    check([job_of(50, 16, D, torch.float16, where, scaled=D == 33) for D in widths], judge)
+
+
+@pytest.mark.parametrize("tile", CONFIGS, ids=str)
+def test_every_tile(where: str, judge: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tile: Tile) -> None:
+    monkeypatch.setattr(thin_sums, "_tile", lambda ranks: tile)
+    check([job_of(517, 48, 264, torch.float16, where, scaled=True), job_of(517, 48, 40, torch.float16, where, scaled=False)],
+          judge)  # fmt: skip
+
+
+def test_more_shares_than_are_added_up_at_a_time(where: str, judge: Callable[..., None], small_tiles: None) -> None:
+    check([job_of(3 * SMALL.rows * 35 + 3, 16, 24, torch.float16, where, scaled=False)], judge)
+
+
+def test_the_same_bits_every_time(where: str, small_tiles: None) -> None:
+    jobs = [job_of(200, 48, 40, torch.bfloat16, where, scaled=scaled) for scaled in (True, False)]
+    found = []
+    for _ in range(2):
+        again = [job._replace(total_SD=job.total_SD.clone()) for job in jobs]
+        add_thin_products(again)
+        found.append([job.total_SD for job in again])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    add_thin_products(again)
+    assert not torch.equal(found[0][0], again[0].total_SD), "it adds to what is there"
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_arrives(where: str, small_tiles: None, value: float) -> None:
+    """In its column or rank, of its job, and nowhere else."""
+    one, other = (job_of(100, 16, 40, torch.float16, where, scaled=scaled) for scaled in (False, True))
+    one.wide_TD[99, 39] = value
+    other.thin_TS[0, 15] = value
+    add_thin_products([one, other])
+    assert (~one.total_SD[:, 39].isfinite()).all()
+    assert one.total_SD[:, :39].isfinite().all()
+    assert (~other.total_SD[15].isfinite()).all()
+    assert other.total_SD[:15].isfinite().all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="memory that nobody touches is only free on a CPU")
+def test_offsets_beyond_an_int32(where: str) -> None:
+    """Rows 2^26 elements apart, those from the 33rd on of a tile of 64 beyond 2^31; sums likewise."""
+    T, S, D, apart = 40, 48, 24, 2**26
+    near = [job_of(T, S, D, torch.float16, where, scaled=scaled, extra=0) for scaled in (True, False)]
+    thin_and_wide = torch.empty((T - 1) * apart + 256, dtype=torch.float16)
+    totals = torch.empty((S - 1) * apart + 64)
+
+    def far(rows: Tensor, buffer: Tensor, start: int) -> Tensor:
+        return buffer.as_strided(rows.shape, (apart, 1), start).copy_(rows)
+
+    jobs = [ThinJob(far(job.total_SD, totals, 32 * i), far(job.thin_TS, thin_and_wide, 128 * i),
+                    far(job.wide_TD, thin_and_wide, 128 * i + 64), job.rstd_T) for i, job in enumerate(near)]  # fmt: skip
+    add_thin_products(near)
+    add_thin_products(jobs)
+    for one, other in zip(near, jobs, strict=True):
+        assert torch.equal(one.total_SD, other.total_SD)
+
+
+def test_what_it_takes(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(20, 16, 40, torch.float16, where, scaled=True)
+    assert covered(job)
+    assert covered(job_of(20, MOST_RANKS, 40, torch.bfloat16, where, scaled=False))
+    assert not covered(job_of(20, MOST_RANKS + 1, 40, torch.float16, where, scaled=False))
+    assert not covered(job_of(20, 16, 40, torch.float32, where, scaled=False))
+    assert not covered(job._replace(total_SD=job.total_SD.double()))
+    assert not covered(job._replace(total_SD=job.total_SD.half()))
+    assert not covered(job._replace(thin_TS=job.thin_TS.bfloat16()))
+    assert not covered(job._replace(wide_TD=job.wide_TD.T.contiguous().T))
+    assert job.rstd_T is not None
+    assert not covered(job._replace(rstd_T=job.rstd_T.repeat_interleave(2)[::2]))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert use_triton(job.wide_TD) == covered(job) == (where == "cuda")
+
+
+def test_jobs_that_do_not_fit_each_other(where: str) -> None:
+    job = job_of(20, 16, 40, torch.float16, where, scaled=False)
+    others: list[Any] = [job_of(21, 16, 40, torch.float16, where, scaled=False),
+                         job_of(20, 16, 40, torch.bfloat16, where, scaled=False)]
+    for other in others:
+        with pytest.raises(AssertionError):
+            add_thin_products([job, other])
+    with pytest.raises(AssertionError):
+        add_thin_products([job, job, job])
+
+
+@pytest.mark.parametrize(
+    ("widths", "ranks"), [((2048, 2048), 16), ((2048, 3072), 48), ((2048,), 32), ((2048,), 16), ((4096, 6144), 48)], ids=str
+)
+def test_programs_fill_a_gpu_and_partial_sums_are_small(widths: tuple[int, ...], ranks: int) -> None:
+    """On 132 multiprocessors at 16,384 tokens, of Llama 1B and 8B."""
+    block = 64 if ranks == 48 else ranks
+    tile = thin_sums._tile(block)
+    assert tile.programs(block) == 3
+    columns = sum(-(-width // tile.columns) for width in widths)
+    rows = thin_sums._rows_of_a_program(16384, columns, tile, 132 * 3)
+    shares = -(-16384 // rows)
+    assert 0.8 * 396 <= shares * columns <= 396
+    assert shares * ranks * sum(widths) * 4 < 10e6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_captures_in_a_cuda_graph() -> None:
+    jobs = [job_of(1000, 48, 256, torch.bfloat16, "cuda", scaled=scaled) for scaled in (True, False)]
+    before = [job.total_SD.clone() for job in jobs]
+    add_thin_products(jobs)
+    expected = [job.total_SD.clone() for job in jobs]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add_thin_products(jobs)
+    for job, start in zip(jobs, before, strict=True):
+        job.total_SD.copy_(start)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(job.total_SD, total) for job, total in zip(jobs, expected, strict=True))
