@@ -24,8 +24,9 @@ WITHOUT = "without "
 def of_absences(workload: Workload) -> Iterator[tuple[str, Choice]]:
     found: dict[str, Choice] = {}
     for part, shape in products(workload.config).items():
-        found[f"{WITHOUT}dy sB of {part}"] = lambda s=shape: _not_extended("extend_grad", s)
-        if part != "down":  # whose a A^T the activation's kernel makes
+        if part != "gate_up":  # whose dgu sB the activation's kernel makes, as
+            found[f"{WITHOUT}dy sB of {part}"] = lambda s=shape: _not_extended("extend_grad", s)
+        if part != "down":  # a A^T of this one
             found[f"{WITHOUT}x A^T of {part}"] = lambda s=shape: _not_extended("extend", s)
         if part in ("qkv", "gate_up"):
             found[f"{WITHOUT}LoRA's columns in {part}"] = lambda s=shape: _narrow(s)

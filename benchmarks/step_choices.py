@@ -31,7 +31,16 @@ from pronghorn.bench.meter import Meter, machine
 from pronghorn.bench.ours import Ours
 from pronghorn.bench.weights import make_model_folder
 from pronghorn.bench.workloads import WORKLOADS, Workload
-from pronghorn.kernels import attention_short, cross_entropy_rows, cublaslt, gated_lora, rms_norm
+from pronghorn.kernels import (
+    attention_short,
+    cross_entropy_rows,
+    cublaslt,
+    gated_lora,
+    linear_cross_entropy,
+    lora_linear,
+    rms_norm,
+    thin_sums,
+)
 from pronghorn.kernels.lora_linear import default_padding
 from pronghorn.model import attending
 from pronghorn.train.graphed_step import GraphedStep
@@ -88,8 +97,13 @@ def _choose(named: Any, wanted: Any, *, any_will_do: bool, usual: Any = cublaslt
 
 
 def of_tiles(workload: Workload) -> Iterator[tuple[str, Choice]]:
-    for tile in gated_lora.BACKWARD_CONFIGS[1:]:
-        yield f"gated backward {tuple(tile)}", lambda t=tile: replaced(gated_lora, "_backward_tile", lambda *_: t)
+    for tile in (None, *gated_lora.THIN_CONFIGS[1:]):
+        named = "apart" if tile is None else tuple(tile)
+        yield f"gated backward, dgu sB {named}", lambda t=tile: replaced(gated_lora, "_thin_tile", lambda: t)
+    for tile in thin_sums.CONFIGS[1:]:
+        yield f"adapters' gradients {tuple(tile)}", lambda t=tile: replaced(thin_sums, "_tile", lambda _: t)
+    yield "adapters' gradients by products", lambda: replaced(lora_linear, "covered", lambda _: False)
+    yield "softmax in two passes", lambda: replaced(linear_cross_entropy, "takes_factors", lambda *_: False)
     for tile in gated_lora.FORWARD_CONFIGS[1:]:
         yield f"gated forward {tuple(tile)}", lambda t=tile: replaced(gated_lora, "_forward_tile", lambda *_: t)
     for softmax in cross_entropy_rows.CONFIGS[1:]:

@@ -10,14 +10,24 @@ import torch
 from benchmarks import step_choices
 from benchmarks.step_choices import AS_IT_IS, NotOffered, _choose, choices, in_turns
 from pronghorn.bench.workloads import WORKLOADS
-from pronghorn.kernels import attention_short, cross_entropy_rows, cublaslt, gated_lora, rms_norm
+from pronghorn.kernels import (
+    attention_short,
+    cross_entropy_rows,
+    cublaslt,
+    gated_lora,
+    linear_cross_entropy,
+    lora_linear,
+    rms_norm,
+    thin_sums,
+)
 from pronghorn.kernels.cublaslt import LONG, NARROW, WIDE
 from pronghorn.kernels.lora_linear import Adapter, LoraGroup
 from pronghorn.model import attending
 
 
 def test_a_choice_is_made_and_undone() -> None:
-    modules = (attention_short, cross_entropy_rows, cublaslt, gated_lora, rms_norm, attending, LoraGroup)
+    modules = (attention_short, cross_entropy_rows, cublaslt, gated_lora, linear_cross_entropy, lora_linear, rms_norm,
+               thin_sums, attending, LoraGroup)  # fmt: skip
     before = [dict(vars(module)) for module in modules]
     found = choices(WORKLOADS["llama-1b"], [])
     for name, choice in found.items():

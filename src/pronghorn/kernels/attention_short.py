@@ -10,9 +10,9 @@ Query heads that share a key/value head (PACK of them, a power of 2) lie side by
 tokens of each. The fewer tokens a tile spans, the fewer keys it looks at in vain: with documents of 200 tokens 64 rows of one
 head see 229 keys on average, 16 tokens of four heads 181, of which 165 count (computed).
 
-A program of forward or dq can do two key/value heads for its tokens (PAIR; names that end in 2 are the second head's). What
-does not depend on the head, the mask above all, is there once: 13.6 instructions a score instead of 17.4 in forward's loop at
-width 64, 11.6 instead of 14.1 in dq's (compiled for an H200). What is computed for a head, and in which order, is the same.
+A program of forward can do two key/value heads for its tokens (PAIR; names that end in 2 are the second head's). What does not
+depend on the head, the mask above all, is there once: 13.6 instructions a score instead of 17.4 in its loop at width 64
+(compiled for an H200). What is computed for a head, and in which order, is the same.
 
     starts_T, ends_T    int32: where each token's document begins and ends, made once per batch (`spans` in attention_torch.py)
     forward             program = BM query rows; loops over key blocks; online softmax
@@ -52,7 +52,7 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     heads: int = 8  # side by side in a tile, at most
-    pair: bool = False  # forward and dq: two key/value heads a program, where that is possible
+    pair: bool = False  # forward: two key/value heads a program, where that is possible
 
     def pack(self, group: int) -> int:
         """How many of a group's heads are."""
@@ -78,19 +78,16 @@ class Config(NamedTuple):
 # each kernel these were the fastest (16,384 tokens of instructions, 32 query and 8 key/value heads, H200): forward 159 us at
 # width 64 and 250 at 128, where 64 keys at a time take 182 and 280 (benchmarks/results/sweep-attention.json). None spills.
 # Stages are from attention-short-variants.json: dk, dv at width 64 take 191 us with 4 and 197 with 3, dq at 128 353 with 2 and
-# 372 with 3. The pairs, last, are chosen by their instructions and not timed yet; with a soft-cap dq spills in two of them.
+# 372 with 3. Forward by pairs takes 0.05 to 0.2 ms off a 1B step of 148 (step-tried-llama-1b.json); dq by pairs took 0.1 more,
+# though it has a fifth fewer instructions, and at width 128 pairs leave room for fewer programs.
 CONFIGS = {
-    64: [Config(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 4)),
+    64: [Config(Tiles(64, 32, 4, 3, pair=True), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 4)),
          Config(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
          Config(Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3), Tiles(32, 64, 4, 2)),
-         Config(Tiles(64, 32, 4, 3, pair=True), Tiles(64, 32, 4, 2, pair=True), Tiles(32, 64, 4, 4)),
-         Config(Tiles(64, 32, 4, 2, pair=True), Tiles(64, 32, 4, 3, pair=True), Tiles(32, 64, 4, 4)),
-         Config(Tiles(64, 64, 4, 2, pair=True), Tiles(64, 64, 4, 2, pair=True), Tiles(32, 64, 4, 4)),
-         Config(Tiles(128, 32, 8, 3, pair=True), Tiles(128, 32, 8, 3, pair=True), Tiles(32, 64, 4, 4))],
+         Config(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 4))],
     128: [Config(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2)),
           Config(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 1), Tiles(32, 64, 4, 2, heads=1)),
-          Config(Tiles(64, 64, 4, 3), Tiles(128, 32, 8, 3), Tiles(64, 128, 8, 2)),
-          Config(Tiles(64, 32, 4, 2, pair=True), Tiles(64, 32, 4, 2, pair=True), Tiles(32, 64, 4, 2))],
+          Config(Tiles(64, 64, 4, 3), Tiles(128, 32, 8, 3), Tiles(64, 128, 8, 2))],
 }  # fmt: skip
 
 
@@ -262,11 +259,18 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _dq_inputs(  # type: ignore[no-untyped-def]
-    dout, dout_row, q, q_row, out, out_row, lse, norms, token, head, column, inside, T,
-    H: tl.constexpr, HEADS: tl.constexpr, WHOLE: tl.constexpr, EXACT: tl.constexpr,
+def _dq_kernel(  # type: ignore[no-untyped-def]
+    dout, dout_row, q, q_row, k, k_row, v, v_row, out, out_row, lse, norms, starts, dq, dq_row, cos, sin, scale, softcap,
+    T, H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """(queries, douts, the lse as a power and delta of each row); the last two are stored beside each other too."""
+    EXACT: tl.constexpr = PRECISION == "ieee"
+    first_head = tl.program_id(0) % (HEADS // PACK) * PACK
+    first, token, head = _query_rows(tl.program_id(0) // (HEADS // PACK), first_head, BM, PACK)
+    kv_head = first_head // GROUP
+    inside = token < T
+    column = tl.arange(0, HP)
     queries = _rows(_places(q, token, q_row, head, column, H), inside, column, H, WHOLE)
     douts = _rows(_places(dout, token, dout_row, head, column, H), inside, column, H, WHOLE)
     outs = _rows(_places(out, token, out_row, head, column, H), inside, column, H, WHOLE)
@@ -275,79 +279,27 @@ def _dq_inputs(  # type: ignore[no-untyped-def]
     place = norms + (token.to(tl.int64) * HEADS + head) * 2
     tl.store(place, norm, mask=inside)
     tl.store(place + 1, deltas, mask=inside)
-    return queries, douts, norm, deltas
-
-
-@jit
-def _dq_weights(queries, keys, norm, scale, softcap, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(weights, not masked yet; the soft-cap's slope)"""
-    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-    scores, factor, slope = capped(scores, scale, softcap, HAS_SOFTCAP, PRECISION == "ieee")
-    return weights_by(scores, factor, norm[:, None], PRECISION == "ieee"), slope
-
-
-@jit
-def _add_dq(result, weights, dweights, deltas, slope, keys, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    dscores = weights * (dweights - deltas[:, None]) * slope
-    return add_dot(result, dscores.to(keys.dtype), keys, PRECISION)
-
-
-@jit
-def _dq_kernel(  # type: ignore[no-untyped-def]
-    dout, dout_row, q, q_row, k, k_row, v, v_row, out, out_row, lse, norms, starts, dq, dq_row, cos, sin, scale, softcap,
-    T, H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, WHOLE: tl.constexpr, PAIR: tl.constexpr, TURN: tl.constexpr,
-):  # fmt: skip
-    EXACT: tl.constexpr = PRECISION == "ieee"
-    ABREAST: tl.constexpr = 2 * PACK if PAIR else PACK  # query heads a program
-    first_head = tl.program_id(0) % (HEADS // ABREAST) * ABREAST
-    first, token, head = _query_rows(tl.program_id(0) // (HEADS // ABREAST), first_head, BM, PACK)
-    kv_head = first_head // GROUP
-    inside = token < T
-    column = tl.arange(0, HP)
-    queries, douts, norm, deltas = _dq_inputs(
-        dout, dout_row, q, q_row, out, out_row, lse, norms, token, head, column, inside, T, H, HEADS, WHOLE, EXACT,
-    )  # fmt: skip
     start = tl.load(starts + token, mask=inside, other=0)
     begin, end, common = _keys_of(starts, first, T, WINDOW, BM // PACK, BN)
     key = begin + tl.arange(0, BN)
     k_places = _places(k, key, k_row, kv_head, column, H)
     v_places = _places(v, key, v_row, kv_head, column, H)
     result = tl.zeros([BM, HP], tl.float32)
-    if PAIR:
-        result2 = result
-        head2 = head + GROUP
-        queries2, douts2, norm2, deltas2 = _dq_inputs(
-            dout, dout_row, q, q_row, out, out_row, lse, norms, token, head2, column, inside, T, H, HEADS, WHOLE, EXACT,
-        )  # fmt: skip
     for first_key in tl.range(begin, end, BN, num_stages=STAGES):
         keys = _rows(k_places, key < T, column, H, WHOLE)
         values = _rows(v_places, key < T, column, H, WHOLE)
-        weights, slope = _dq_weights(queries, keys, norm, scale, softcap, HAS_SOFTCAP, PRECISION)
-        if PAIR:
-            keys2 = _rows(k_places + H, key < T, column, H, WHOLE)
-            values2 = _rows(v_places + H, key < T, column, H, WHOLE)
-            weights2, slope2 = _dq_weights(queries2, keys2, norm2, scale, softcap, HAS_SOFTCAP, PRECISION)
-        else:  # here for one head, below for two: else 100 registers instead of 96, or 193 instead of 166, a program an SM less
-            dweights = tl.dot(douts, tl.trans(values), input_precision=PRECISION)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        dweights = tl.dot(douts, tl.trans(values), input_precision=PRECISION)
+        scores, factor, slope = capped(scores, scale, softcap, HAS_SOFTCAP, EXACT)
+        weights = weights_by(scores, factor, norm[:, None], EXACT)
         if (first_key < common) | (first_key + BN > first + 1):
-            seen = _seen(token[:, None], key[None, :], start[:, None], WINDOW)
-            weights = tl.where(seen, weights, 0.0)
-            if PAIR:
-                weights2 = tl.where(seen, weights2, 0.0)
-        if PAIR:
-            dweights = tl.dot(douts, tl.trans(values), input_precision=PRECISION)
-        result = _add_dq(result, weights, dweights, deltas, slope, keys, PRECISION)
-        if PAIR:
-            dweights2 = tl.dot(douts2, tl.trans(values2), input_precision=PRECISION)
-            result2 = _add_dq(result2, weights2, dweights2, deltas2, slope2, keys2, PRECISION)
+            weights = tl.where(_seen(token[:, None], key[None, :], start[:, None], WINDOW), weights, 0.0)
+        dscores = weights * (dweights - deltas[:, None]) * slope
+        result = add_dot(result, dscores.to(keys.dtype), keys, PRECISION)
         key += BN
         k_places += BN * k_row
         v_places += BN * v_row
     _store(dq, token, dq_row, head, column, inside, result * scale, cos, sin, H, TURN)
-    if PAIR:
-        _store(dq, token, dq_row, head2, column, inside, result2 * scale, cos, sin, H, TURN)
 
 
 @jit
@@ -465,10 +417,10 @@ class Short:
         config, softcap = config_for(width, q_TNH.dtype), packed.softcap or 1.0
         inputs = (dout_TNH, dout_TNH.stride(0), q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0))
         tiles = config.dq
-        pack, pair = tiles.pack(options["GROUP"]), tiles.pairs(options["GROUP"], k_TKH.shape[1])
-        _dq_kernel[(heads // (2 * pack if pair else pack) * triton.cdiv(T, tiles.rows // pack),)](
+        pack = tiles.pack(options["GROUP"])
+        _dq_kernel[(heads // pack * triton.cdiv(T, tiles.rows // pack),)](
             *inputs, out_TNH, out_TNH.stride(0), lse_NT, norms_TN2, starts_T, dq, dq.stride(0), cos, sin, packed.scale,
-            softcap, T, **options, **tiles.options(T, pack, width), PAIR=pair, num_warps=tiles.warps,
+            softcap, T, **options, **tiles.options(T, pack, width), num_warps=tiles.warps,
         )  # fmt: skip
         tiles = config.dkdv
         pack = tiles.pack(options["GROUP"])

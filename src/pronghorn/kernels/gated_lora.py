@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.dispatch import KERNELS_ARE_INTERPRETED, jit, processor_count, tl, triton, use_triton
+from pronghorn.kernels.gated_lora_thin import COLUMNS as THIN_COLUMNS
 from pronghorn.kernels.gated_lora_thin import WIDTH, ThinSums, _give_thin, _thin_product, _thin_weight
 from pronghorn.kernels.gated_mlp import (
     Kind,
@@ -91,10 +92,12 @@ BACKWARD_CONFIGS = [Tile(*config) for config in (
     (32, 64, 4, 2, 4), (32, 64, 4, 3, 4), (32, 64, 4, 3, 3), (16, 128, 8, 4, 3), (16, 128, 4, 3, 4), (64, 64, 4, 3, 2, False),
     (32, 128, 4, 3, 2),
 )]  # fmt: skip
-# With dgu sB: 29.2, 28.4, 30.4, 31.4, 32.9 and 28.9 instructions a value (31 of BACKWARD_CONFIGS[0] without it); only the last
-# spills, 40 bytes. 64 rows are what the tensor cores' large instruction takes: (32, 128, 8, 3, 2) would be 44.
+# With dgu sB: 29.2 instructions a value and 179 registers in the first, 28.4 to 32.9 in the others (31 of BACKWARD_CONFIGS[0]
+# without it); only the last spills, 40 bytes. 64 rows are what the tensor cores' large instruction takes: (32, 128, 8, 3, 2)
+# would be 44. In a 1B step of 148 to 150 ms the first saves 0.3 to 0.6 ms, the others nothing, up to 1.8 more
+# (benchmarks/results/step-tried-llama-1b.json).
 THIN_CONFIGS = [Tile(*config) for config in (
-    (64, 64, 4, 3, 2, False), (64, 64, 4, 2, 2, False), (64, 128, 8, 2, 1, False), (64, 128, 8, 3, 1, False),
+    (64, THIN_COLUMNS, 4, 3, 2, False), (64, 64, 4, 2, 2, False), (64, 128, 8, 2, 1, False), (64, 128, 8, 3, 1, False),
     (32, 128, 4, 3, 2, False), (64, 64, 4, 2, 3, False),
 )]  # fmt: skip
 FORWARD_CONFIGS = [Tile(*config) for config in (
@@ -115,7 +118,7 @@ def _backward_tile(rank: int, itemsize: int) -> Tile:
 
 
 def _thin_tile() -> Tile | None:
-    """For the kernel that makes dgu sB as well; None: that is a product of its own. Two programs of 4 warps, 179 registers."""
+    """For the kernel that makes dgu sB as well; None: that is a product of its own."""
     return THIN_CONFIGS[0]
 
 

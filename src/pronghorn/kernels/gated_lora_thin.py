@@ -24,6 +24,7 @@ from torch import Tensor
 from pronghorn.kernels.dispatch import jit, tl, triton
 
 WIDTH = 32  # two adapters' ranks, each at most 16
+COLUMNS = 64  # of a block, as gated_lora.py takes them
 ROWS, TOGETHER = 8, 8  # of the kernel that adds up
 
 

@@ -61,12 +61,12 @@ class Tile(NamedTuple):
     rounds: int
 
     def programs(self, ranks: int) -> int:
-        """That a multiprocessor has room for in its 228 KB of shared memory, of which 1 KB more goes with each."""
-        return max(1, 233472 // (self.stages * self.rows * (self.columns + ranks) * 2 + 2048))
+        """That a multiprocessor has room for: 64 warps, and 228 KB of shared memory, of which 1 KB more goes with each."""
+        return max(1, min(64 // self.warps, 233472 // (self.stages * self.rows * (self.columns + ranks) * 2 + 2048)))
 
     def registers(self, ranks: int) -> int | None:
         """The most a thread may have; None where it may have all there are."""
-        most = 65536 // (self.programs(ranks) * self.warps * 32) // 8 * 8
+        most = max(64, 65536 // (self.programs(ranks) * self.warps * 32) // 8 * 8)
         return most if most < 255 else None
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from pronghorn.kernels.attention_flash import backward_turns
+from pronghorn.kernels.gated_lora_thin import COLUMNS as THIN_COLUMNS
+from pronghorn.kernels.gated_lora_thin import WIDTH as THIN_WIDTH
 from pronghorn.kernels.linear_cross_entropy import chunk_rows
 from pronghorn.memory import fp8_moe_sizes, fp8_sizes, moe_sizes
 from pronghorn.memory.sizes import FP32, FROM_ITS_INPUT, Job, Recompute, kept_bytes, kept_parts, unpacked_bytes
@@ -113,11 +115,21 @@ def working_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
         mlp += (piece if pieces > 1 and recompute != "nothing" else whole).a_ext
     if job.graphed and g["down"].extra:
         mlp += SUMS_PROGRAMS * job.rank * sum(g[name].adapters for name in ("gate_up", "down")) * s.mlp_width * FP32
+    if recompute == "nothing" or pieces == 1:
+        mlp += _thin_sums(job)
     mlp_is_done = parts["h2"] + parts.get("xa2", 0) + parts.get("y", 0)
     freed = parts["h2"] if recompute in FROM_ITS_INPUT else mlp_is_done + (parts["gu"] if recompute == "nothing" else 0)
     attention = whole.do + (0 if job.in_place else whole.dqkv_ext) + _sums_of_attention(job) - freed
     attention += whole.d if "after_attention" in s.norms else 0
     return again + dh + max(mlp, attention) + unpacked_bytes(job) + trained
+
+
+def _thin_sums(job: Job) -> int:
+    """What blocks of columns add to dgu sB in the activation's backward (kernels/gated_lora_thin.py), where it makes that."""
+    gate_up = job.groups()["gate_up"]
+    if not job.graphed or gate_up.adapters != 2 or job.rank > THIN_WIDTH // 2 or job.element != 2:
+        return 0
+    return job.capacity * -(-job.shape.mlp_width // THIN_COLUMNS) * (2 * THIN_WIDTH + 1)
 
 
 def _forward_of_experts(job: Job) -> int:

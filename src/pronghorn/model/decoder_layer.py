@@ -182,7 +182,11 @@ class FastDecoderLayer(Attending):
         rstd: dict[str, Tensor] = {}
         h, o, lse = given.h, given.o, given.lse
         x = self.normed(self.before_attention, h, self.qkv.extra, rstd, "before_attention")
-        qkv, xa1 = self.qkv.forward(x) if self.q_norm else self.qkv.forward_with_room(x)
+        if self.q_norm:
+            qkv, behind = self.qkv.forward(x)
+            xa1 = None if behind is None else behind.clone()
+        else:
+            qkv, xa1 = self.qkv.forward_with_room(x)
         del x
         q, k, v, qk_rstd = self.turned(qkv[:, : self._qkv_width], documents)
         if o is None or lse is None:

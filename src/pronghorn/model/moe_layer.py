@@ -148,7 +148,8 @@ class MoeDecoderLayer(FastDecoderLayer):
             x2_gate = x2 if not self.shared_gate.extra else rows_like(x2, x2.shape[1] + self.shared_gate.extra)
             if self.shared_gate.extra:
                 copy_rows(x2, x2_gate[:, : x2.shape[1]])
-            gate, kept.gate_xa = self.shared_gate.forward(x2_gate)
+            gate, behind = self.shared_gate.forward(x2_gate)
+            kept.gate_xa = None if behind is None else behind.clone()
             kept.shared_weight = torch.sigmoid(gate.to(routing.weights_TK.dtype))
             kept.shared_gu, kept.shared_xa2 = self.gate_up_of(x2_ext)
         return kept

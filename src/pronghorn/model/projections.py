@@ -209,12 +209,13 @@ class Projections:
             self._group.extend(x_ext)
 
     def forward(self, x_ext: Tensor, *, extended: bool = False, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(y_TO, x A^T or None). x_ext has `extra` columns behind x, which this fills, unless they are (`extended`)."""
+        """(y_TO, x A^T or None). x_ext has `extra` columns behind x, which this fills, unless they are (`extended`), and which
+        it returns: who wants to keep them without x_ext copies them."""
         bias = self._bias
         if self._group:
             self._group.load()
             xa = x_ext[:, self._group.D :] if extended else self._group.extend(x_ext)
-            return self._group.forward(x_ext, bias_O=bias, out=out, extended=True), xa.clone() if self.extra else None
+            return self._group.forward(x_ext, bias_O=bias, out=out, extended=True), xa if self.extra else None
         weights = self._weights
         if len(weights) == 1 and out is None and bias is not None:
             return torch.nn.functional.linear(x_ext, weights[0], bias), None
@@ -224,13 +225,14 @@ class Projections:
         return y if bias is None else y.add_(bias), None
 
     def forward_with_room(self, x_ext: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The same, with room behind y for the columns that its gradient has there: the gradient can take y's place. Zeros on
-        the CPU, as in decoder_layer.rows_like."""
+        """The same, x A^T copied, with room behind y for the columns that its gradient has there: the gradient can take y's
+        place. Zeros on the CPU, as in decoder_layer.rows_like."""
         if not self.extra:
-            return self.forward(x_ext)
+            return self.forward(x_ext)[0], None
         width, make = sum(self.widths), x_ext.new_empty if x_ext.is_cuda else x_ext.new_zeros
         y_ext = make(x_ext.shape[0], width + self.extra)
-        return y_ext, self.forward(x_ext, out=y_ext[:, :width])[1]
+        _, xa = self.forward(x_ext, out=y_ext[:, :width])
+        return y_ext, None if xa is None else xa.clone()
 
     def forward_add(self, x_ext: Tensor, h: Tensor, multiplier: float, *, extended: bool = False, out: Tensor | None = None
                     ) -> Tensor:
