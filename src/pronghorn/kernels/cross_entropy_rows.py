@@ -94,6 +94,34 @@ def _logits(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _block_sums(  # type: ignore[no-untyped-def]
+    row_ptr, row_stride, vocabulary, softcap, inverse_softcap, logit_scale, index, anchor, sums, totals,
+    HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, WHOLE: tl.constexpr, WRITES: tl.constexpr,
+    BLOCK_V: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """A block's part in `_row_sums`. WHOLE: all of it lies in the vocabulary, so that no value is asked where it is."""
+    columns = index * BLOCK_V + tl.arange(0, BLOCK_V)
+    if WHOLE:
+        raw = tl.load(row_ptr + columns)
+    else:
+        raw = tl.load(row_ptr + columns, mask=columns < row_stride, other=0.0)
+    logits, slope = _logits(raw, logit_scale, softcap, inverse_softcap, HAS_SCALE, HAS_SOFTCAP)
+    if HAS_SMOOTHING:
+        totals += tl.sum(tl.reshape(tl.where(columns < vocabulary, logits, 0.0), [BLOCK_V // GROUP, GROUP]), 1)
+    if not WHOLE:
+        logits = tl.where(columns < vocabulary, logits, float("-inf"))
+    highest = tl.max(logits, 0) * _LOG2_E
+    risen = tl.where(highest > anchor + _RISE, tl.ceil(highest), anchor)
+    powers = tl.exp2(logits * _LOG2_E - risen)
+    sums = sums * tl.exp2(anchor - risen) + tl.sum(tl.reshape(powers, [BLOCK_V // GROUP, GROUP]), 1)
+    if WRITES and WHOLE:
+        tl.store(row_ptr + columns, (powers * slope).to(row_ptr.dtype.element_ty))
+    elif WRITES:
+        tl.store(row_ptr + columns, (powers * slope).to(row_ptr.dtype.element_ty), mask=columns < row_stride)
+    return risen, sums, totals
+
+
+@jit
 def _row_sums(  # type: ignore[no-untyped-def]
     row_ptr, row_stride, vocabulary, softcap, inverse_softcap, logit_scale, HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, WRITES: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -103,28 +131,24 @@ def _row_sums(  # type: ignore[no-untyped-def]
     powers times the slope take the logits' place. Of a value, exp takes six instructions (it looks after numbers under 1e-38),
     exp2 of a multiply-add two."""
     GROUP: tl.constexpr = 8  # columns of one thread: a sum for each group, and no reduction of them in the loop
-    block = tl.arange(0, BLOCK_V)
     number = tl.arange(0, BLOCKS)
     sums = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
     totals = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
     anchor = _LOWEST
     anchors = tl.full([BLOCKS], _LOWEST, tl.float32)  # that each block was written with
-    blocks = tl.cdiv(row_stride, BLOCK_V)
-    for index in tl.range(0, blocks, num_stages=STAGES):
-        columns = index * BLOCK_V + block
-        raw = tl.load(row_ptr + columns, mask=columns < row_stride, other=0.0)
-        logits, slope = _logits(raw, logit_scale, softcap, inverse_softcap, HAS_SCALE, HAS_SOFTCAP)
-        if HAS_SMOOTHING:
-            totals += tl.sum(tl.reshape(tl.where(columns < vocabulary, logits, 0.0), [BLOCK_V // GROUP, GROUP]), 1)
-        logits = tl.where(columns < vocabulary, logits, float("-inf"))
-        highest = tl.max(logits, 0) * _LOG2_E
-        risen = tl.where(highest > anchor + _RISE, tl.ceil(highest), anchor)
-        powers = tl.exp2(logits * _LOG2_E - risen)
-        sums = sums * tl.exp2(anchor - risen) + tl.sum(tl.reshape(powers, [BLOCK_V // GROUP, GROUP]), 1)
-        anchor = risen
-        if WRITES:
-            tl.store(row_ptr + columns, (powers * slope).to(row_ptr.dtype.element_ty), mask=columns < row_stride)
-            anchors = tl.where(number == index, anchor, anchors)
+    blocks, whole = tl.cdiv(row_stride, BLOCK_V), vocabulary // BLOCK_V
+    for index in tl.range(0, whole, num_stages=STAGES):
+        anchor, sums, totals = _block_sums(
+            row_ptr, row_stride, vocabulary, softcap, inverse_softcap, logit_scale, index, anchor, sums, totals,
+            HAS_SCALE, HAS_SOFTCAP, HAS_SMOOTHING, True, WRITES, BLOCK_V, GROUP,
+        )  # fmt: skip
+        anchors = tl.where(number == index, anchor, anchors)
+    if whole < blocks:
+        anchor, sums, totals = _block_sums(
+            row_ptr, row_stride, vocabulary, softcap, inverse_softcap, logit_scale, whole, anchor, sums, totals,
+            HAS_SCALE, HAS_SOFTCAP, HAS_SMOOTHING, False, WRITES, BLOCK_V, GROUP,
+        )  # fmt: skip
+        anchors = tl.where(number == whole, anchor, anchors)
     if WRITES:
         rises = tl.sum(tl.where((number < blocks) & (anchors != anchor), 1, 0), 0)
         if rises > 0:

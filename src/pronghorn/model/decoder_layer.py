@@ -10,7 +10,7 @@ it, so names, hooks, checkpoints and generation stay the family's. Forward, with
     qkv_TX = x Wqkv                           one product; LoRA rides along as extra columns (kernels/lora_linear.py)
    *q, k, v = rope(qk_norm(qkv))              in place where there is no qk-norm (else *qkv too), and so may be its gradient
    *o, lse = attention(q, k, v)
-   *h2, x2 = h + o Wo, norm(h2)               one pass; x2 again only where weights are trained
+   *h2, x2 = h + o Wo, norm(h2)               one pass, or h2 by the product; x2 again only where weights are trained
    *gu_T2F = x2 Wgu                           in rows with room behind them: its gradient takes its place
     a = act(gate) * up                        computed again, inside the kernel that needs its gradient
     h3 = h2 + a Wdown                         the product adds the residual itself
@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pronghorn.kernels.copy_rows import copy_rows
+from pronghorn.kernels.cublaslt import adds_freely
 from pronghorn.kernels.gated_lora import gated_lora_backward, gated_lora_forward, why_not, why_not_thin
 from pronghorn.kernels.gated_mlp import gated_activation_backward, gated_activation_forward
 from pronghorn.kernels.lora_collect import CollectJob
@@ -100,7 +101,7 @@ class FastDecoderLayer(Attending):
         named = {"before_attention": self.before_attention, "after_attention": self.after_attention,
                  "before_mlp": self.before_mlp, "after_mlp": self.after_mlp, "q_norm": self.q_norm, "k_norm": self.k_norm}
         self.norms = {name: norm for name, norm in named.items() if norm is not None}
-        self.fused = False  # set by `prepare`
+        self.fused = self._product_adds = False  # set by `prepare`
         self.level: Level = "nothing"  # what backward computes again (model/kept.py)
         self.recompute = False  # everything, whatever the level: as people ask for it who know gradient checkpointing
         self.pieces = 1  # turns in which the MLP's rows are done where gate and up are not kept (model/mlp_pieces.py)
@@ -112,6 +113,7 @@ class FastDecoderLayer(Attending):
     def prepare(self, dtype: torch.dtype) -> bool:
         """Before every forward: finds out what the modules are now. Returns whether adapters moved."""
         self.fused = not self.why_not_fused()
+        self._product_adds = adds_freely(dtype, self.layer.self_attn.o_proj.weight.device)
         moved = [group.prepare(dtype) for group in self.groups if self.fused]
         return any(moved)
 
@@ -247,7 +249,7 @@ class FastDecoderLayer(Attending):
 
     def _to_mlp(self, o_ext: Tensor, h: Tensor, rstd: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         """(the MLP's input in rows with room, h2, and the branch's output where a norm follows it). Residual and norm in one
-        pass where they follow each other: a product that adds h has to copy it first."""
+        pass where they follow each other and a product that adds h would have to copy it first."""
         norm = self.before_mlp
         if norm is None or not self.adds_before_mlp:
             h2, y1 = self.branch(self.out, o_ext, h, self.after_attention, rstd, "after_attention")
@@ -257,7 +259,8 @@ class FastDecoderLayer(Attending):
     @property
     def adds_before_mlp(self) -> bool:
         """Whether the norm before the MLP adds the residual itself."""
-        return self.before_mlp is not None and self.after_attention is None and self.multiplier == 1.0
+        follows = self.before_mlp is not None and self.after_attention is None and self.multiplier == 1.0
+        return follows and not self._product_adds
 
     def add_and_norm(self, norm: Norm, y: Tensor, h: Tensor, rstd: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(norm(h + y) in rows with room for gate and up's columns, h + y, which takes y's place)"""
