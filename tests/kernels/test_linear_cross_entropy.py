@@ -189,7 +189,7 @@ def test_fp16_gradients_do_not_vanish_under_a_small_scale(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("terms", [{}, {"softcap": 5.0}, {"softcap": 5.0, "logit_scale": 0.25}], ids=str)
-@pytest.mark.parametrize(("shape", "bias"), [((9, 64, 259), True), ((33, 96, 1000), False), ((3, 72, 8257), True)], ids=str)
+@pytest.mark.parametrize(("shape", "bias"), [((33, 64, 259), False), ((3, 72, 8257), True)], ids=str)
 @pytest.mark.usefixtures("small_chunks")
 def test_rows_with_factors_are_as_near_once_multiplied(
     device: str, dtype: torch.dtype, terms: dict[str, float], shape: tuple[int, int, int], bias: bool, once: None

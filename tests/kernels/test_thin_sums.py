@@ -73,8 +73,7 @@ def check(jobs: list[ThinJob], judge: Callable[..., None]) -> None:
         assert beside[:, job.total_SD.shape[1] :].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "rstd"])
+@pytest.mark.parametrize(("dtype", "scaled"), [(torch.bfloat16, False), (torch.float16, True)], ids=str)
 @pytest.mark.parametrize("S", RANKS)
 def test_one_product(where: str, judge: Callable[..., None], S: int, scaled: bool, dtype: torch.dtype) -> None:
     check([job_of(333, S, 200, dtype, where, scaled=scaled)], judge)
@@ -86,7 +85,7 @@ def test_rows_that_fill_no_tile(where: str, judge: Callable[..., None], T: int) 
 
 
 @pytest.mark.parametrize("scaled", [(False, False), (True, False), (False, True), (True, True)], ids=str)
-@pytest.mark.parametrize("ranks", [(16, 16), (48, 48), (8, 64), (33, 16)], ids=str)
+@pytest.mark.parametrize("ranks", [(16, 16), (8, 64), (33, 16)], ids=str)
 def test_two_products_in_one_launch(
     where: str, judge: Callable[..., None], small_tiles: None, ranks: tuple[int, int], scaled: tuple[bool, bool]
 ) -> None:
