@@ -98,10 +98,8 @@ def deep_recipe(recipe_for: Callable[..., Recipe], tmp_path: Path) -> Callable[.
 
 
 @pytest.mark.parametrize(("family", "changes"), [
-    ("qwen3_moe", {}), ("qwen3_moe", {"method": "qlora"}), ("qwen2_moe", {}), ("mixtral", {"lora": {"targets": "all-linear"}}),
-    ("gpt_oss", {"method": "qlora"}), ("gpt_oss", {"method": "full"}), ("gpt_oss", {"method": "fp8"}),
-    ("qwen3_moe", {"method": "fp8"}), ("qwen2_moe", {"method": "fp8"}),
-    ("mixtral", {"method": "fp8", "lora": {"targets": "all-linear"}})])
+    ("qwen3_moe", {"method": "qlora"}), ("qwen2_moe", {}), ("mixtral", {"lora": {"targets": "all-linear"}}),
+    ("gpt_oss", {"method": "full"}), ("gpt_oss", {"method": "fp8"}), ("qwen2_moe", {"method": "fp8"})])
 def test_a_budget_trains_the_same_numbers(family: str, changes: dict[str, Any], deep_recipe: Callable[..., Recipe]) -> None:
     base = deep_recipe(family, "free", **changes)
     free, levels = train(base, display=Silent()), set()
