@@ -216,3 +216,15 @@ def test_what_is_not_covered_is_left_to_torch(why: str) -> None:
         a = a.T.contiguous().T
     assert not multiply(a, b, out)
     assert not out.any()
+
+
+def test_a_product_adds_freely_where_the_library_covers_it(monkeypatch: pytest.MonkeyPatch, fake: FakeCublasLt) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cublaslt, "cuda_capability", lambda device: (9, 0))
+    assert cublaslt.adds_freely(torch.bfloat16, torch.device("cuda", 0))
+    assert cublaslt.adds_freely(torch.bfloat16, torch.device("cuda"))
+    assert not cublaslt.adds_freely(torch.float16, torch.device("cuda", 0))
+    assert not cublaslt.adds_freely(torch.bfloat16, torch.device("cuda", 1))
+    assert not cublaslt.adds_freely(torch.bfloat16, torch.device("cpu"))
+    monkeypatch.setattr(cublaslt, "cuda_capability", lambda device: (8, 0))
+    assert not cublaslt.adds_freely(torch.bfloat16, torch.device("cuda", 0))

@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pronghorn.bench.workloads import MODELS
 from pronghorn.kernels.attention_flash import backward_turns
+from pronghorn.kernels.gated_lora import THIN_CONFIGS
+from pronghorn.kernels.gated_lora_thin import ThinSums
 from pronghorn.memory.sizes import FROM_ITS_INPUT, Job, Recompute, kept_bytes, shape_of
-from pronghorn.memory.working import _sums_of_attention, forward_bytes, pieces_worth_trying, working_bytes
+from pronghorn.memory.working import _sums_of_attention, _thin_sums, forward_bytes, pieces_worth_trying, working_bytes
 from pronghorn.model import attending
 from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of, install
@@ -133,6 +135,15 @@ def test_sums_are_those_of_whose_attention_it_is(changed: dict[str, Any], own: b
     given = {name: value for name, value in changed.items() if name != "width"}
     job = Job(replace(shape, head_width=width), 16384, documents=128, **given)
     assert _sums_of_attention(job) == (16384 * 32 * 2 * 4 if own else (16384 + 128 * 128) * (32 + 16) * width * 4)
+
+
+def test_partial_sums_of_the_gated_kernel_are_counted_where_there_are_any() -> None:
+    job = Job(shape_of(MODELS["llama-1b"]), 16384)
+    thin = ThinSums.empty(8192 // THIN_CONFIGS[0].columns, 16384, torch.device("meta"))
+    assert _thin_sums(job) == sum(tensor.nbytes for tensor in thin) == 136_314_880
+    assert working_bytes(job, "nothing") - working_bytes(replace(job, rank=17), "nothing") > 130e6
+    for other in (replace(job, rank=17), replace(job, element=4), replace(job, graphed=False)):
+        assert _thin_sums(other) == 0
 
 
 def test_pieces_are_not_too_small() -> None:

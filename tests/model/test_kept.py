@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Olmo2C
 
 from pronghorn.data.batches import build_batch
 from pronghorn.memory.offload import OffloadPool, bytes_needed
+from pronghorn.model import decoder_layer
 from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
 from pronghorn.model.kept import Away, Input, Kept, Level, come_back, leave
@@ -76,6 +77,23 @@ def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """To the rounding of fp32 sums in another order; relative to the largest of each gradient."""
     return one.keys() == other.keys() and all(
         float((one[name] - other[name]).abs().max()) <= 2e-6 * float(other[name].abs().max()) + 1e-12 for name in one)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_residual_added_by_a_product_gives_the_same_gradients(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a Hopper; with a norm behind the projection (Gemma, OLMo 2) there is nothing to choose."""
+    model, engine = model_of(family, lora=True)
+    loss, expected = gradients(model)
+    by_norm = [layer.adds_before_mlp for layer in engine.layers]
+    assert by_norm == [family in ("llama", "qwen3")] * 4
+    monkeypatch.setattr(decoder_layer, "adds_freely", lambda *_: True)
+    for pieces in (1, 3):
+        for layer in engine.layers:
+            layer.level, layer.pieces = "layer", pieces
+        again, found = gradients(model)
+        assert not any(layer.adds_before_mlp for layer in engine.layers)
+        assert again == pytest.approx(loss, rel=1e-6)
+        assert close(found, expected), pieces
 
 
 @pytest.mark.parametrize(("lora", "summed"), [(True, False), (True, True), (False, False)], ids=["lora", "sums", "full"])

@@ -6,9 +6,9 @@
 The factor of a row, and so exp(-lse) too, may be left to whoever reads the product of the gradient with the head's weight. Then
 what is written is 2^(logit / ln 2 - anchor), which needs no sum, and the row is read once: 8.4 instead of 12.6 GB at 16,384
 rows of 128,256. The label's own is written last, less the sum: the difference is rounded, not its terms, and by how much is
-put right in the factor, since it outweighs each of the others. Its anchor a row has
-from its first block of columns, a whole number near its largest logit; a later block that rises by more than `_RISE` powers
-above moves it, and what was written before is multiplied by a power of 2, which is exact.
+put right in the factor, since it outweighs each of the others. A row has its anchor from its first block of columns, a whole
+number near the largest logit there; a later block that rises by more than `_RISE` powers above moves it, and what was written
+before is multiplied by a power of 2, which is exact.
 
 C = rows of a chunk, V = vocabulary. One program a row.
 """

@@ -8,7 +8,8 @@ That is written, and a second kernel adds up the blocks, in their order:
 
 In fp32 they would be half of what the product reads, in bf16 a gradient would be rounded twice. fp16 has three bits more, and
 a power of two for each row and block puts the row's largest at 2^14 to 2^15, whatever its size: everything down to 2^-28 of it
-keeps 11 bits. The sum of 10 or 100 of them, rounded to bf16, is 1.01 times as far from the truth as if it were rounded once.
+keeps 11 bits. Their sum, rounded to bf16, is at most a twentieth further from the truth than if it were rounded once
+(tests/kernels/test_gated_lora_thin.py).
 
 T = packed tokens, F = MLP width, G = 2F, R = columns of sB: gate's adapter has rows 0 to F, up's F to 2F, each in columns of
 its own within the first WIDTH; everything else in sB is zero.

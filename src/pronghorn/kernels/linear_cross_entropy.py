@@ -31,7 +31,7 @@ from pronghorn.kernels.dispatch import jit, tl, triton, use_triton
 from pronghorn.kernels.products import product
 
 # The logits' chunk, at most; the outputs aside it is all the scratch there is. 2,048 rows at V = 128,256: 525 MB, products
-# of 2.15 TFLOP each (about 3 ms) beside about 0.35 ms of softmax, and 16 x 16 tiles of 128 x 256 for the hidden gradient at
+# of 2.15 TFLOP each (about 3 ms) beside some 0.3 ms of softmax, and 16 x 16 tiles of 128 x 256 for the hidden gradient at
 # D = 4096, which is 1.94 waves of 132 multiprocessors. Twice the rows would be over 1 GB.
 GPU_SCRATCH_BYTES = 640_000_000
 CPU_SCRATCH_BYTES = 64_000_000  # plain torch makes about four fp32 copies of the chunk
@@ -97,7 +97,7 @@ def _scale_in_place(x: torch.Tensor, scale: torch.Tensor, factors_N: torch.Tenso
     """x *= scale (0-dim, on x's device) in fp32, and each row by its factor. torch's own mul_ would round the scale itself to
     x's dtype first."""
     if not use_triton(x) or x.dtype == torch.float64:
-        x.copy_(x.to(_precise(x.dtype)) * scale)
+        x.copy_(x.to(_precise(x.dtype)) * (scale if factors_N is None else scale * factors_N[:, None]))
         return
     matrix = x if x.ndim == 2 else x[None]
     rows, width = matrix.shape
