@@ -3,7 +3,8 @@
     python tests/train/kill_and_resume.py --kills 20 --workers 2 MODEL SCRATCH
 
 `--workers 0,2` takes turns: whoever loads, the weights are those of the first run. Each run is a fork of this process, which
-has done the slow imports already, so that 20 kills take a minute.
+has done the slow imports already, so that 20 kills take a minute. An instant is a step and a moment after it, not a time since
+the start: where the machine is busy with something else, a run of 3 seconds may need 10, and all kills came before its steps.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import shutil
 import signal
 import sys
 import time
+from bisect import bisect
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from pronghorn.recipe import Recipe
 from pronghorn.report.display import JsonDisplay
+from pronghorn.report.run_log import FILE_NAME, read_log
 from pronghorn.report.stages import Stages
 from pronghorn.train import loop
 from pronghorn.train.checkpoint import latest_checkpoint, verify_checkpoint
@@ -48,6 +51,21 @@ def start(recipe: Recipe) -> int:
 def finish(child: int) -> None:
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0, f"the run failed: {status}"
+
+
+def step_times(run: Path) -> list[float]:
+    """When each step was logged."""
+    return [event["time"] for event in read_log(run) if event["event"] == "step"] if (run / FILE_NAME).exists() else []
+
+
+def kill(child: int, run: Path, after: int, moment: float) -> None:
+    """kill -9, `moment` seconds after that many steps."""
+    while len(step_times(run)) < after:
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), f"the run ended before its step {after}"
+        time.sleep(0.002)
+    time.sleep(moment)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def weights(run: Path, steps: int) -> bytes:
@@ -82,9 +100,10 @@ def main() -> None:
             "output": str(arguments.scratch / name),
         })
 
-    began = time.monotonic()
+    began = time.time()
     finish(start(recipe("whole", arguments.workers[0])))
-    duration = time.monotonic() - began
+    times = [began, *step_times(arguments.scratch / "whole"), time.time()]
+    duration = times[-1] - began
     expected = weights(arguments.scratch / "whole", arguments.steps)
     chance = random.Random(arguments.seed)
     landed = []
@@ -92,11 +111,9 @@ def main() -> None:
         run = arguments.scratch / "killed"
         shutil.rmtree(run, ignore_errors=True)
         killed = recipe("killed", arguments.workers[number % len(arguments.workers)])
-        child = start(killed)
-        # spread over the run, which is a little shorter than the first one: its rows are tokenized already
-        time.sleep((number + chance.random()) / arguments.kills * 0.9 * duration)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        instant = began + (number + chance.random()) / arguments.kills * duration  # spread over the run
+        after = bisect(times, instant) - 1
+        kill(start(killed), run, after, instant - times[after])
         newest = latest_checkpoint(run)
         landed.append(int(newest.name.split("-")[1]) if newest else 0)
         finish(start(killed))
