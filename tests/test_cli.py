@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -53,6 +54,7 @@ def place(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     folder = tmp_path_factory.mktemp("cli")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PRONGHORN_CACHE", str(folder / "cache"))
+        environment.setattr("pronghorn.train.loop.ANSWER_TOKENS", 3)  # of 64
         place = Place(folder, tiny_model)
         assert main(["train", str(place.recipe), "--json"]) == 0
         assert main(["train", str(write_recipe(folder, tiny_model, "slow", lr=1e-4)), "--json"]) == 0
@@ -83,18 +85,21 @@ def in_a_process(*words: str, **environment: str) -> subprocess.CompletedProcess
 
 
 def test_help_answers_in_a_blink_and_imports_nothing_heavy() -> None:
+    """In a blink of this machine: 0.3 s where two million turns of a loop take 0.15 s (measured: 0.1 s)."""
     program = (
         "import sys, time; began = time.process_time()\n"
+        "for _ in range(2_000_000): pass\n"
+        "turns = time.process_time() - began; began = time.process_time()\n"
         "from pronghorn.cli import main\n"
         "try: main(['--help'])\n"
         "except SystemExit as end: assert end.code == 0\n"
-        "print(time.process_time() - began); print(*sorted({name.split('.')[0] for name in sys.modules}))"
+        "print((time.process_time() - began) / turns); print(*sorted({name.split('.')[0] for name in sys.modules}))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    *said, seconds, modules = done.stdout.splitlines()
+    *said, blinks, modules = done.stdout.splitlines()
     for verb in ("demo", "new", "check", "data", "train", "eval", "chat", "export", "runs"):
         assert any(line.split()[:1] == [verb] for line in said), verb
-    assert float(seconds) < 0.3
+    assert float(blinks) < 2
     assert not HEAVY & set(modules.split())
 
 
@@ -243,11 +248,16 @@ def test_something_is_shown_before_the_seconds_of_heavy_imports(tmp_path: Path) 
     assert ended.stdout.splitlines() == [f"{verb} True" for verb in verbs]
 
 
-def test_an_output_that_cannot_show_every_letter_is_no_error(place: Place) -> None:
-    ended = in_a_process("data", "show", str(place.recipe), PYTHONIOENCODING="ascii")
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert "?40 + " not in ended.stdout  # digits stay digits
-    assert "<|im_end|>?" in ended.stdout
+def test_an_output_that_cannot_show_every_letter_is_no_error(place: Place, capsys: pytest.CaptureFixture[str],
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
+    monkeypatch.setattr(sys, "argv", ["pronghorn", "data", "show", str(place.recipe)])
+    assert main() == 0
+    assert capsys.readouterr().err == ""
+    said = shown.getvalue().decode("ascii")
+    assert "?40 + " not in said  # digits stay digits
+    assert "<|im_end|>?" in said
 
 
 @pytest.mark.parametrize("words", ["runs --root RUNS", "runs --root RUNS --json", "new -"])
@@ -549,8 +559,11 @@ def look_up(*address, **_):
     raise OSError("no network")
 socket.socket.connect, socket.getaddrinfo = connect, look_up
 from pronghorn.cli import main
+from pronghorn.train import loop
+loop.ANSWER_TOKENS = 3
 run = {str(tmp_path / "run")!r}
-for words in (["train", {str(place.recipe)!r}, "output=" + run], ["eval", run], ["chat", run, "--prompt", "hi"],
+for words in (["train", {str(place.recipe)!r}, "output=" + run], ["eval", run],
+              ["chat", run, "--prompt", "hi", "--max-tokens", "3"],
               ["export", run, "--to", "adapter"], ["export", run, "--to", "merged"]):
     assert main([*words, "--json"]) == 0, words
 print("tried:", tried)

@@ -125,6 +125,16 @@ def test_one_step_of_ours_and_of_a_peer(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     make_model_folder("tiny")
+    attempt = context.attempt
+
+    def ours_in_a_process(system: str, *rest: Any, **options: Any) -> dict[str, Any]:
+        """A peer's step here: a second process would be 10 s of imports, and is started no differently."""
+        if system == "pronghorn":
+            return attempt(system, *rest, **options)
+        told = json.loads(json.dumps(context.one_step(system, *rest)))
+        return told | {"system": system, "tokens": rest[2], "budget": rest[3], "process_seconds": 0.0}
+
+    monkeypatch.setattr(context, "attempt", ours_in_a_process)
     out = tmp_path / "context.json"
     words = ["context", "--model", "tiny", "--method", "lora", "--budget", "1GB", "--systems", "pronghorn,packed",
              "--ours", "2048", "--tokens", "1024", "--out", str(out)]

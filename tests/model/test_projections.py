@@ -72,8 +72,8 @@ def twin_of(model: Any) -> Any:
     return twin
 
 
-def batch_of(seed: int = 0, documents: int = 12) -> PackedBatch:
-    return build_batch(random_table(documents, seed=seed), np.arange(documents), 512)
+def batch_of(seed: int = 0, documents: int = 6) -> PackedBatch:
+    return build_batch(random_table(documents, seed=seed), np.arange(documents), 256)
 
 
 def loss_of(model: Any, batch: PackedBatch) -> torch.Tensor:
@@ -112,8 +112,10 @@ def scratches(model: Any) -> list[Any]:
 # ---- the same numbers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("lora", ["all", "some"])
+@pytest.mark.parametrize(("family", "lora"), [
+    *((family, "all") for family in FAMILIES),
+    *((family, "some") for family in ("llama", "llama, every bias", "llama, rows of no whole blocks", "phi3", "gemma2")),
+])
 def test_loss_and_every_gradient_are_those_of_the_dequantized_weights(family: str, lora: str) -> None:
     model, batch = model_of(family, LORAS[lora]), batch_of()
     twin = twin_of(model)

@@ -32,7 +32,7 @@ from samples import random_table
 
 SMALL: dict[str, Any] = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
                          "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "head_dim": 64}
-CAPACITY = 4 * DRY_TOKENS
+CAPACITY = 2 * DRY_TOKENS
 MODULES = [importlib.import_module(f"pronghorn.kernels.{m.name}") for m in pkgutil.iter_modules(pronghorn.kernels.__path__)]
 
 

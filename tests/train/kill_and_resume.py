@@ -28,6 +28,7 @@ from pronghorn.report.display import JsonDisplay
 from pronghorn.report.run_log import FILE_NAME, read_log
 from pronghorn.report.stages import Stages
 from pronghorn.train import loop
+from pronghorn.train.check import check_run
 from pronghorn.train.checkpoint import latest_checkpoint, verify_checkpoint
 from pronghorn.train.loop import train
 from samples import chat_rows, write_rows
@@ -86,7 +87,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # a fork may not inherit a pool of threads
-    loop.ANSWER_TOKENS = 8  # of 64, which take longer than the steps between two evaluations
+    loop.ANSWER_TOKENS = 3  # of 64, which take longer than the steps between two evaluations
     os.environ["PRONGHORN_CACHE"] = str(arguments.scratch / "cache")
     arguments.scratch.mkdir(parents=True, exist_ok=True)
     data = write_rows(arguments.scratch / "train.jsonl", chat_rows(60))
@@ -96,10 +97,12 @@ def main() -> None:
             "model": arguments.model, "precision": "fp32", "lora": {"r": 4, "dropout": 0.1},
             "data": {"train": [str(data)], "eval": 0.1, "max_length": 128, "workers": workers},
             "train": {"steps": arguments.steps, "batch_tokens": 512, "capacity": 256, "lr": 1e-2},
-            "checkpoint": {"every": 4, "keep": 2}, "eval": {"every": 20, "generations": 1},
+            "checkpoint": {"every": max(1, arguments.steps // 6), "keep": 2},
+            "eval": {"every": max(1, arguments.steps // 3), "generations": 1},
             "output": str(arguments.scratch / name),
         })
 
+    check_run(recipe("whole", 0), report=lambda *_: None)  # what it imports and tokenizes, each fork would: 0.7 of 2 s
     began = time.time()
     finish(start(recipe("whole", arguments.workers[0])))
     times = [began, *step_times(arguments.scratch / "whole"), time.time()]

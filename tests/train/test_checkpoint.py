@@ -256,7 +256,7 @@ while os.getppid() == parent:  # a failing test leaves nobody behind
     print(step, flush=True)
 """
 
-# Forks from a process that has torch loaded already, so that 25 kills cost 25 forks and not 25 imports.
+# Forks from a process that has torch loaded already, so that 16 kills cost 16 forks and not 16 imports.
 FORK_SERVER = f"""
 import os, sys
 import torch
@@ -297,7 +297,7 @@ def test_kill_9_at_random_instants_costs_no_finished_checkpoint(fork_server: tup
     process, run = fork_server
     dice = random.Random(7)
     left_something, finished = 0, 0
-    for _ in range(25):
+    for _ in range(16):
         assert process.stdin
         process.stdin.write("go\n")
         process.stdin.flush()
@@ -313,7 +313,7 @@ def test_kill_9_at_random_instants_costs_no_finished_checkpoint(fork_server: tup
         latest = latest_checkpoint(run)
         assert latest
         assert load_checkpoint(latest).step >= finished
-    assert left_something >= 5, "the kills never hit a save, so this proved nothing"
+    assert left_something >= 4, "the kills never hit a save, so this proved nothing"
     clean_leftovers(run)
     assert set(names(run)) <= {path.name for path in list_checkpoints(run)}
 

@@ -82,7 +82,7 @@ def pid(writer: CheckpointWriter) -> int:
     return writer._process.pid
 
 
-def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"
@@ -178,10 +178,9 @@ def test_one_is_in_flight_one_waits_and_the_third_snapshot_waits_for_memory(tmp_
         writer.wait()
         with standing_still(writer):
             began = time.monotonic()
-            save(writer, 2)
+            save(writer, 2)  # neither waits for the disk: it would for ever
             save(writer, 3)
             assert writer.finished() == []
-            assert time.monotonic() - began < 2, "the run waited for the disk"
             assert [snapshot.step for snapshot in writer._waiting] == [3]
             assert writer._in_flight is not None
             assert writer._in_flight.step == 2
@@ -196,10 +195,10 @@ def test_large_ones_have_one_image_only(tmp_path: Path, monkeypatch: pytest.Monk
     with writer_at(tmp_path) as writer:
         save(writer, 1)
         with standing_still(writer):
-            threading.Timer(0.3, os.kill, (pid(writer), signal.SIGCONT)).start()
             began = time.monotonic()
+            threading.Timer(0.3, os.kill, (pid(writer), signal.SIGCONT)).start()
             save(writer, 2)
-            assert time.monotonic() - began >= 0.2
+            assert time.monotonic() - began >= 0.3
         assert [written.step for written in writer.wait()] == [1, 2]
         assert writer._images[1].memory is None
 
@@ -367,13 +366,15 @@ def test_it_imports_little_and_ends_with_its_writer(tmp_path: Path) -> None:
     assert not is_alive(process)
 
 
-def test_it_ends_also_while_a_forked_data_worker_holds_the_pipe(tmp_path: Path) -> None:
+def test_it_ends_also_while_a_forked_data_worker_holds_the_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself: long before the writer's patience is at an end, also where the machine is busy and this process is nice."""
+    monkeypatch.setattr(checkpoint_writer, "_PATIENCE_S", 120.0)
     with writer_at(tmp_path) as writer:
         assert writer._process is not None
         process, inherited = pid(writer), os.dup(writer._process._pipe.fileno())
         save(writer, 1)
         began = time.monotonic()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 60
     assert not is_alive(process)
     os.close(inherited)
     assert [written.step for written in writer.finished()] == [1]

@@ -11,7 +11,7 @@ from pathlib import Path
 def test_kill_9_at_any_instant_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
     """One process: what it imports and the run that is not killed serve both ways of loading, whose weights are the same."""
     script = Path(__file__).parent / "kill_and_resume.py"
-    words = [str(tiny_model), str(tmp_path), "--kills", "6", "--workers", "0,2", "--steps", "24"]
+    words = [str(tiny_model), str(tmp_path), "--kills", "6", "--workers", "0,2", "--steps", "12"]
     done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,16 +29,21 @@ class Silent:
 
     def __init__(self, at_step: Callable[[int], None] = lambda step: None) -> None:
         self.events: list[dict[str, Any]] = []
+        self.times: list[float] = []  # of each event
         self.progresses: list[tuple[str, int]] = []  # labels, and how many events there were before
         self.at_step = at_step
 
     def handle(self, event: dict[str, Any]) -> None:
         self.events.append(event)
+        self.times.append(time.monotonic())
         if event["event"] == "step":
             self.at_step(event["step"])
 
     def progress(self, label: str, done: int, total: int) -> None:
         self.progresses.append((label, len(self.events)))
+
+
+SHORT = {"steps": 2}  # for what happens after a run, whatever it learned
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -86,21 +92,21 @@ def test_answers_at_an_evaluation_are_cut_where_the_run_says(
         return real(*arguments, max_new_tokens=max_new_tokens)
 
     monkeypatch.setattr(loop, "generate_answers", generate)
-    monkeypatch.setattr(loop, "ANSWER_TOKENS", 3)
-    train(recipe_for(train={"epochs": 1}, eval={"every": 1}), display=Silent(), stages=Stages())
+    monkeypatch.setattr(loop, "ANSWER_TOKENS", 2)
+    train(recipe_for(train={"steps": 2}, eval={"every": 1}), display=Silent(), stages=Stages())
     assert limits
-    assert set(limits) == {3}
+    assert set(limits) == {2}
 
 
 def test_the_stages_sum_to_the_wall_clock(recipe_for: Callable[..., Recipe]) -> None:
-    import time
-
-    began = time.monotonic()
-    train(recipe := recipe_for(), display=Silent(), stages=Stages(started=began))
-    wall = time.monotonic() - began
+    """To that between the last event before the accounts and the accounts themselves: however slow the machine is."""
+    began, display = time.monotonic(), Silent()
+    train(recipe := recipe_for(), display=display, stages=Stages(started=began))
     stages = [e for e in read_log(Path(recipe.output)) if e["event"] == "stages"][-1]
     assert sum(stages["seconds"].values()) == pytest.approx(stages["total"], rel=1e-6)
-    assert stages["total"] == pytest.approx(wall, rel=0.02, abs=0.1)  # the report is written after the last event
+    last = max(i for i, event in enumerate(display.events) if event["event"] == "stages")
+    assert display.times[last - 1] <= began + stages["total"] + 1e-5
+    assert began + stages["total"] <= display.times[last] + 1e-5
     for name in ("load", "tokenize", "step", "optimizer", "evaluate", "checkpoint"):
         assert stages["seconds"][name] > 0
     assert stages["seconds"]["other"] < 0.1 * stages["total"] + 0.1
@@ -108,7 +114,7 @@ def test_the_stages_sum_to_the_wall_clock(recipe_for: Callable[..., Recipe]) -> 
 
 @pytest.mark.parametrize("changes", [
     {},
-    {"method": "full", "train": {"epochs": 2, "lr": 1e-3}},
+    {"method": "full", "train": {"steps": 7, "lr": 1e-3}},
     {"lora": {"r": 4, "dropout": 0.3}},
     {"lora": {"r": 4, "dora": True, "plus_ratio": 4.0}},
     {"data": {"workers": 2}},
@@ -119,7 +125,8 @@ def test_a_run_stopped_at_any_step_ends_with_the_same_weights(
     recipe_for: Callable[..., Recipe], tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     """The kinds differ in what is put back, not in where a run stops: one of them stops everywhere, the others once."""
-    stops = (4,) if changes else (1, 4, 6)  # 4 is an evaluation step, 6 a checkpoint step
+    stops = (4,) if changes else (1, 4, 6)  # 4 is an evaluation step, 6 a checkpoint step, and an epoch has 5
+    changes = {"train": {"steps": 7}} | changes
     whole = train(recipe_for(**changes, output=str(tmp_path / "whole")), display=Silent())
     recipe = recipe_for(**changes, output=str(tmp_path / "parts"))
 
@@ -145,37 +152,38 @@ def test_a_run_stopped_at_any_step_ends_with_the_same_weights(
 
 
 def test_a_finished_run_is_not_run_again(recipe_for: Callable[..., Recipe]) -> None:
-    first = train(recipe_for(), display=Silent())
+    first = train(recipe_for(train=SHORT), display=Silent())
     display = Silent()
-    again = train(recipe_for(), display=display)
+    again = train(recipe_for(train=SHORT), display=display)
     assert again.step == first.step
     assert not [e for e in display.events if e["event"] == "step"]
     assert again.checkpoint == first.checkpoint
 
 
 def test_fresh_starts_over_and_keeps_the_old_folder(recipe_for: Callable[..., Recipe]) -> None:
-    first = train(recipe_for(), display=Silent())
+    first = train(recipe_for(train=SHORT), display=Silent())
     display = Silent()
-    train(recipe_for(train={"lr": 5e-3}), display=display, fresh=True)
+    train(recipe_for(train=SHORT | {"lr": 5e-3}), display=display, fresh=True)
     assert (first.folder.with_name("run.old-1") / "run.jsonl").is_file()
     assert next(e["step"] for e in display.events if e["event"] == "step") == 1
 
 
-@pytest.mark.parametrize("change", [{"train": {"lr": 5e-3}}, {"lora": {"r": 8}}, {"data": {"max_length": 100}}])
-def test_a_changed_recipe_is_refused_on_resume(recipe_for: Callable[..., Recipe], change: dict[str, Any]) -> None:
-    train(recipe_for(), display=Silent())
-    with pytest.raises(CheckpointError, match="recipe changed") as caught:
-        train(recipe_for(**change), display=Silent())
-    assert "--fresh" in caught.value.fix
+def test_a_changed_recipe_is_refused_on_resume(recipe_for: Callable[..., Recipe]) -> None:
+    train(recipe_for(train=SHORT), display=Silent())
+    changes: list[dict[str, Any]] = [{"train": SHORT | {"lr": 5e-3}}, {"lora": {"r": 8}}, {"data": {"max_length": 100}}]
+    for change in changes:
+        with pytest.raises(CheckpointError, match="recipe changed") as caught:
+            train(recipe_for(**({"train": SHORT} | change)), display=Silent())
+        assert "--fresh" in caught.value.fix
 
 
 def test_what_does_not_touch_the_numbers_may_change_on_resume(recipe_for: Callable[..., Recipe]) -> None:
-    train(recipe_for(), display=Silent())
-    train(recipe_for(checkpoint={"every": 50}, data={"workers": 3}), display=Silent())
+    train(recipe_for(train=SHORT), display=Silent())
+    train(recipe_for(train=SHORT, checkpoint={"every": 50}, data={"workers": 3}), display=Silent())
 
 
 def test_changed_data_is_refused_on_resume(recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
-    recipe = recipe_for()
+    recipe = recipe_for(train=SHORT)
     train(recipe, display=Silent())
     write_rows(tmp_path / "train.jsonl", chat_rows(40, seed=9))
     with pytest.raises(CheckpointError, match="training data changed"):
@@ -183,7 +191,8 @@ def test_changed_data_is_refused_on_resume(recipe_for: Callable[..., Recipe], tm
 
 
 def test_early_stopping_says_why(recipe_for: Callable[..., Recipe]) -> None:
-    recipe = recipe_for(train={"epochs": 20, "lr": 1e-6}, eval={"every": 2, "stop": {"patience": 2, "min_delta": 0.5}})
+    stop = {"patience": 2, "min_delta": 0.5}
+    recipe = recipe_for(train={"epochs": 20, "lr": 1e-6}, eval={"every": 2, "generations": 0, "stop": stop})
     result = train(recipe, display=Silent())
     assert result.reason == "early stop"
     assert "gained less than 0.5 in 2 evaluations" in result.why
@@ -195,10 +204,10 @@ def test_early_stopping_says_why(recipe_for: Callable[..., Recipe]) -> None:
 
 
 def test_the_best_checkpoint_is_kept(recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
-    losses = iter([3.0, 1.0, 2.0, 2.5, 2.6, 2.7, 2.8, 2.9])
+    losses = iter([3.0, 1.0, 2.0, 2.5])
     real = loop.evaluate
     monkeypatch.setattr(loop, "evaluate", lambda *a, **k: type(real(*a, **k))(loss=next(losses), tokens=1))
-    recipe = recipe_for(train={"epochs": 3}, eval={"every": 2, "generations": 0}, checkpoint={"every": 2, "keep": 1})
+    recipe = recipe_for(train={"steps": 8}, eval={"every": 2, "generations": 0}, checkpoint={"every": 2, "keep": 1})
     result = train(recipe, display=Silent())
     assert result.best_step == 4
     assert sorted(p.name for p in result.folder.glob("checkpoint-*")) == sorted({"checkpoint-4", f"checkpoint-{result.step}"})
@@ -217,19 +226,19 @@ def broken_at(number: int, monkeypatch: pytest.MonkeyPatch, value: float) -> Non
 def test_a_non_finite_loss_never_reaches_the_weights(
     recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = recipe_for(checkpoint={"every": 100})
-    broken_at(6, monkeypatch, float("nan"))  # two micro-batches a step: the fourth step
-    with pytest.raises(HealthStop, match="step 4: the loss is not finite") as caught:
-        train(recipe, display=Silent())
+    changes = {"checkpoint": {"every": 100}, "train": {"steps": 6}}
+    recipe = recipe_for(**changes)
+    with monkeypatch.context() as broken:
+        broken_at(6, broken, float("nan"))  # two micro-batches a step: the fourth step
+        with pytest.raises(HealthStop, match="step 4: the loss is not finite") as caught:
+            train(recipe, display=Silent())
     assert caught.value.exit_code == 4
     assert "train.jsonl:" in caught.value.why
     kept = Path(recipe.output) / "checkpoint-3"
     assert all(torch.isfinite(tensor).all() for tensor in weights(kept).values())
     assert read_log(Path(recipe.output))[-1]["reason"] == "health"
-    monkeypatch.undo()
-    monkeypatch.setenv("PRONGHORN_CACHE", str(Path(recipe.output).parent / "cache"))
     healed = train(recipe, display=Silent())
-    whole = train(recipe_for(output=recipe.output + "-whole", checkpoint={"every": 100}), display=Silent())
+    whole = train(recipe_for(**changes, output=recipe.output + "-whole"), display=Silent())
     assert healed.checkpoint
     assert whole.checkpoint
     assert same(weights(healed.checkpoint), weights(whole.checkpoint))
@@ -253,9 +262,9 @@ def test_what_would_be_ignored_is_refused(recipe_for: Callable[..., Recipe], cha
 
 
 def test_a_fresh_start_that_is_refused_leaves_the_old_run_where_it_was(recipe_for: Callable[..., Recipe]) -> None:
-    first = train(recipe_for(), display=Silent())
+    first = train(recipe_for(train=SHORT), display=Silent())
     with pytest.raises(RecipeError, match=r"memory\.budget"):
-        train(recipe_for(memory={"budget": "1MB"}), display=Silent(), fresh=True)
+        train(recipe_for(train=SHORT, memory={"budget": "1MB"}), display=Silent(), fresh=True)
     assert first.checkpoint
     assert first.checkpoint.is_dir()
     assert not list(first.folder.parent.glob("*.old-*"))
@@ -266,13 +275,13 @@ def test_the_number_of_steps_is_exact(recipe_for: Callable[..., Recipe]) -> None
 
     from pronghorn.data.tokens import load_tokenizer
 
-    recipe = recipe_for(train={"epochs": 3})
+    recipe = recipe_for(train={"epochs": 2}, data={"eval": None})
     data = prepare_data(recipe, load_tokenizer(recipe.model, None), report=lambda *a: None, stage=lambda _: nullcontext())
     result = train(recipe, display=Silent())
     last = [e for e in read_log(result.folder) if e["event"] == "step"][-1]
-    assert (last["step"], last["epoch"]) == (data.total_steps, 3.0)
+    assert (last["step"], last["epoch"]) == (data.total_steps, 2.0)
     manifest = json.loads((result.folder / f"checkpoint-{result.step}" / "manifest.json").read_text())
-    assert manifest["values"]["cursor"] == {"epoch": 3, "pack": 0}
+    assert manifest["values"]["cursor"] == {"epoch": 2, "pack": 0}
 
 
 @pytest.mark.parametrize(("method", "precision"), [
@@ -282,11 +291,11 @@ def test_fast_and_own_layers_give_the_same_run(recipe_for: Callable[..., Recipe]
                                                precision: str) -> None:
     curves = {}
     for layers in ("fast", "own"):
-        recipe = recipe_for(method=method, precision=precision, layers=layers, train={"epochs": 3, "lr": 5e-3},
+        recipe = recipe_for(method=method, precision=precision, layers=layers, train={"steps": 6, "lr": 5e-3},
                             data={"eval": None}, output=str(tmp_path / layers))
         steps = [e for e in read_log(train(recipe, display=Silent()).folder) if e["event"] == "step"]
         curves[layers] = [(e["loss"], e["grad_norm"]) for e in steps]
-    assert len(curves["fast"]) > 10
+    assert len(curves["fast"]) == 6  # more than an epoch
     # Seen at most: 1e-7 in fp32; 6e-3 for a gradient norm in bf16, where the loss differs by 2e-5.
     assert curves["fast"] == [pytest.approx(pair, rel=1e-5 if precision == "fp32" else 2e-2) for pair in curves["own"]]
 

@@ -39,7 +39,7 @@ SIX_LAYERS = {"num_hidden_layers": 6}
 
 @pytest.fixture
 def deep_recipe(recipe_for: RecipeFor, tmp_path: Path) -> RecipeFor:
-    """A model of six layers: enough of them for a plan that mixes levels."""
+    """A model of six layers: enough of them for a plan that mixes levels. Six steps are more than an epoch."""
     from samples import make_model, make_tokenizer
 
     folder = tmp_path / "deep"
@@ -47,7 +47,7 @@ def deep_recipe(recipe_for: RecipeFor, tmp_path: Path) -> RecipeFor:
     make_tokenizer().save_pretrained(folder)
 
     def build(**changes: Any) -> Recipe:
-        return recipe_for(**({"model": str(folder), "data": {"eval": None}} | changes))
+        return recipe_for(**({"model": str(folder), "data": {"eval": None}, "train": {"steps": 6}} | changes))
 
     return build
 
@@ -97,13 +97,17 @@ def test_the_layers_follow_the_plan(deep_recipe: RecipeFor) -> None:
     assert len(kinds) > 1
 
 
-@pytest.mark.parametrize("changes", [{}, {"method": "full", "precision": "bf16"}], ids=["lora", "full bf16"])
+TEN_STEPS = {"train": {"steps": 10, "batch_tokens": 256}}  # after which it is said how long one takes
+
+
+@pytest.mark.parametrize("changes", [TEN_STEPS, {"method": "full", "precision": "bf16"}], ids=["lora", "full bf16"])
 def test_every_budget_trains_the_same_numbers(deep_recipe: RecipeFor, tmp_path: Path, changes: dict[str, Any]) -> None:
     base = deep_recipe(**changes)
     free = train(deep_recipe(**changes, output=str(tmp_path / "free")), display=Silent())
     assert free.checkpoint
-    for share in (0.0,) if changes else (0.2, 0.6):
-        recipe = deep_recipe(**changes, memory=between(base, share) if not changes else {"budget": _small(base, share)},
+    lora = base.method == "lora"
+    for share in (0.2, 0.6) if lora else (0.0,):
+        recipe = deep_recipe(**changes, memory=between(base, share) if lora else {"budget": _small(base, share)},
                              output=str(tmp_path / f"b{share}"))
         planned = train(recipe, display=Silent())
         assert planned.checkpoint
@@ -113,7 +117,7 @@ def test_every_budget_trains_the_same_numbers(deep_recipe: RecipeFor, tmp_path: 
         told = next(e for e in events if e["event"] == "plan")
         assert set(told["plan"]["levels"]) != {"keep"}
         assert any("computed again" in line for line in told["text"])
-        assert [e["step_seconds"] > 0 for e in events if e["event"] == "measured"] == [True] * (planned.step >= 10)
+        assert [e["step_seconds"] > 0 for e in events if e["event"] == "measured"] == [True] * lora
         page = (planned.folder / "report.html").read_text(encoding="utf-8")
         assert "<h2>Memory</h2>" in page
     assert not [e for e in read_log(free.folder) if e["event"] == "plan"]  # a CPU without a budget has no plan
@@ -177,10 +181,11 @@ def offload_everything(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_offloaded_layers_train_the_same_numbers(deep_recipe: RecipeFor, tmp_path: Path,
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    free = train(deep_recipe(output=str(tmp_path / "free")), display=Silent())
+    three = {"train": {"steps": 3}}
+    free = train(deep_recipe(**three, output=str(tmp_path / "free")), display=Silent())
     pools = offload_everything(monkeypatch)
     turns = []
-    planned_recipe = deep_recipe(memory={"budget": "2GB"}, output=str(tmp_path / "planned"))
+    planned_recipe = deep_recipe(**three, memory={"budget": "2GB"}, output=str(tmp_path / "planned"))
     real = setup.make_step
 
     def watched(*args: Any, **options: Any) -> Any:
@@ -208,10 +213,11 @@ def test_a_planned_run_resumes_exactly_also_under_another_budget(deep_recipe: Re
 
             os.kill(os.getpid(), signal.SIGTERM)
 
-    whole = train(deep_recipe(memory=between(deep_recipe(), 0.3), output=str(tmp_path / "whole")), display=Silent())
+    first, second = (between(deep_recipe(), share) for share in (0.3, 0.7))
+    whole = train(deep_recipe(memory=first, output=str(tmp_path / "whole")), display=Silent())
     with pytest.raises(Interrupted):
-        train(deep_recipe(memory=between(deep_recipe(), 0.3), output=str(tmp_path / "parts")), display=Silent(interrupt))
-    parts = train(deep_recipe(memory=between(deep_recipe(), 0.7), output=str(tmp_path / "parts")), display=Silent())
+        train(deep_recipe(memory=first, output=str(tmp_path / "parts")), display=Silent(interrupt))
+    parts = train(deep_recipe(memory=second, output=str(tmp_path / "parts")), display=Silent())
     assert whole.checkpoint
     assert parts.checkpoint
     assert curve(parts) == curve(whole)
@@ -229,7 +235,8 @@ def test_the_smallest_budget_does_the_mlp_in_pieces_and_reads_embeddings_from_th
     monkeypatch.setattr(working, "SMALLEST_PIECE", 32)
 
     def recipe(name: str, **changes: Any) -> Recipe:
-        return recipe_for(model=str(tmp_path / "untied"), data={"eval": None}, output=str(tmp_path / name), **changes)
+        return recipe_for(model=str(tmp_path / "untied"), data={"eval": None}, train={"steps": 4},
+                          output=str(tmp_path / name), **changes)
 
     free = train(recipe("free"), display=Silent())
     nearly = set_up_silently(recipe("first look", memory=between(recipe("free"), 0.0))).memory
@@ -247,7 +254,7 @@ def test_the_smallest_budget_does_the_mlp_in_pieces_and_reads_embeddings_from_th
     assert any("turns" in line for line in session.memory.text())
 
     def interrupt(step: int) -> None:
-        if step == 4:
+        if step == 2:
             import os
             import signal
 

@@ -47,7 +47,7 @@ def test_a_run_learns_counts_its_experts_and_exports(
     AutoModelForCausalLM.from_config(CONFIGS[family]()).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     recipe = recipe_for(model=str(tmp_path / "model"), method=method, lora={"targets": ["all-linear", "experts"]},
-                        train={"epochs": 2})
+                        train={"steps": 6}, eval={"every": 3, "generations": int(method == "lora")})
     result = train(recipe, display=Silent(), stages=Stages())
     events = history(read_log(result.folder))
     losses = [e["loss"] for e in events if e["event"] == "step"]
@@ -91,7 +91,7 @@ def deep_recipe(recipe_for: Callable[..., Recipe], tmp_path: Path) -> Callable[.
             AutoModelForCausalLM.from_config(PLANNED[family]()).save_pretrained(folder)
             make_tokenizer().save_pretrained(folder)
         options: dict[str, Any] = {"data": {"eval": None}, "lora": {"r": 4, "targets": ["all-linear", "experts"]},
-                                   "train": {"steps": 3}}
+                                   "train": {"steps": 2}}
         return recipe_for(**(options | {"model": str(folder), "output": str(tmp_path / name)} | changes))
 
     return build

@@ -50,10 +50,16 @@ def model_of(family: str, method: str, dtype: torch.dtype = torch.float32, *, ba
     return model.train()
 
 
-@pytest.mark.parametrize("method", ["attention", "experts", "full"])
-@pytest.mark.parametrize("family", FAMILIES)
+# On a CPU, where nothing is captured: every family with adapters on its experts; the other methods with a shared expert, with
+# biases, and with neither.
+WITHOUT_CAPTURE = [*((family, "experts") for family in FAMILIES), ("qwen2_moe", "attention"), ("gpt_oss", "full"),
+                   ("mixtral", "full")]  # fmt: skip
+EVERY = [(family, method) for family in FAMILIES for method in ("attention", "experts", "full")]
+
+
+@pytest.mark.parametrize(("family", "method"), EVERY if DEVICE.type == "cuda" else WITHOUT_CAPTURE)
 def test_graphed_steps_equal_eager_ones(family: str, method: str) -> None:
-    batches = steps_of(mixed_table(120), 12 if DEVICE.type == "cuda" else 3)
+    batches = steps_of(mixed_table(120), 12 if DEVICE.type == "cuda" else 2)
     said: list[str] = []
     model = model_of(family, method)
     ours = losses(graphed(model, said=said), batches)

@@ -44,7 +44,7 @@ def start(code: str, *arguments: str) -> subprocess.Popen[str]:
 def test_first_signal_lets_the_loop_save_and_leave(number: signal.Signals, exit_code: int) -> None:
     process = start(LOOP, "0")
     process.send_signal(number)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=50)
     assert out == "saving\nsaved\n"
     assert err == "finishing this step, then saving; press Ctrl-C again to leave at once\n"
     assert process.returncode == exit_code
@@ -56,7 +56,7 @@ def test_what_was_started_with_nohup_goes_on_without_a_terminal() -> None:
     time.sleep(0.2)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=20)[0] == "saving\nsaved\n"
+    assert process.communicate(timeout=50)[0] == "saving\nsaved\n"
     assert process.returncode == 143
 
 
@@ -68,8 +68,8 @@ def test_second_ctrl_c_leaves_at_once(first: signal.Signals) -> None:
     assert process.stdout.readline() == "saving\n"
     sent = time.monotonic()
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
-    assert time.monotonic() - sent < 10
+    out, err = process.communicate(timeout=50)
+    assert time.monotonic() - sent < 40  # of 60
     assert (out, process.returncode) == ("", 130)
     assert "intact" in err
 
@@ -80,7 +80,7 @@ def test_repeated_sigterm_does_not_cut_the_save_short() -> None:
     assert process.stdout
     assert process.stdout.readline() == "saving\n"
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=50)
     assert (out, process.returncode) == ("saved\n", 143)
     assert err.count("\n") == 1
 
@@ -88,7 +88,7 @@ def test_repeated_sigterm_does_not_cut_the_save_short() -> None:
 def test_closed_stderr_does_not_lose_the_request() -> None:
     process = start("import os; os.close(2)\n" + LOOP, "0")
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=50)
     assert (out, process.returncode) == ("saving\nsaved\n", 143)
 
 
@@ -112,7 +112,7 @@ with StopRequest() as stop:
 
 def test_a_forked_worker_survives_ctrl_c_and_obeys_sigterm() -> None:
     process = start(FORKING)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=50)
     assert out == "alive after Ctrl-C: True\nended by signal -15\nparent asked to stop: False\n"
     assert err == ""
 

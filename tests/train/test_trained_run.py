@@ -28,7 +28,7 @@ def recipe_at(folder: Path, model: Path, **changes: Any) -> Recipe:
         "model": str(model), "precision": "fp32", "lora": {"r": 4},
         "data": {"train": str(write_rows(folder / "train.jsonl", chat_rows(40))), "max_length": 128, "workers": 0,
                  "eval": str(write_rows(folder / "eval.jsonl", chat_rows(8, seed=1)))},
-        "train": {"epochs": 2, "batch_tokens": 512, "capacity": 256, "lr": 3e-2},
+        "train": {"steps": 6, "batch_tokens": 512, "capacity": 256, "lr": 3e-2},
         "eval": {"every": 2, "generations": 0}, "checkpoint": {"every": 2, "keep": 10}, "output": str(folder / "run"),
     }
     for key, value in changes.items():
