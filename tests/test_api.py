@@ -449,6 +449,7 @@ def test_ways_to_save_that_are_not_there(method: str, words: str, tmp_path: Path
 # ---- trainers --------------------------------------------------------------------------------------------------------
 
 STEPS = 20  # more than an epoch: 60 rows are 10 to 15 steps
+LONG = {"max_steps": 100, "learning_rate": 5e-3}  # for packing: what drifts apart slowly would have (by itself, at 2e-2)
 COMMON: dict[str, Any] = {"max_steps": STEPS, "logging_steps": 1, "learning_rate": 2e-2, "use_cpu": True,
                           "report_to": "none", "save_strategy": "no", "seed": 3407, "disable_tqdm": True, "bf16": False}
 
@@ -472,8 +473,8 @@ def texts(tokenizer: Any, count: int = 60) -> datasets.Dataset:
     return datasets.Dataset.from_list([{"text": row} for row in rows])
 
 
-def assert_same_curve(expected: list[float], found: list[float]) -> None:
-    assert len(expected) == len(found) == STEPS
+def assert_same_curve(expected: list[float], found: list[float], steps: int = STEPS) -> None:
+    assert len(expected) == len(found) == steps
     assert expected[-1] < 0.7 * expected[0], "it learns"
     for one, other in zip(expected, found, strict=True):
         assert abs(one - other) <= 1e-4 * one  # Trainer logs four digits and more of a loss between 1 and 6
@@ -491,12 +492,13 @@ def test_sft_trainer_trains_as_on_stock_libraries(lively_model: Path, tmp_path: 
     ran = []
     own = engine_of(fast).hidden
     engine_of(fast).hidden = lambda *args: ran.append(True) or own(*args)
-    curves = []
+    curves: list[list[float]] = []
+    changes = options[kind] | COMMON | (LONG if mode == "packed" else {})
     for model in (plain, fast):
-        args = SFTConfig(output_dir=str(tmp_path), gradient_checkpointing=model is fast, **options[kind], **COMMON)
+        args = SFTConfig(output_dir=str(tmp_path), gradient_checkpointing=model is fast, **changes)
         curves.append(curve(SFTTrainer(model=model, args=args, train_dataset=texts(tokenizer), processing_class=tokenizer)))
-    assert_same_curve(*curves)
-    assert len(ran) >= STEPS
+    assert_same_curve(*curves, changes["max_steps"])
+    assert len(ran) >= changes["max_steps"]
 
 
 def test_trainer_with_accumulation_answers_only_and_evaluation(lively_model: Path, tmp_path: Path) -> None:
