@@ -2,7 +2,8 @@
 
 A block of a test has a few hundred numbers, so nearly all the time goes into types: every operation makes a new type and a
 new shape of constants for its result, and every comparison of types looks through all of them. Here what is made twice is
-kept. Nothing changes in what numpy is asked to compute.
+kept. Nothing changes in what numpy is asked to compute. The names are private ones of the Triton in constraints.txt; the
+copies of its modules that are changed are the tests' own (conftest.py), and a GPU machine's tests have none.
 """
 
 from __future__ import annotations
