@@ -6,20 +6,17 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Empty is unset: some containers set it, and every process that a test starts would compile what it imports again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types suite bench clean
+.PHONY: demo test lint suite bench clean
 
 demo: $(READY)
 	$(BIN)/pronghorn demo
 
-# Types take 40 s on one core, so they are checked beside the tests.
+# mypy takes 40 s on one core, so it runs beside the tests.
 test: $(READY)
-	$(BIN)/ruff check .
-	@$(MAKE) --no-print-directory --jobs=2 types suite
+	@$(MAKE) --no-print-directory --jobs=2 lint suite
 
-lint: types
+lint: $(READY)
 	$(BIN)/ruff check .
-
-types: $(READY)
 	$(BIN)/mypy
 
 suite: $(READY)
