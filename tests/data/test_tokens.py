@@ -50,6 +50,21 @@ def test_a_table_on_disk_is_its_rows(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["t.arrow"]
 
 
+def test_a_table_is_opened_without_pandas(tmp_path: Path) -> None:
+    """pyarrow imports it for `to_numpy`, where it is installed: 0.5 s of every start."""
+    write_table(tmp_path / "table", [record_batch(some_rows(3))])
+    code = """
+import sys
+from pathlib import Path
+from pronghorn.data.tokens import TokenTable
+table = TokenTable.open(Path(sys.argv[1]))
+assert len(table) == 3 and len(table.ids(2)) == table.lengths[2]
+sys.exit("pandas" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "table")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_views_of_rows_and_of_parts_of_rows() -> None:
     rows = some_rows(30)
     table = TokenTable.of(rows)

@@ -79,6 +79,7 @@ def _keep_shapes(core: Any) -> None:
 
 
 def _compare_types_by_identity_first(core: Any) -> None:
+    """And look for a constant only in what may be one."""
     unwrap, plain = core._unwrap_if_constexpr, frozenset((core.tensor, core.dtype, core.block_type, int, float, bool))
     core._unwrap_if_constexpr = lambda o: o if type(o) in plain else unwrap(o)
     integers = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
@@ -132,6 +133,7 @@ def _cast_only_what_differs(semantic: Any, tensor: Any) -> None:
 
 
 def _pass_semantics_on(interpreter: Any) -> None:
+    """To the functions of the language, without a copy of every call's keywords."""
     semantic = interpreter.interpreter_semantic
 
     def replace(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:

@@ -141,13 +141,17 @@ def assert_all_equal(model: Any, batches: Sequence[PackedBatch], loss_of: Any = 
     """Of one model, first without and then with the fast layers: building it takes longer than a step."""
     truths = [true_gradients(model, batch, loss_of) for batch in batches]
     assert not install(model)
-    for batch, (true_loss, truth) in zip(batches, truths, strict=True):
-        loss = fast_loss(model, batch)
-        ours = gradients(model, loss)
-        assert ours.keys() == truth.keys()
-        assert apart(loss.detach(), true_loss) < 1e-12
-        for name, gradient in ours.items():
-            assert apart(gradient, truth[name]) < 1e-10, name
+    for batch, truth in zip(batches, truths, strict=True):
+        assert_equal(model, batch, *truth)
+
+
+def assert_equal(model: Any, batch: PackedBatch, true_loss: torch.Tensor, truth: dict[str, torch.Tensor]) -> None:
+    loss = fast_loss(model, batch)
+    ours = gradients(model, loss)
+    assert ours.keys() == truth.keys()
+    assert apart(loss.detach(), true_loss) < 1e-12
+    for name, gradient in ours.items():
+        assert apart(gradient, truth[name]) < 1e-10, name
 
 
 def apart(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -195,12 +199,7 @@ def test_rows_without_a_loss_are_left_out_of_the_last_layer(family: str, method:
     model = model_of(family, method, torch.float64)
     true_loss, truth = true_gradients(model, few)
     assert not install(model)
-    loss = fast_loss(model, filled)
-    ours = gradients(model, loss)
-    assert ours.keys() == truth.keys()
-    assert apart(loss.detach(), true_loss) < 1e-12
-    for name, gradient in ours.items():
-        assert apart(gradient, truth[name]) < 1e-10, name
+    assert_equal(model, filled, true_loss, truth)
     every_row = fast_loss(model, replace(filled, loss_rows=torch.arange(last + 1)))
     assert apart(every_row.detach(), true_loss) < 1e-12
 
