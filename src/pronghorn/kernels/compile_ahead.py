@@ -23,6 +23,7 @@ from typing import Any
 import triton
 from triton.runtime.driver import driver
 
+_pools: list[_Compilers] = []
 _modes: list[Any] = []  # Triton's AsyncCompileMode, for the launches of all threads: autograd has one of its own
 
 
@@ -58,11 +59,21 @@ def _with_launcher(compilation: Callable[[], Any]) -> Any:
     return kernel
 
 
+def submit(compilation: Callable[[], Any]) -> bool:
+    """For kernels that are not Triton's: a compilation in a thread of its own, if kernels are being compiled ahead."""
+    if not _pools:
+        return False
+    ThreadPoolExecutor.submit(_pools[-1], compilation)  # what is wrong with it is said when it is launched
+    return True
+
+
 def compile_ahead(work: Callable[[], None]) -> None:
     """A kernel that cannot be compiled says so when it is launched."""
     with _Compilers(min(32, os.cpu_count() or 1)) as pool:
         _modes.append(triton.AsyncCompileMode(pool, ignore_errors=True))
+        _pools.append(pool)
         try:
             work()
         finally:
+            _pools.pop()
             copy_context().run(_modes.pop().__exit__, None, None, None)  # waits for all

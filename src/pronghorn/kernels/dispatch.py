@@ -57,6 +57,15 @@ def compile_kernels(work: Callable[[], None]) -> None:
         compile_ahead(work)
 
 
+def compile_elsewhere(compilation: Callable[[], Any]) -> bool:
+    """Whether kernels are being compiled ahead: then this is done in a thread, too, and nothing is to be launched."""
+    if not HAS_TRITON or _interpreting():
+        return False
+    from pronghorn.kernels.compile_ahead import submit
+
+    return submit(compilation)
+
+
 def use_triton(tensor: torch.Tensor) -> bool:
     """Whether an op on this tensor runs through its Triton kernels; they compute in fp32, so float64 never does."""
     if tensor.dtype == torch.float64:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from pronghorn.kernels.cross_entropy_powers import powers_for
 from pronghorn.kernels.cross_entropy_rows import IGNORED, Terms, loss_and_gradient, takes_factors
 from pronghorn.kernels.dispatch import jit, tl, triton, use_triton
 from pronghorn.kernels.products import product
@@ -170,17 +171,23 @@ def _run_chunks(
     chunk = chunk_rows(rows, vocabulary, hidden_ND.dtype, hidden_ND.device, terms.chunk_share)
     scratch = hidden_ND.new_empty((chunk, _padded(vocabulary)))
     scratch[:, vocabulary:] = 0.0  # never used, but read: nothing uninitialised is
+    powers = None
+    if factors_N is not None and bias_V is None:
+        powers = powers_for(hidden_ND, weight_VD, labels_N, terms, chunk, scratch)
     for start in range(0, rows, max(chunk, 1)):
         part = slice(start, min(start + chunk, rows))
         hidden_CD = hidden_ND[part]
         logits_CV = scratch[: part.stop - start, :vocabulary]
-        if bias_V is None:
-            product(hidden_CD, weight_VD.t(), out=logits_CV)
-        else:
-            torch.addmm(bias_V, hidden_CD, weight_VD.t(), out=logits_CV)
         weights_C = None if weights_N is None else weights_N[part]
         factors_C = None if factors_N is None else factors_N[part]
-        loss_and_gradient(logits_CV, labels_N[part], weights_C, row_losses[part], grad_scale, terms, need_grad, factors_C)
+        done = powers is not None and factors_C is not None and powers.loss_and_gradient(
+            part, logits_CV, weights_C, row_losses[part], grad_scale, factors_C)
+        if not done:
+            if bias_V is None:
+                product(hidden_CD, weight_VD.t(), out=logits_CV)
+            else:
+                torch.addmm(bias_V, hidden_CD, weight_VD.t(), out=logits_CV)
+            loss_and_gradient(logits_CV, labels_N[part], weights_C, row_losses[part], grad_scale, terms, need_grad, factors_C)
         if d_hidden is not None:
             product(logits_CV, weight_VD, out=d_hidden[part])
         if d_weight is not None:

@@ -16,6 +16,8 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
+from pronghorn.kernels.gated_mlp import Kind
+from pronghorn.kernels.hopper_product import covered, gated_product
 from pronghorn.kernels.lora_collect import CollectJob
 from pronghorn.kernels.lora_linear import Adapter, LoraGroup, NormOf, Part, linear_backward_weight
 from pronghorn.kernels.lora_refresh import CopyJob
@@ -226,13 +228,30 @@ class Projections:
 
     def forward_with_room(self, x_ext: Tensor) -> tuple[Tensor, Tensor | None]:
         """The same, x A^T copied, with room behind y for the columns that its gradient has there: the gradient can take y's
-        place. Zeros on the CPU, as in decoder_layer.rows_like."""
+        place."""
         if not self.extra:
             return self.forward(x_ext)[0], None
-        width, make = sum(self.widths), x_ext.new_empty if x_ext.is_cuda else x_ext.new_zeros
-        y_ext = make(x_ext.shape[0], width + self.extra)
-        _, xa = self.forward(x_ext, out=y_ext[:, :width])
+        y_ext = self._room(x_ext)
+        _, xa = self.forward(x_ext, out=y_ext[:, : sum(self.widths)])
         return y_ext, None if xa is None else xa.clone()
+
+    def _room(self, x_ext: Tensor) -> Tensor:
+        """Zeros on the CPU, as in decoder_layer.rows_like."""
+        make = x_ext.new_empty if x_ext.is_cuda else x_ext.new_zeros
+        return make(x_ext.shape[0], sum(self.widths) + self.extra)
+
+    def forward_gated(self, x_ext: Tensor, kind: Kind, a_out: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """What `forward_with_room` gives of gate and up, and in a_out their activation; None, and nothing is done, where no
+        product does both."""
+        group = self._group
+        if group is None or self._bias is not None or not covered(x_ext, group.M, a_out):
+            return None
+        group.load()
+        xa = group.extend(x_ext)
+        y_ext = self._room(x_ext)
+        if not gated_product(x_ext, group.M[: group.O], kind, gu_out=y_ext[:, : group.O], a_out=a_out):
+            return None
+        return y_ext, xa.clone() if self.extra else None
 
     def forward_add(self, x_ext: Tensor, h: Tensor, multiplier: float, *, extended: bool = False, out: Tensor | None = None
                     ) -> Tensor:

@@ -1,0 +1,116 @@
+"""Products x W^T on Hopper with what follows them inside (hopper_product.cu): the gated activation, and the head's powers of 2.
+
+In a step at its power limit a kernel between two products costs what its bytes cost. The gated activation reads 537 MB a layer
+of a 1B model, the softmax 525 MB for 2,048 rows of 128,256 logits and writes as many; here both are done by the warps that
+hold the result in their registers, while the other warps of the multiprocessor multiply. A product's time on an H200, in turns
+with the library's (benchmarks/results/hopper-product.json):
+
+    16,384 rows, 1B's gate and up    library 1.66 ms, and with the activation and a A^T 1.82    here 1.68, with a A^T 1.74
+    2,048 rows, 1B's head            library 1.56 ms, and with the softmax 1.84                 here 1.62
+
+The product itself has torch's bits. Where a GPU is no Hopper, a dtype is not bf16, or rows do not begin at multiples of 16
+bytes: False, nothing is done, and callers do the two one after the other.
+
+T = rows, K = terms, F = width of an MLP, V = vocabulary, C = rows of a chunk of the head.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels import cuda_source
+from pronghorn.kernels.cuda_source import Source, TensorMap, launch
+from pronghorn.kernels.dispatch import HAS_TRITON, cuda_capability, processor_count
+from pronghorn.kernels.gated_mlp import Kind
+
+ROWS, TERMS, HALF = 128, 64, 96  # of a tile, which has 2 HALF columns: gate and up of 96 neurons, or 192 logits
+COLUMNS = 2 * HALF
+STAGES, BUFFERS = 4, 2  # tiles under way; and pieces of a result, of 64 rows
+GATED_CHUNK, POWERS_CHUNK = 32, 64  # columns of such a piece
+THREADS = 384
+# Column tiles whose weights stay in the L2 cache while all rows pass by. Of 4 to 86 of 1B's gate and up, 12 and 16 read the
+# fewest bytes from memory (725 and 689 MB; 903 with 8, 897 with 24, 3,432 with all 86).
+BAND = 16
+
+
+class _Sizes(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("rows", "columns", "row_pairs", "column_tiles", "k_tiles", "band")]
+
+
+def gated_product(x_TK: Tensor, weight_GK: Tensor, kind: Kind, *, gu_out: Tensor, a_out: Tensor) -> bool:
+    """gu_out [T, 2 F] = x W^T, and a_out [T, F] = act(gate) up; all may be row-strided. Whether it is done."""
+    (T, K), F = x_TK.shape, a_out.shape[1]
+    if F % 8 or not covered(x_TK, weight_GK, gu_out, a_out):
+        return False
+    piece = (GATED_CHUNK, 1, ROWS // 2)
+    maps = [
+        TensorMap(x_TK, (K, T), (x_TK.stride(0),), (TERMS, ROWS)),
+        TensorMap(weight_GK, (K, F, 2), (weight_GK.stride(0), F * weight_GK.stride(0)), (TERMS, HALF, 1)),
+        TensorMap(gu_out, (F, 2, T), (F, gu_out.stride(0)), piece),
+        TensorMap(a_out, (F, 1, T), (a_out.stride(0), a_out.stride(0)), piece),
+    ]
+    return _run(_source(GATED=1, GELU=int(kind == "gelu_tanh")), x_TK, 3 * GATED_CHUNK, [*maps, _sizes(T, F, HALF, K)])
+
+
+def powers_product(x_CK: Tensor, weight_VK: Tensor, *, out: Tensor, anchors_C: Tensor, scale: float, sums_2NC: Tensor,
+                   wanted: Tensor | None = None) -> bool:
+    """out [C, V] = 2^(x W^T scale - anchor), and of each row of each of N tiles of columns the sum of that in fp32, before it
+    is rounded, and the largest of x W^T. `wanted`: an int on the device; where it is 0, nothing happens there. Whether it is
+    done."""
+    (C, K), V = x_CK.shape, weight_VK.shape[0]
+    if not covered(x_CK, weight_VK, out):
+        return False
+    assert sums_2NC.shape == (2, column_tiles(V), C)
+    assert sums_2NC.is_contiguous()
+    assert anchors_C.is_contiguous()
+    maps = [
+        TensorMap(x_CK, (K, C), (x_CK.stride(0),), (TERMS, ROWS)),
+        TensorMap(weight_VK, (K, V, 1), (weight_VK.stride(0), weight_VK.stride(0)), (TERMS, HALF, 1)),
+        TensorMap(out, (V, 1, C), (out.stride(0), out.stride(0)), (POWERS_CHUNK, 1, ROWS // 2)),
+    ]
+    flag = ctypes.c_void_p(0) if wanted is None else wanted
+    return _run(_source(GATED=0), x_CK, POWERS_CHUNK,
+                [*maps, anchors_C, ctypes.c_float(scale), sums_2NC, flag, _sizes(C, V, COLUMNS, K)])
+
+
+def column_tiles(columns: int) -> int:
+    return -(-columns // COLUMNS)
+
+
+def covered(*operands: Tensor) -> bool:
+    """Whether this file has anything to say about such operands."""
+    first = operands[0]
+    if not first.is_cuda or cuda_capability(first.device) != (9, 0) or first.device.index != torch.cuda.current_device():
+        return False
+    fits = all(x.dtype == torch.bfloat16 and x.stride(1) == 1 and x.stride(0) % 8 == x.data_ptr() % 16 == 0 for x in operands)
+    return fits and len(first) > 0 and HAS_TRITON and cuda_source.available()
+
+
+def _sizes(rows: int, columns: int, of_a_tile: int, terms: int) -> _Sizes:
+    return _Sizes(rows, columns, -(-rows // (2 * ROWS)), -(-columns // of_a_tile), -(-terms // TERMS), BAND)
+
+
+def _source(**definitions: int) -> Source:
+    both = {"HALF": HALF, "STAGES": STAGES, "BUFFERS": BUFFERS, **definitions}
+    return Source("hopper_product.cu", ("@WGMMA@", _multiplication(COLUMNS)), tuple(sorted(both.items())))
+
+
+def _multiplication(columns: int) -> str:
+    """The tensor cores' instruction for 64 rows, so many columns and 16 terms; each result of a thread is named."""
+    count = columns // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    results = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return (f'  asm volatile("{{\\n.reg .pred adds;\\nsetp.ne.b32 adds, %{count + 2}, 0;\\n"\n'
+            f'               "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{registers}}}, "\n'
+            f'               "%{count}, %{count + 1}, adds, 1, 1, 0, 0;\\n}}\\n"\n'
+            f'               : {results} : "l"(x), "l"(w), "r"(add));')  # fmt: skip
+
+
+def _run(source: Source, x: Tensor, piece_columns: int, arguments: list[object]) -> bool:
+    stage, piece = (ROWS + COLUMNS) * TERMS * 2, piece_columns * ROWS // 2 * 2
+    shared = 1024 + STAGES * (stage + 16) + 2 * BUFFERS * piece
+    blocks = processor_count(x.device) // 2 * 2
+    return launch(source, "hopper_product", blocks, THREADS, shared, arguments)
