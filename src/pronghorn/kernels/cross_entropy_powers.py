@@ -7,7 +7,8 @@
 As in cross_entropy_rows.py a row's factor, 1 / sum among it, is left to whoever reads the product of the gradient with the
 head's weight. The anchor has to be known before the product. Where the largest logit lies more than `_RISE` powers above the
 label's (whose probability is under 1e-18 then), the anchor is the largest instead, and the chunk's product is done once more:
-whether that is needed is found out on the device, so a second launch, which else does nothing, is always there (20 us).
+whether that is needed is found out on the device, so a second launch, which else does nothing, is always there (20 us). The
+label's logit that counts is the product's own: a sum in another order may differ by more than what is left of 1 - p.
 
 C = rows of a chunk, D = model width, V = vocabulary, N = tiles of columns.
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from pronghorn.kernels.cross_entropy_rows import _IGNORED, _LN_2, _LOG2_E, _RISE, Terms
 from pronghorn.kernels.dispatch import jit, tl, triton
-from pronghorn.kernels.hopper_product import column_tiles, covered, powers_product
+from pronghorn.kernels.hopper_product import Labelled, column_tiles, covered, powers_product
 
 LOG2_E = 1.4426950408889634
 ROWS = 16  # of a program that adds up what the tiles have
@@ -30,7 +31,8 @@ def _anchor_kernel(  # type: ignore[no-untyped-def]
     hidden_ptr, hidden_stride, weight_ptr, weight_stride, labels_ptr, label_logits_ptr, anchors_ptr, logit_scale, width,
     vocabulary, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of one row: the label's logit, and the anchor; an endless one, and so powers of 0, where the row is ignored."""
+    """Of one row: the label's logit, until the product has it, and the anchor; an endless one, and so powers of 0, where the
+    row is ignored."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row)
     target = tl.where((label >= 0) & (label < vocabulary), label, 0).to(tl.int64)
@@ -40,9 +42,9 @@ def _anchor_kernel(  # type: ignore[no-untyped-def]
         hidden = tl.load(hidden_ptr + row * hidden_stride + columns, mask=columns < width, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + target * weight_stride + columns, mask=columns < width, other=0.0).to(tl.float32)
         sums += hidden * weight
-    logit = tl.sum(sums, 0) * logit_scale
+    logit = tl.sum(sums, 0)
     tl.store(label_logits_ptr + row, logit)
-    tl.store(anchors_ptr + row, tl.where(label == _IGNORED, float("inf"), tl.ceil(logit * _LOG2_E)))
+    tl.store(anchors_ptr + row, tl.where(label == _IGNORED, float("inf"), tl.ceil(logit * logit_scale * _LOG2_E)))
 
 
 @jit
@@ -76,7 +78,7 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
             tl.store(anchors_ptr + row, tl.ceil(highest), mask=inside & risen)
             if tl.sum(risen.to(tl.int32), 0) > 0:
                 tl.store(again_ptr, 1)
-        logit = tl.load(label_logits_ptr + row, mask=inside, other=0.0)
+        logit = tl.load(label_logits_ptr + row, mask=inside, other=0.0) * logit_scale
         valid = (label >= 0) & (label < vocabulary)
         weight = tl.where(valid, 1.0, float("nan"))
         if HAS_WEIGHTS:
@@ -112,16 +114,17 @@ class Powers:
     def loss_and_gradient(self, part: slice, out_CV: Tensor, weights_C: Tensor | None, losses_C: Tensor, grad_scale: Tensor,
                           factors_C: Tensor) -> bool:
         """Fills a chunk's losses, factors, and the logits' gradient but for those. Whether it is done."""
-        hidden, anchors, again = self.hidden[part], self._anchors[part], self._again[part.start // self._chunk :]
+        hidden, again = self.hidden[part], self._again[part.start // self._chunk :]
+        of_rows = Labelled(self._anchors[part], self.labels[part], self._label_logits[part])
         rows, vocabulary = out_CV.shape
         tiles = column_tiles(vocabulary)
         sums = self._sums[: 2 * tiles * rows].view(2, tiles, rows)
         for once_more in (False, True):
-            if not powers_product(hidden, self.weight, out=out_CV, anchors_C=anchors, scale=self.logit_scale * LOG2_E,
-                                  sums_2NC=sums, wanted=again if once_more else None):
+            if not powers_product(hidden, self.weight, of_rows, out=out_CV, scale=self.logit_scale * LOG2_E, sums_2NC=sums,
+                                  wanted=again if once_more else None):
                 return False
             _finish_kernel[(triton.cdiv(rows, ROWS),)](
-                out_CV, out_CV.stride(0), sums, tiles, anchors, self._label_logits[part], self.labels[part], weights_C,
+                out_CV, out_CV.stride(0), sums, tiles, of_rows.anchors_C, of_rows.logits_C, of_rows.labels_C, weights_C,
                 losses_C, factors_C, grad_scale, again, rows, vocabulary, self.logit_scale,
                 HAS_WEIGHTS=weights_C is not None, AGAIN=once_more, ROWS=ROWS, TILES=64, num_warps=4,
             )  # fmt: skip

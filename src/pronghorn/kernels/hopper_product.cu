@@ -2,14 +2,16 @@
 //
 //   GATED   [gate | up] = x W^T, W [2 F, K], is kept for the backward pass, and a = act(gate) up is written beside it: 537 MB at
 //           16,384 tokens and F = 8,192 that a kernel of its own would read again.
-//   POWERS  2^(logit scale - anchor) of logits = x W^T, W [V, K], with the sum and the largest logit of each row of a tile.
+//   POWERS  2^(logit scale - anchor) of logits = x W^T, W [V, K], with the sum and the largest logit of each row of a tile,
+//           and each row's logit at its label.
+//   TURNED  [q | k | v] = x W^T, W [heads H, K], q and k turned by their rotary positions: by halves, over the whole head.
 //
 // One block a multiprocessor, two blocks a cluster, which have the same columns and rows beside each other: each loads one half
 // of the weight's tile for both. In a block one warp copies and two groups of four warps compute, each a tile of its own; while
 // one multiplies, the other gives its results away, so that the tensor cores do not wait for that (which is what a step spends
 // at its power limit on, see docs/findings.md).
 //
-// Given by -D: GATED or POWERS, HALF (columns of the half of a tile), STAGES, BUFFERS, and for GATED GELU (0: SiLU).
+// Given by -D: one of GATED, POWERS and TURNED, HALF (columns of the half of a tile), STAGES, BUFFERS; GELU for GATED (0: SiLU).
 // The line WGMMA is replaced by the instruction for HALF before it is compiled.
 
 typedef unsigned int u32;
@@ -21,11 +23,11 @@ struct alignas(64) TensorMap { u64 words[16]; };
 constexpr int ROWS = 128, TERMS = 64;  // of a tile
 constexpr int COLUMNS = 2 * HALF, GROUPS = COLUMNS / 8;
 constexpr u32 X_BYTES = ROWS * TERMS * 2, W_BYTES = HALF * TERMS * 2, STAGE_BYTES = X_BYTES + 2 * W_BYTES;
-// What a group of warps gives away at a time: CHUNK columns of 64 rows, of gate, up and a.
-#if GATED
-constexpr int CHUNK = 32, CHUNKS = HALF / CHUNK, GIVEN = 3;
-#else
+// What a group of warps gives away at a time: CHUNK columns of 64 rows; of gate, up and a, or of both halves of a head.
+#if POWERS
 constexpr int CHUNK = 64, CHUNKS = COLUMNS / CHUNK, GIVEN = 1;
+#else
+constexpr int CHUNK = 32, CHUNKS = HALF / CHUNK, GIVEN = GATED ? 3 : 2;
 #endif
 constexpr u32 CHUNK_BYTES = 64 * CHUNK * 2, BUFFER_BYTES = GIVEN * CHUNK_BYTES;
 
@@ -210,10 +212,12 @@ __device__ __forceinline__ void give_tile(
   }
 }
 
-#else
+#elif POWERS
+
+struct Labels { const float* anchors; const long long* labels; float* logits; };  // of each row
 
 __device__ __forceinline__ void give_tile(
-    const float (&d)[2][GROUPS * 4], const Mine& mine, const TensorMap* powers, const float* anchors, float scale, float* sums,
+    const float (&d)[2][GROUPS * 4], const Mine& mine, const TensorMap* powers, const Labels& labels, float scale, float* sums,
     const Sizes& sizes, int row, int tile) {
   int left = sizes.columns - tile * COLUMNS - mine.lane % 4 * 2;  // columns from this thread's first one on
 #pragma unroll
@@ -221,7 +225,19 @@ __device__ __forceinline__ void give_tile(
     int own = row + half * 64 + mine.warp * 16 + mine.lane / 4;
     float anchor[2], sum[2] = {0.0f, 0.0f}, most[2] = {-ENDLESS, -ENDLESS};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) anchor[i] = own + 8 * i < sizes.rows ? anchors[own + 8 * i] : ENDLESS;
+    for (int i = 0; i < 2; ++i) {
+      if (own + 8 * i >= sizes.rows) {
+        anchor[i] = ENDLESS;
+        continue;
+      }
+      anchor[i] = labels.anchors[own + 8 * i];
+      int label = (int)labels.labels[own + 8 * i] - (tile * COLUMNS + mine.lane % 4 * 2);
+      if (label >= 0 && label < COLUMNS && label % 8 < 2) {  // this thread has it
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group)
+          if (label / 8 == group) labels.logits[own + 8 * i] = label % 8 ? d[half][group * 4 + i * 2 + 1] : d[half][group * 4 + i * 2];
+      }
+    }
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {
       u32 buffer = free_buffer(mine, half * CHUNKS + chunk);
@@ -262,17 +278,68 @@ __device__ __forceinline__ void give_tile(
   }
 }
 
+#else
+
+struct Heads { int turning, width; };  // heads of q and k, and of what width all are
+
+// A tile has CHUNKS units, each of CHUNK columns of a head's lower half and the same of its upper half.
+__device__ __forceinline__ int unit_column(const Heads& heads, int unit) {
+  int units = heads.width / (2 * CHUNK);
+  return unit / units * heads.width + unit % units * CHUNK;
+}
+
+__device__ __forceinline__ void give_tile(
+    const float (&d)[2][GROUPS * 4], const Mine& mine, const TensorMap* qkv, const float* cos, const float* sin, const Heads& heads,
+    const Sizes& sizes, int row, int tile) {
+#pragma unroll
+  for (int part = 0; part < 2 * CHUNKS; ++part) {
+    int half = part / CHUNKS, chunk = part % CHUNKS, column = unit_column(heads, tile * CHUNKS + chunk);
+    bool turns = column / heads.width < heads.turning;
+    int own = row + half * 64 + mine.warp * 16 + mine.lane / 4, angle = column % heads.width + mine.lane % 4 * 2;
+    u32 buffer = free_buffer(mine, part);
+#pragma unroll
+    for (int pair = 0; pair < CHUNK / 16; ++pair) {
+      u32 lower[4], upper[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int j = (chunk * (CHUNK / 8) + pair * 2 + i / 2) * 4 + i % 2 * 2, k = j + HALF / 2;
+        float2 c = {1.0f, 1.0f}, s = {0.0f, 0.0f};
+        if (turns && own + i % 2 * 8 < sizes.rows) {
+          u64 at = (u64)(own + i % 2 * 8) * (heads.width / 2) + angle + (pair * 2 + i / 2) * 8;
+          c = *(const float2*)(cos + at);
+          s = *(const float2*)(sin + at);
+        }
+        lower[i] = pack(d[half][j] * c.x - d[half][k] * s.x, d[half][j + 1] * c.y - d[half][k + 1] * s.y);
+        upper[i] = pack(d[half][k] * c.x + d[half][j] * s.x, d[half][k + 1] * c.y + d[half][j + 1] * s.y);
+      }
+      u32 to = buffer + matrix_row(mine, pair);
+      store_matrices(to, lower);
+      store_matrices(to + CHUNK_BYTES, upper);
+    }
+    written(mine);
+    if (mine.thread == 0) {
+      if (column < sizes.columns) {
+        give(qkv, buffer, column, 0, row + half * 64, mine.policy);
+        give(qkv, buffer + CHUNK_BYTES, column + heads.width / 2, 0, row + half * 64, mine.policy);
+      }
+      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    }
+  }
+}
+
 #endif
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) hopper_product(
     const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap out,
 #if GATED
     const __grid_constant__ TensorMap a,
+#elif POWERS
+    const Labels labels, float scale, float* sums, const int* wanted,
 #else
-    const float* anchors, float scale, float* sums, const int* wanted,
+    const float* cos, const float* sin, const Heads heads,
 #endif
     const Sizes sizes) {
-#if !GATED
+#if POWERS
   if (wanted && !*wanted) return;
 #endif
   extern __shared__ unsigned char memory[];
@@ -305,8 +372,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) h
           load(to, &x, barrier, k * TERMS, row);
 #if GATED
           load_for_both(to + X_BYTES + rank * W_BYTES, &w, barrier, k * TERMS, place.column * HALF, rank);
-#else
+#elif POWERS
           load_for_both(to + X_BYTES + rank * W_BYTES, &w, barrier, k * TERMS, place.column * COLUMNS + rank * HALF, 0);
+#else
+          for (int chunk = 0; chunk < CHUNKS; ++chunk)
+            load_for_both(to + X_BYTES + rank * W_BYTES + chunk * CHUNK * TERMS * 2, &w, barrier, k * TERMS,
+                          unit_column(heads, place.column * CHUNKS + chunk) + rank * (heads.width / 2), 0);
 #endif
           if (++stage == STAGES) stage = 0, parity ^= 1;
         }
@@ -346,8 +417,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) h
       if (thread < 2) barrier_arrive_at(empty + 8 * before, thread);
 #if GATED
       give_tile(d, mine, &out, &a, sizes, row, place.column);
+#elif TURNED
+      give_tile(d, mine, &out, cos, sin, heads, sizes, row, place.column);
 #else
-      give_tile(d, mine, &out, anchors, scale, sums, sizes, row, place.column);
+      give_tile(d, mine, &out, labels, scale, sums, sizes, row, place.column);
 #endif
     }
     if (thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");

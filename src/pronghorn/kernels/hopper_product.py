@@ -1,4 +1,5 @@
-"""Products x W^T on Hopper with what follows them inside (hopper_product.cu): the gated activation, and the head's powers of 2.
+"""Products x W^T on Hopper with what follows them inside (hopper_product.cu): the gated activation, the head's powers of 2, the
+rotary positions of queries and keys.
 
 In a step at its power limit a kernel between two products costs what its bytes cost. The gated activation reads 537 MB a layer
 of a 1B model, the softmax 525 MB for 2,048 rows of 128,256 logits and writes as many; here both are done by the warps that
@@ -17,6 +18,7 @@ T = rows, K = terms, F = width of an MLP, V = vocabulary, C = rows of a chunk of
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +31,15 @@ from pronghorn.kernels.gated_mlp import Kind
 ROWS, TERMS, HALF = 128, 64, 96  # of a tile, which has 2 HALF columns: gate and up of 96 neurons, or 192 logits
 COLUMNS = 2 * HALF
 STAGES, BUFFERS = 4, 2  # tiles under way; and pieces of a result, of 64 rows
-GATED_CHUNK, POWERS_CHUNK = 32, 64  # columns of such a piece
+NARROW_CHUNK, POWERS_CHUNK = 32, 64  # columns of such a piece
 THREADS = 384
 # Column tiles whose weights stay in the L2 cache while all rows pass by. Of 4 to 86 of 1B's gate and up, 12 and 16 read the
 # fewest bytes from memory (725 and 689 MB; 903 with 8, 897 with 24, 3,432 with all 86).
 BAND = 16
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("turning", "width")]
 
 
 class _Sizes(ctypes.Structure):
@@ -45,35 +51,63 @@ def gated_product(x_TK: Tensor, weight_GK: Tensor, kind: Kind, *, gu_out: Tensor
     (T, K), F = x_TK.shape, a_out.shape[1]
     if F % 8 or not covered(x_TK, weight_GK, gu_out, a_out):
         return False
-    piece = (GATED_CHUNK, 1, ROWS // 2)
+    piece = (NARROW_CHUNK, 1, ROWS // 2)
     maps = [
         TensorMap(x_TK, (K, T), (x_TK.stride(0),), (TERMS, ROWS)),
         TensorMap(weight_GK, (K, F, 2), (weight_GK.stride(0), F * weight_GK.stride(0)), (TERMS, HALF, 1)),
         TensorMap(gu_out, (F, 2, T), (F, gu_out.stride(0)), piece),
         TensorMap(a_out, (F, 1, T), (a_out.stride(0), a_out.stride(0)), piece),
     ]
-    return _run(_source(GATED=1, GELU=int(kind == "gelu_tanh")), x_TK, 3 * GATED_CHUNK, [*maps, _sizes(T, F, HALF, K)])
+    return _run(_source(GATED=1, GELU=int(kind == "gelu_tanh")), x_TK, 3 * NARROW_CHUNK, [*maps, _sizes(T, F, HALF, K)])
 
 
-def powers_product(x_CK: Tensor, weight_VK: Tensor, *, out: Tensor, anchors_C: Tensor, scale: float, sums_2NC: Tensor,
+class Labelled(NamedTuple):
+    """Of each row: the anchor and the label that are read, and the place for the label's logit, which is left as it is where
+    the label is none."""
+
+    anchors_C: Tensor
+    labels_C: Tensor
+    logits_C: Tensor
+
+
+def powers_product(x_CK: Tensor, weight_VK: Tensor, rows: Labelled, *, out: Tensor, scale: float, sums_2NC: Tensor,
                    wanted: Tensor | None = None) -> bool:
     """out [C, V] = 2^(x W^T scale - anchor), and of each row of each of N tiles of columns the sum of that in fp32, before it
-    is rounded, and the largest of x W^T. `wanted`: an int on the device; where it is 0, nothing happens there. Whether it is
-    done."""
+    is rounded, and the largest of x W^T; and x W^T at the label. `wanted`: an int on the device; where it is 0, nothing happens
+    there. Whether it is done."""
     (C, K), V = x_CK.shape, weight_VK.shape[0]
     if not covered(x_CK, weight_VK, out):
         return False
     assert sums_2NC.shape == (2, column_tiles(V), C)
-    assert sums_2NC.is_contiguous()
-    assert anchors_C.is_contiguous()
+    assert all(x.is_contiguous() for x in (sums_2NC, *rows))
+    assert rows.labels_C.dtype == torch.int64
     maps = [
         TensorMap(x_CK, (K, C), (x_CK.stride(0),), (TERMS, ROWS)),
         TensorMap(weight_VK, (K, V, 1), (weight_VK.stride(0), weight_VK.stride(0)), (TERMS, HALF, 1)),
         TensorMap(out, (V, 1, C), (out.stride(0), out.stride(0)), (POWERS_CHUNK, 1, ROWS // 2)),
     ]
     flag = ctypes.c_void_p(0) if wanted is None else wanted
-    return _run(_source(GATED=0), x_CK, POWERS_CHUNK,
-                [*maps, anchors_C, ctypes.c_float(scale), sums_2NC, flag, _sizes(C, V, COLUMNS, K)])
+    return _run(_source(POWERS=1), x_CK, POWERS_CHUNK,
+                [*maps, (ctypes.c_void_p * 3)(*(x.data_ptr() for x in rows)), ctypes.c_float(scale), sums_2NC, flag,
+                 _sizes(C, V, COLUMNS, K)])
+
+
+def turned_product(x_TK: Tensor, weight_XK: Tensor, cos_TP: Tensor, sin_TP: Tensor, *, turning: int, head_width: int,
+                   out: Tensor) -> bool:
+    """out [T, X] = x W^T, in which the first `turning` heads are turned by halves over their whole width, in fp32, and rounded
+    once. Whether it is done."""
+    (T, K), X = x_TK.shape, weight_XK.shape[0]
+    angles = (T, head_width // 2)
+    fits = all(x.dtype == torch.float32 and x.is_contiguous() and x.shape == angles for x in (cos_TP, sin_TP))
+    if not fits or head_width % (2 * NARROW_CHUNK) or not covered(x_TK, weight_XK, out):
+        return False
+    maps = [
+        TensorMap(x_TK, (K, T), (x_TK.stride(0),), (TERMS, ROWS)),
+        TensorMap(weight_XK, (K, X, 1), (weight_XK.stride(0), weight_XK.stride(0)), (TERMS, NARROW_CHUNK, 1)),
+        TensorMap(out, (X, 1, T), (out.stride(0), out.stride(0)), (NARROW_CHUNK, 1, ROWS // 2)),
+    ]
+    return _run(_source(TURNED=1), x_TK, 2 * NARROW_CHUNK,
+                [*maps, cos_TP, sin_TP, _Heads(turning, head_width), _sizes(T, X, COLUMNS, K)])
 
 
 def column_tiles(columns: int) -> int:
@@ -94,8 +128,8 @@ def _sizes(rows: int, columns: int, of_a_tile: int, terms: int) -> _Sizes:
 
 
 def _source(**definitions: int) -> Source:
-    both = {"HALF": HALF, "STAGES": STAGES, "BUFFERS": BUFFERS, **definitions}
-    return Source("hopper_product.cu", ("@WGMMA@", _multiplication(COLUMNS)), tuple(sorted(both.items())))
+    all_of_them = {"GATED": 0, "POWERS": 0, "TURNED": 0, "HALF": HALF, "STAGES": STAGES, "BUFFERS": BUFFERS, **definitions}
+    return Source("hopper_product.cu", ("@WGMMA@", _multiplication(COLUMNS)), tuple(all_of_them.items()))
 
 
 def _multiplication(columns: int) -> str:

@@ -185,18 +185,25 @@ class FastDecoderLayer(Attending):
         rstd: dict[str, Tensor] = {}
         h, o, lse = given.h, given.o, given.lse
         x = self.normed(self.before_attention, h, self.qkv.extra, rstd, "before_attention")
-        if self.q_norm:
-            qkv, behind = self.qkv.forward(x)
-            xa1 = None if behind is None else behind.clone()
-        else:
-            qkv, xa1 = self.qkv.forward_with_room(x)
+        q, k, v, qk_rstd, qkv, xa1 = self.turned_of(x, documents)
         del x
-        q, k, v, qk_rstd = self.turned(qkv[:, : self._qkv_width], documents)
         if o is None or lse is None:
             o = rows_like(h, self.heads * self.head_width + self.out.extra)
             lse = self.attend(q, k, v, o, documents)
         o_ext, h_rows = (o, h) if rows is None else (o.index_select(0, rows), h.index_select(0, rows))
         return Attended(q, k, v, lse, o, o_ext, h_rows, qkv, qk_rstd, xa1, rstd)
+
+    def turned_of(self, x_ext: Tensor, documents: Documents) -> tuple[Tensor, Tensor, Tensor, Any, Tensor, Tensor | None]:
+        """q, k and v with their positions, their norms' rstd, where they lie or lay before qk-norm, and x A^T."""
+        if self.q_norm:
+            qkv, behind = self.qkv.forward(x_ext)
+            return *self.turned(qkv, documents), qkv, None if behind is None else behind.clone()
+        if not self.family.neighbours:
+            turning = self.heads + self.kv_heads
+            if found := self.qkv.forward_turned(x_ext, *documents.rotary[self.kind], turning, self.head_width):
+                return *self._parts_of(found[0]), None, *found
+        qkv, xa = self.qkv.forward_with_room(x_ext)
+        return *self.turned(qkv[:, : self._qkv_width], documents), qkv, xa
 
     def _to_gate_up(self, given: Input, documents: Documents, rows: Tensor | None) -> Kept:
         """Everything before the activation."""

@@ -17,7 +17,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from pronghorn.kernels.gated_mlp import Kind
-from pronghorn.kernels.hopper_product import covered, gated_product
+from pronghorn.kernels.hopper_product import covered, gated_product, turned_product
 from pronghorn.kernels.lora_collect import CollectJob
 from pronghorn.kernels.lora_linear import Adapter, LoraGroup, NormOf, Part, linear_backward_weight
 from pronghorn.kernels.lora_refresh import CopyJob
@@ -250,6 +250,21 @@ class Projections:
         xa = group.extend(x_ext)
         y_ext = self._room(x_ext)
         if not gated_product(x_ext, group.M[: group.O], kind, gu_out=y_ext[:, : group.O], a_out=a_out):
+            return None
+        return y_ext, xa.clone() if self.extra else None
+
+    def forward_turned(self, x_ext: Tensor, cos: Tensor, sin: Tensor, turning: int, head_width: int
+                       ) -> tuple[Tensor, Tensor | None] | None:
+        """What `forward_with_room` gives of q, k and v, the first heads of them turned; None, and nothing is done, where no
+        product does both."""
+        group = self._group
+        if group is None or self._bias is not None or not covered(x_ext, group.M):
+            return None
+        group.load()
+        xa = group.extend(x_ext)
+        y_ext = self._room(x_ext)
+        if not turned_product(x_ext, group.M[: group.O], cos, sin, turning=turning, head_width=head_width,
+                              out=y_ext[:, : group.O]):
             return None
         return y_ext, xa.clone() if self.extra else None
 

@@ -1,0 +1,121 @@
+"""The head's loss by powers of 2 that the product writes: with a product that torch does in its place, on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pronghorn.kernels import cross_entropy_powers
+from pronghorn.kernels import linear_cross_entropy as head
+from pronghorn.kernels.cross_entropy_powers import Powers
+from pronghorn.kernels.hopper_product import COLUMNS, Labelled
+from pronghorn.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+
+ROWS, WIDTH, VOCABULARY = 70, 24, 500  # 3 tiles of columns, the last of 116; 5 programs of rows, and chunks of 16 below
+
+
+class Product:
+    """hopper_product.powers_product, in torch."""
+
+    def __init__(self) -> None:
+        self.wanted: list[bool] = []
+
+    def __call__(self, x_CK: Tensor, weight_VK: Tensor, rows: Labelled, *, out: Tensor, scale: float, sums_2NC: Tensor,
+                 wanted: Tensor | None = None) -> bool:  # fmt: skip
+        if wanted is not None:
+            self.wanted.append(bool(wanted[0]))
+            if not wanted[0]:
+                return True
+        logits = x_CK.float() @ weight_VK.float().T
+        powers = torch.exp2(logits * scale - rows.anchors_C[:, None])
+        out.copy_(powers)
+        there = (rows.labels_C >= 0) & (rows.labels_C < len(weight_VK))
+        rows.logits_C[there] = logits[there, rows.labels_C[there]]
+        for tile, (part, of_logits) in enumerate(zip(powers.split(COLUMNS, 1), logits.split(COLUMNS, 1), strict=True)):
+            sums_2NC[0, tile], sums_2NC[1, tile] = part.sum(1), of_logits.max(1).values
+        return True
+
+
+@pytest.fixture
+def product(monkeypatch: pytest.MonkeyPatch) -> Product:
+    stand_in = Product()
+    monkeypatch.setattr(cross_entropy_powers, "covered", lambda *_: True)
+    monkeypatch.setattr(cross_entropy_powers, "powers_product", stand_in)
+    monkeypatch.setattr(head, "chunk_rows", lambda *_: 16)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return stand_in
+
+
+def sample(steep: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(ROWS, WIDTH) * steep, torch.randn(VOCABULARY, WIDTH) * 0.5
+    labels = torch.randint(0, VOCABULARY, (ROWS,))
+    labels[::7] = -100
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype), labels
+
+
+def compare(hidden: Tensor, weight: Tensor, labels: Tensor, tolerance: float, **options: object) -> None:
+    loss, rows = linear_cross_entropy(hidden, weight, labels, **options)  # type: ignore[arg-type]
+    (loss * 0.3).backward()
+    exact = hidden.detach().double().requires_grad_()
+    weights = options.pop("weights_N", None)
+    expected, expected_rows = linear_cross_entropy_reference(
+        exact, weight.double(), labels, weights_N=weights.double() if isinstance(weights, Tensor) else None, **options)  # type: ignore[arg-type]
+    (expected * 0.3).backward()
+    assert hidden.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(rows.double(), expected_rows, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-4)
+    assert float((hidden.grad.double() - exact.grad).norm() / exact.grad.norm()) < tolerance
+    assert not hidden.grad[::7].any()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)])
+def test_loss_and_gradient_of_every_row(product: Product, dtype: torch.dtype, tolerance: float) -> None:
+    compare(*sample(dtype=dtype), tolerance)
+    assert product.wanted == [False] * 5  # chunks
+
+
+def test_a_label_that_lies_far_below_the_largest_asks_for_the_product_once_more(product: Product) -> None:
+    hidden, weight, labels = sample(steep=40.0)
+    logits = hidden.detach() @ weight.T
+    low = 16 + 3  # one row of the second chunk; the others have their largest, so that nothing rises there
+    labels = torch.where(labels == -100, labels, logits.argmax(1))
+    labels[low] = logits[low].argmin()
+    assert float(logits[low].max() - logits[low].min()) > 90 * 0.6931
+    compare(hidden, weight, labels, 1e-5)
+    assert product.wanted == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("options", [{"weights_N": torch.linspace(0, 2, ROWS)}, {"logit_scale": 0.25}])
+def test_weights_and_a_scale(product: Product, options: dict[str, object]) -> None:
+    compare(*sample(), 1e-5, **options)
+    assert product.wanted
+
+
+@pytest.mark.parametrize("options", [{"softcap": 20.0}, {"label_smoothing": 0.1}, {"z_loss": 0.01}])
+def test_what_needs_the_logits_has_them(product: Product, options: dict[str, object]) -> None:
+    compare(*sample(), 1e-5, **options)
+    assert not product.wanted
+
+
+def test_a_label_outside_of_the_vocabulary_is_seen_in_the_loss(product: Product) -> None:
+    hidden, weight, labels = sample()
+    labels[5] = VOCABULARY
+    loss, rows = linear_cross_entropy(hidden, weight, labels)
+    assert loss.isnan()
+    assert rows.isnan().nonzero().flatten().tolist() == [5]
+
+
+def test_a_broken_row_breaks_no_other(product: Product) -> None:
+    hidden, weight, labels = sample()
+    broken = hidden.detach().clone()
+    broken[9] = torch.nan
+    _, rows = linear_cross_entropy(broken.requires_grad_(), weight, labels)
+    assert rows.isnan().nonzero().flatten().tolist() == [9]
+
+
+def test_where_the_product_is_not_done_the_two_steps_are(product: Product, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Powers, "loss_and_gradient", lambda *_: False)
+    compare(*sample(), 1e-5)
