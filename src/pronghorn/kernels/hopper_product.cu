@@ -223,20 +223,13 @@ __device__ __forceinline__ void give_tile(
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     int own = row + half * 64 + mine.warp * 16 + mine.lane / 4;
-    float anchor[2], sum[2] = {0.0f, 0.0f}, most[2] = {-ENDLESS, -ENDLESS};
+    float anchor[2], sum[2] = {0.0f, 0.0f}, most[2] = {-ENDLESS, -ENDLESS}, at_label[2] = {0.0f, 0.0f};
+    int label[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (own + 8 * i >= sizes.rows) {
-        anchor[i] = ENDLESS;
-        continue;
-      }
-      anchor[i] = labels.anchors[own + 8 * i];
-      int label = (int)labels.labels[own + 8 * i] - (tile * COLUMNS + mine.lane % 4 * 2);
-      if (label >= 0 && label < COLUMNS && label % 8 < 2) {  // this thread has it
-#pragma unroll
-        for (int group = 0; group < GROUPS; ++group)
-          if (label / 8 == group) labels.logits[own + 8 * i] = label % 8 ? d[half][group * 4 + i * 2 + 1] : d[half][group * 4 + i * 2];
-      }
+      bool there = own + 8 * i < sizes.rows;
+      anchor[i] = there ? labels.anchors[own + 8 * i] : ENDLESS;
+      label[i] = there ? (int)labels.labels[own + 8 * i] - (tile * COLUMNS + mine.lane % 4 * 2) : -1;  // among this thread's
     }
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {
@@ -248,6 +241,8 @@ __device__ __forceinline__ void give_tile(
         for (int i = 0; i < 4; ++i) {
           int group = chunk * (CHUNK / 8) + pair * 2 + i / 2, j = group * 4 + i % 2 * 2;
           float low = group * 8 < left ? d[half][j] : -ENDLESS, high = group * 8 + 1 < left ? d[half][j + 1] : -ENDLESS;
+          // A select for each: an index that is not known beforehand would put all of d into local memory.
+          at_label[i % 2] = label[i % 2] == group * 8 ? low : label[i % 2] == group * 8 + 1 ? high : at_label[i % 2];
           most[i % 2] = fmaxf(most[i % 2], fmaxf(low, high));
           low = power_of_2(low * scale - anchor[i % 2]);
           high = power_of_2(high * scale - anchor[i % 2]);
@@ -270,6 +265,7 @@ __device__ __forceinline__ void give_tile(
         sum[i] += __shfl_xor_sync(0xffffffff, sum[i], apart);
         most[i] = fmaxf(most[i], __shfl_xor_sync(0xffffffff, most[i], apart));
       }
+      if (label[i] >= 0 && label[i] < COLUMNS && label[i] % 8 < 2) labels.logits[own + 8 * i] = at_label[i];
       if (mine.lane % 4 == 0 && own + 8 * i < sizes.rows) {
         sums[(u64)tile * sizes.rows + own + 8 * i] = sum[i];
         sums[(u64)(sizes.column_tiles + tile) * sizes.rows + own + 8 * i] = most[i];
