@@ -138,6 +138,23 @@ def test_what_only_turns_in_part_is_left_to_others() -> None:
 
 
 @on_hopper
+def test_terms_in_a_tensor_of_their_own() -> None:
+    torch.manual_seed(1)
+    T, K, R, F = 700, 192, 80, 256
+    x, behind, weight = random(T, K, room=8), random(T, R), random(2 * F, K + R)
+    whole, angles = torch.cat([x, behind], dim=1), torch.rand(T, 32, device="cuda")
+    out = [torch.full((T, 3 * F), 7.0).bfloat16().cuda() for _ in range(4)]
+    assert gated_product(x, weight, "silu", gu_out=out[0][:, : 2 * F], a_out=out[0][:, 2 * F :], behind_TR=behind)
+    assert gated_product(whole, weight, "silu", gu_out=out[1][:, : 2 * F], a_out=out[1][:, 2 * F :])
+    turn = {"turning": 6, "head_width": 64}
+    assert turned_product(x, weight, angles.cos(), angles.sin(), **turn, out=out[2][:, : 2 * F], behind_TR=behind)
+    assert turned_product(whole, weight, angles.cos(), angles.sin(), **turn, out=out[3][:, : 2 * F])
+    torch.testing.assert_close(out[0], out[1], rtol=0, atol=0)
+    torch.testing.assert_close(out[2], out[3], rtol=0, atol=0)
+    torch.testing.assert_close(out[0][:, : 2 * F], whole @ weight.T, rtol=0, atol=0)
+
+
+@on_hopper
 @pytest.mark.parametrize("band", [1, 5, 1000])
 def test_any_order_of_tiles_covers_all(band: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_product, "BAND", band)

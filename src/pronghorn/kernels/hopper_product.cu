@@ -12,6 +12,8 @@
 // at its power limit on, see docs/findings.md).
 //
 // Given by -D: one of GATED, POWERS and TURNED, HALF (columns of the half of a tile), STAGES, BUFFERS; GELU for GATED (0: SiLU).
+// The last terms of x may lie in a tensor of their own (`behind`): what adapters add, x A^T.
+//
 // The line WGMMA is replaced by the instruction for HALF before it is compiled.
 
 typedef unsigned int u32;
@@ -136,7 +138,8 @@ __device__ __forceinline__ Place place_of(int tile, int row_pairs, int column_ti
   return {rest / wide, first + rest % wide};
 }
 
-struct Sizes { int rows, columns, row_pairs, column_tiles, k_tiles, band; };  // columns: F or V
+// columns: F, V or heads H; of the tiles of terms x has the first, what lies behind it the others
+struct Sizes { int rows, columns, row_pairs, column_tiles, k_tiles, x_tiles, band; };
 
 struct Mine {  // a thread's part in giving a tile away
   int thread, warp, lane, group;
@@ -326,7 +329,8 @@ __device__ __forceinline__ void give_tile(
 #endif
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) hopper_product(
-    const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap out,
+    const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap behind, const __grid_constant__ TensorMap w,
+    const __grid_constant__ TensorMap out,
 #if GATED
     const __grid_constant__ TensorMap a,
 #elif POWERS
@@ -365,7 +369,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) h
           u32 to = base + stage * STAGE_BYTES, barrier = full + 8 * stage;
           barrier_wait(empty + 8 * stage, parity);
           barrier_expect(barrier, STAGE_BYTES);
-          load(to, &x, barrier, k * TERMS, row);
+          if (k < sizes.x_tiles) load(to, &x, barrier, k * TERMS, row);
+          else load(to, &behind, barrier, (k - sizes.x_tiles) * TERMS, row);
 #if GATED
           load_for_both(to + X_BYTES + rank * W_BYTES, &w, barrier, k * TERMS, place.column * HALF, rank);
 #elif POWERS

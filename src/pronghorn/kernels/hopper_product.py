@@ -12,7 +12,9 @@ with the library's (benchmarks/results/hopper-product.json):
 The product itself has torch's bits. Where a GPU is no Hopper, a dtype is not bf16, or rows do not begin at multiples of 16
 bytes: False, nothing is done, and callers do the two one after the other.
 
-T = rows, K = terms, F = width of an MLP, V = vocabulary, C = rows of a chunk of the head.
+The last terms of x may lie in a tensor of their own (`behind`), where LoRA's x A^T is kept without a copy.
+
+T = rows, K = terms, R = terms behind x, F = width of an MLP, X = of q, k and v, V = vocabulary, C = rows of a head's chunk.
 """
 
 from __future__ import annotations
@@ -43,22 +45,24 @@ class _Heads(ctypes.Structure):
 
 
 class _Sizes(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int) for name in ("rows", "columns", "row_pairs", "column_tiles", "k_tiles", "band")]
+    _fields_ = [(name, ctypes.c_int) for name in ("rows", "columns", "row_pairs", "column_tiles", "k_tiles", "x_tiles", "band")]
 
 
-def gated_product(x_TK: Tensor, weight_GK: Tensor, kind: Kind, *, gu_out: Tensor, a_out: Tensor) -> bool:
-    """gu_out [T, 2 F] = x W^T, and a_out [T, F] = act(gate) up; all may be row-strided. Whether it is done."""
-    (T, K), F = x_TK.shape, a_out.shape[1]
-    if F % 8 or not covered(x_TK, weight_GK, gu_out, a_out):
+def gated_product(x_TK: Tensor, weight_GK: Tensor, kind: Kind, *, gu_out: Tensor, a_out: Tensor, behind_TR: Tensor | None = None
+                  ) -> bool:
+    """gu_out [T, 2 F] = [x | behind] W^T, and a_out [T, F] = act(gate) up; all may be row-strided. Whether it is done."""
+    T, F = a_out.shape
+    if F % 8 or not _fit(x_TK, behind_TR, weight_GK, gu_out, a_out):
         return False
     piece = (NARROW_CHUNK, 1, ROWS // 2)
+    rows, K = _rows(x_TK, behind_TR)
     maps = [
-        TensorMap(x_TK, (K, T), (x_TK.stride(0),), (TERMS, ROWS)),
-        TensorMap(weight_GK, (K, F, 2), (weight_GK.stride(0), F * weight_GK.stride(0)), (TERMS, HALF, 1)),
+        *rows, TensorMap(weight_GK, (K, F, 2), (weight_GK.stride(0), F * weight_GK.stride(0)), (TERMS, HALF, 1)),
         TensorMap(gu_out, (F, 2, T), (F, gu_out.stride(0)), piece),
         TensorMap(a_out, (F, 1, T), (a_out.stride(0), a_out.stride(0)), piece),
     ]
-    return _run(_source(GATED=1, GELU=int(kind == "gelu_tanh")), x_TK, 3 * NARROW_CHUNK, [*maps, _sizes(T, F, HALF, K)])
+    return _run(_source(GATED=1, GELU=int(kind == "gelu_tanh")), x_TK, 3 * NARROW_CHUNK,
+                [*maps, _sizes(T, F, HALF, K, x_TK)])
 
 
 class Labelled(NamedTuple):
@@ -76,38 +80,38 @@ def powers_product(x_CK: Tensor, weight_VK: Tensor, rows: Labelled, *, out: Tens
     is rounded, and the largest of x W^T; and x W^T at the label. `wanted`: an int on the device; where it is 0, nothing happens
     there. Whether it is done."""
     (C, K), V = x_CK.shape, weight_VK.shape[0]
-    if not covered(x_CK, weight_VK, out):
+    if not _fit(x_CK, None, weight_VK, out):
         return False
     assert sums_2NC.shape == (2, column_tiles(V), C)
     assert all(x.is_contiguous() for x in (sums_2NC, *rows))
     assert rows.labels_C.dtype == torch.int64
     maps = [
-        TensorMap(x_CK, (K, C), (x_CK.stride(0),), (TERMS, ROWS)),
+        *_rows(x_CK, None)[0],
         TensorMap(weight_VK, (K, V, 1), (weight_VK.stride(0), weight_VK.stride(0)), (TERMS, HALF, 1)),
         TensorMap(out, (V, 1, C), (out.stride(0), out.stride(0)), (POWERS_CHUNK, 1, ROWS // 2)),
     ]
     flag = ctypes.c_void_p(0) if wanted is None else wanted
     return _run(_source(POWERS=1), x_CK, POWERS_CHUNK,
                 [*maps, (ctypes.c_void_p * 3)(*(x.data_ptr() for x in rows)), ctypes.c_float(scale), sums_2NC, flag,
-                 _sizes(C, V, COLUMNS, K)])
+                 _sizes(C, V, COLUMNS, K, x_CK)])
 
 
 def turned_product(x_TK: Tensor, weight_XK: Tensor, cos_TP: Tensor, sin_TP: Tensor, *, turning: int, head_width: int,
-                   out: Tensor) -> bool:
-    """out [T, X] = x W^T, in which the first `turning` heads are turned by halves over their whole width, in fp32, and rounded
-    once. Whether it is done."""
-    (T, K), X = x_TK.shape, weight_XK.shape[0]
+                   out: Tensor, behind_TR: Tensor | None = None) -> bool:
+    """out [T, X] = [x | behind] W^T, in which the first `turning` heads are turned by halves over their whole width, in fp32,
+    and rounded once. Whether it is done."""
+    T, X = len(x_TK), len(weight_XK)
     angles = (T, head_width // 2)
     fits = all(x.dtype == torch.float32 and x.is_contiguous() and x.shape == angles for x in (cos_TP, sin_TP))
-    if not fits or head_width % (2 * NARROW_CHUNK) or not covered(x_TK, weight_XK, out):
+    if not fits or head_width % (2 * NARROW_CHUNK) or not _fit(x_TK, behind_TR, weight_XK, out):
         return False
+    rows, K = _rows(x_TK, behind_TR)
     maps = [
-        TensorMap(x_TK, (K, T), (x_TK.stride(0),), (TERMS, ROWS)),
-        TensorMap(weight_XK, (K, X, 1), (weight_XK.stride(0), weight_XK.stride(0)), (TERMS, NARROW_CHUNK, 1)),
+        *rows, TensorMap(weight_XK, (K, X, 1), (weight_XK.stride(0), weight_XK.stride(0)), (TERMS, NARROW_CHUNK, 1)),
         TensorMap(out, (X, 1, T), (out.stride(0), out.stride(0)), (NARROW_CHUNK, 1, ROWS // 2)),
     ]
     return _run(_source(TURNED=1), x_TK, 2 * NARROW_CHUNK,
-                [*maps, cos_TP, sin_TP, _Heads(turning, head_width), _sizes(T, X, COLUMNS, K)])
+                [*maps, cos_TP, sin_TP, _Heads(turning, head_width), _sizes(T, X, COLUMNS, K, x_TK)])
 
 
 def column_tiles(columns: int) -> int:
@@ -123,8 +127,22 @@ def covered(*operands: Tensor) -> bool:
     return fits and len(first) > 0 and HAS_TRITON and cuda_source.available()
 
 
-def _sizes(rows: int, columns: int, of_a_tile: int, terms: int) -> _Sizes:
-    return _Sizes(rows, columns, -(-rows // (2 * ROWS)), -(-columns // of_a_tile), -(-terms // TERMS), BAND)
+def _fit(x_TK: Tensor, behind_TR: Tensor | None, *others: Tensor) -> bool:
+    if behind_TR is None:
+        return covered(x_TK, *others)
+    return x_TK.shape[1] % TERMS == 0 and covered(x_TK, behind_TR, *others)
+
+
+def _rows(x_TK: Tensor, behind_TR: Tensor | None) -> tuple[list[TensorMap], int]:
+    """x and what lies behind it; and the terms of both."""
+    parts = [x_TK, x_TK if behind_TR is None else behind_TR]
+    maps = [TensorMap(part, (part.shape[1], len(part)), (part.stride(0),), (TERMS, ROWS)) for part in parts]
+    return maps, x_TK.shape[1] + (0 if behind_TR is None else behind_TR.shape[1])
+
+
+def _sizes(rows: int, columns: int, of_a_tile: int, terms: int, x: Tensor) -> _Sizes:
+    x_tiles = -(-x.shape[1] // TERMS)
+    return _Sizes(rows, columns, -(-rows // (2 * ROWS)), -(-columns // of_a_tile), -(-terms // TERMS), x_tiles, BAND)
 
 
 def _source(**definitions: int) -> Source:

@@ -243,30 +243,32 @@ class Projections:
     def forward_gated(self, x_ext: Tensor, kind: Kind, a_out: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """What `forward_with_room` gives of gate and up, and in a_out their activation; None, and nothing is done, where no
         product does both."""
-        group = self._group
-        if group is None or self._bias is not None or not covered(x_ext, group.M, a_out):
+        if (group := self._group) is None or self._bias is not None or not covered(x_ext, group.M, a_out):
             return None
-        group.load()
-        xa = group.extend(x_ext)
-        y_ext = self._room(x_ext)
-        if not gated_product(x_ext, group.M[: group.O], kind, gu_out=y_ext[:, : group.O], a_out=a_out):
+        x, xa, y_ext = *self._beside(x_ext), self._room(x_ext)
+        if not gated_product(x, group.M[: group.O], kind, gu_out=y_ext[:, : group.O], a_out=a_out, behind_TR=xa):
             return None
-        return y_ext, xa.clone() if self.extra else None
+        return y_ext, xa
 
     def forward_turned(self, x_ext: Tensor, cos: Tensor, sin: Tensor, turning: int, head_width: int
                        ) -> tuple[Tensor, Tensor | None] | None:
         """What `forward_with_room` gives of q, k and v, the first heads of them turned; None, and nothing is done, where no
         product does both."""
+        if (group := self._group) is None or self._bias is not None or not covered(x_ext, group.M):
+            return None
+        x, xa, y_ext = *self._beside(x_ext), self._room(x_ext)
+        if not turned_product(x, group.M[: group.O], cos, sin, turning=turning, head_width=head_width,
+                              out=y_ext[:, : group.O], behind_TR=xa):
+            return None
+        return y_ext, xa
+
+    def _beside(self, x_ext: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x, and x A^T in memory of its own, for a product that reads both; where there are adapters."""
         group = self._group
-        if group is None or self._bias is not None or not covered(x_ext, group.M):
-            return None
+        assert group is not None
         group.load()
-        xa = group.extend(x_ext)
-        y_ext = self._room(x_ext)
-        if not turned_product(x_ext, group.M[: group.O], cos, sin, turning=turning, head_width=head_width,
-                              out=y_ext[:, : group.O]):
-            return None
-        return y_ext, xa.clone() if self.extra else None
+        x = x_ext[:, : group.D]
+        return x, product(x, group.M[group.O :, : group.D].T) if group.R else None
 
     def forward_add(self, x_ext: Tensor, h: Tensor, multiplier: float, *, extended: bool = False, out: Tensor | None = None
                     ) -> Tensor:
