@@ -14,8 +14,8 @@ from benchmarks.ops import replaced
 from pronghorn.bench.ceiling import products
 from pronghorn.bench.workloads import Workload
 from pronghorn.kernels.lora_linear import LoraGroup
-from pronghorn.kernels.products import product
-from pronghorn.model import attending
+from pronghorn.model import projections
+from pronghorn.model.projections import Projections
 
 Choice = Callable[[], AbstractContextManager[None]]
 WITHOUT = "without "
@@ -24,13 +24,14 @@ WITHOUT = "without "
 def of_absences(workload: Workload) -> Iterator[tuple[str, Choice]]:
     found: dict[str, Choice] = {}
     for part, shape in products(workload.config).items():
-        if part != "gate_up":  # whose dgu sB the activation's kernel makes, as
+        inside = {"qkv": "turned_product", "gate_up": "gated_product"}.get(part)
+        if part != "gate_up":  # whose dgu sB the activation's kernel makes
             found[f"{WITHOUT}dy sB of {part}"] = lambda s=shape: _not_extended("extend_grad", s)
-        if part != "down":  # a A^T of this one
+        if inside is None:
             found[f"{WITHOUT}x A^T of {part}"] = lambda s=shape: _not_extended("extend", s)
-        if part in ("qkv", "gate_up"):
-            found[f"{WITHOUT}LoRA's columns in {part}"] = lambda s=shape: _narrow(s)
-    found[f"{WITHOUT}RoPE forward"] = lambda: replaced(attending, "qk_rope_forward", _not_turned)
+        else:
+            found[f"{WITHOUT}x A^T of {part}"] = lambda s=shape: _nothing_beside(s)
+            found[f"{WITHOUT}LoRA's columns in {part}"] = lambda name=inside: _narrow(name)
     yield from found.items()
     yield f"{WITHOUT}all of these", lambda: _together(list(found.values()))
 
@@ -55,19 +56,25 @@ def _not_extended(method: str, shape: tuple[int, int]) -> AbstractContextManager
     return replaced(LoraGroup, method, leaves_them)
 
 
-def _narrow(shape: tuple[int, int]) -> AbstractContextManager[None]:
-    """One group's forward product without the extra columns: 2,048 terms instead of 2,112 at 1B."""
-    usual = LoraGroup.forward
+def _nothing_beside(shape: tuple[int, int]) -> AbstractContextManager[None]:
+    """x A^T of one group, in its own tensor, is not computed."""
+    usual = Projections._beside
 
-    def forward(self: LoraGroup, x_ext: Tensor, *, out: Tensor | None = None, **options: Any) -> Tensor:
-        if shape == (self.O, self.D):
-            return product(x_ext[:, : self.D], self.M[: self.O, : self.D].T, out=out)
-        return usual(self, x_ext, out=out, **options)
+    def beside(self: Projections, x_ext: Tensor) -> tuple[Tensor, Tensor | None]:
+        group = self._group
+        if group is None or shape != (group.O, group.D):
+            return usual(self, x_ext)
+        return x_ext[:, : group.D], x_ext.new_empty(len(x_ext), group.R)
 
-    return replaced(LoraGroup, "forward", forward)
+    return replaced(Projections, "_beside", beside)
 
 
-def _not_turned(qkv_TX: Tensor, *_: Tensor, heads: int, kv_heads: int, head_width: int, **__: Any) -> tuple[Any, ...]:
-    counts = (heads, kv_heads, kv_heads)
-    parts = qkv_TX.split([count * head_width for count in counts], dim=1)
-    return *(part.unflatten(1, (count, head_width)) for part, count in zip(parts, counts, strict=True)), None
+def _narrow(name: str) -> AbstractContextManager[None]:
+    """A product without the terms behind x: 2,048 instead of 2,112 at 1B."""
+    usual = getattr(projections, name)
+
+    def without(x: Tensor, weight: Tensor, *others: Any, behind_TR: Tensor | None = None, **options: Any) -> bool:
+        del behind_TR
+        return usual(x, weight[:, : x.shape[1]], *others, **options)  # type: ignore[no-any-return]
+
+    return replaced(projections, name, without)

@@ -17,7 +17,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +33,18 @@ from pronghorn.bench.weights import make_model_folder
 from pronghorn.bench.workloads import WORKLOADS, Workload
 from pronghorn.kernels import (
     attention_short,
+    cross_entropy_powers,
     cross_entropy_rows,
     cublaslt,
     gated_lora,
+    hopper_product,
     linear_cross_entropy,
     lora_linear,
     rms_norm,
     thin_sums,
 )
 from pronghorn.kernels.lora_linear import default_padding
-from pronghorn.model import attending
+from pronghorn.model import attending, projections
 from pronghorn.train.graphed_step import GraphedStep
 
 ROOT = Path(__file__).parent.parent
@@ -118,7 +120,32 @@ def of_tiles(workload: Workload) -> Iterator[tuple[str, Choice]]:
                    lambda c=changed: replaced(attention_short, "config_for", lambda *_: c))
     for tile in NORM_TILES:
         yield f"norms {tuple(tile)}", lambda t=tile: replaced(rms_norm, "_tile", lambda *_: t)
+    yield from of_products_with_more(workload)
     yield "RoPE's gradient apart", lambda: replaced(attending, "turns_back", lambda *_: False)
+
+
+def of_products_with_more(workload: Workload) -> Iterator[tuple[str, Choice]]:
+    """What follows a product done by a kernel of its own, and other orders of tiles."""
+    del workload
+    apart = {"gated activation": (projections, "gated_product"), "RoPE": (projections, "turned_product"),
+             "softmax": (cross_entropy_powers, "covered")}
+    for name, (module, function) in apart.items():
+        yield f"{name} apart", lambda m=module, f=function: replaced(m, f, _not_done)
+    yield "all three apart", lambda: _together(*(replaced(*place, _not_done) for place in apart.values()))
+    for band in (8, 12, 24):
+        yield f"bands of {band} tiles", lambda b=band: replaced(hopper_product, "BAND", b)
+
+
+def _not_done(*_: Any, **__: Any) -> bool:
+    return False
+
+
+@contextmanager
+def _together(*contexts: AbstractContextManager[None]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def choices(workload: Workload, only: list[str]) -> dict[str, Choice]:

@@ -12,9 +12,11 @@ from benchmarks.step_choices import AS_IT_IS, NotOffered, _choose, choices, in_t
 from pronghorn.bench.workloads import WORKLOADS
 from pronghorn.kernels import (
     attention_short,
+    cross_entropy_powers,
     cross_entropy_rows,
     cublaslt,
     gated_lora,
+    hopper_product,
     linear_cross_entropy,
     lora_linear,
     rms_norm,
@@ -22,12 +24,13 @@ from pronghorn.kernels import (
 )
 from pronghorn.kernels.cublaslt import LONG, NARROW, WIDE
 from pronghorn.kernels.lora_linear import Adapter, LoraGroup
-from pronghorn.model import attending
+from pronghorn.model import attending, projections
+from pronghorn.model.projections import Projections
 
 
 def test_a_choice_is_made_and_undone() -> None:
     modules = (attention_short, cross_entropy_rows, cublaslt, gated_lora, linear_cross_entropy, lora_linear, rms_norm,
-               thin_sums, attending, LoraGroup)  # fmt: skip
+               thin_sums, attending, LoraGroup, projections, Projections, cross_entropy_powers, hopper_product)  # fmt: skip
     before = [dict(vars(module)) for module in modules]
     found = choices(WORKLOADS["llama-1b"], [])
     for name, choice in found.items():
@@ -35,7 +38,9 @@ def test_a_choice_is_made_and_undone() -> None:
             pairs = zip(modules, before, strict=True)
             changed = [key for module, was in pairs for key in was if vars(module)[key] is not was[key]]
             if name == "without all of these":
-                assert set(changed) == {"extend", "extend_grad", "forward", "qk_rope_forward"}
+                assert set(changed) == {"extend", "extend_grad", "_beside", "gated_product", "turned_product"}
+            elif name == "all three apart":
+                assert set(changed) == {"gated_product", "turned_product", "covered"}
             else:
                 assert len(changed) == (0 if name.startswith(AS_IT_IS) else 1), name
     assert [dict(vars(module)) for module in modules] == before
@@ -91,12 +96,13 @@ def test_what_is_left_out_is_of_one_group_alone() -> None:
     assert not (groups["out"].extend_grad(dy["out"]) == 7.0).any()
 
 
-def test_without_rope_heads_are_where_they_would_be() -> None:
-    options: dict[str, int] = {"heads": 4, "kv_heads": 2, "head_width": 8}
-    qkv, angles = torch.randn(5, 64), torch.zeros(5, 4)
-    turned = attending.qk_rope_forward(qkv, torch.cos(angles), torch.sin(angles), **options)  # type: ignore[arg-type]
-    name = "without RoPE forward"
+def test_without_the_terms_behind_it_a_product_is_that_of_x_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(projections, "gated_product", lambda *parts, **options: bool(given.append((*parts, options))) or True)
+    x, weight = torch.randn(3, 4), torch.randn(6, 7)
+    name = "without LoRA's columns in gate_up"
     with choices(WORKLOADS["llama-1b"], [name])[name]():
-        found = attending.qk_rope_forward(qkv, torch.cos(angles), torch.sin(angles), **options)  # type: ignore[arg-type]
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[:3], turned[:3], strict=True))
-    assert found[3] is None
+        assert projections.gated_product(x, weight, "silu", gu_out=x, a_out=x, behind_TR=torch.randn(3, 3))
+    assert given[0][0] is x
+    assert torch.equal(given[0][1], weight[:, :4])
+    assert given[0][3] == {"gu_out": x, "a_out": x}
