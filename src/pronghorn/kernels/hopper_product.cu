@@ -1,7 +1,7 @@
 // Products x W^T of bf16 on Hopper with what follows them done before the result leaves the multiprocessor.
 //
-//   GATED   [gate | up] = x W^T, W [2 F, K], is kept for the backward pass, and a = act(gate) up is written beside it: 537 MB at
-//           16,384 tokens and F = 8,192 that a kernel of its own would read again.
+//   GATED   [gate | up] = x W^T, W [2 F, K], is kept for the backward pass, and a = act(gate) up is written beside it: 537 MB
+//           at 16,384 tokens and F = 8,192 that a kernel of its own would read again.
 //   POWERS  2^(logit scale - anchor) of logits = x W^T, W [V, K], with the sum and the largest logit of each row of a tile,
 //           and each row's logit at its label.
 //   TURNED  [q | k | v] = x W^T, W [heads H, K], q and k turned by their rotary positions: by halves, over the whole head.
@@ -11,7 +11,8 @@
 // one multiplies, the other gives its results away, so that the tensor cores do not wait for that (which is what a step spends
 // at its power limit on, see docs/findings.md).
 //
-// Given by -D: one of GATED, POWERS and TURNED, HALF (columns of the half of a tile), STAGES, BUFFERS; GELU for GATED (0: SiLU).
+// Given by -D: one of GATED, POWERS and TURNED, HALF (columns of the half of a tile), STAGES, BUFFERS, LAST (sixteenths of
+// terms that the last tile of them has); GELU for GATED (0: SiLU).
 // The last terms of x may lie in a tensor of their own (`behind`): what adapters add, x A^T.
 //
 // The line WGMMA is replaced by the instruction for HALF before it is compiled.
@@ -72,10 +73,16 @@ __device__ __forceinline__ void arrive(int number, int threads) {
 
 // ---- copies
 
-// For results, which are larger than the L2 cache: they leave it before what is read again.
+// In the L2 cache: results, which are larger than it, leave first, and weights, which all rows need, last.
 __device__ __forceinline__ u64 leaves_first() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ u64 leaves_last() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
@@ -85,9 +92,10 @@ __device__ __forceinline__ void load(u32 to, const TensorMap* map, u32 barrier, 
 }
 
 __device__ __forceinline__ void load_for_both(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int c2) {
+  unsigned short both = 3;
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-               " [%0], [%1, {%3, %4, %5}], [%2], %6;"
-               ::"r"(to), "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"((unsigned short)3) : "memory");
+               ".L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6, %7;"
+               ::"r"(to), "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(both), "l"(leaves_last()) : "memory");
 }
 
 __device__ __forceinline__ void give(const TensorMap* map, u32 from, int c0, int c1, int c2, u64 policy) {
@@ -104,6 +112,20 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
 
 __device__ __forceinline__ void multiply(float (&d)[GROUPS * 4], u64 x, u64 w, int add) {
 @WGMMA@
+}
+
+// The next tile of terms, of which PARTS sixteenths count, is on its way when this returns, and the one before is done. Sixteen
+// terms are 32 bytes, 64 rows 8,192.
+template <int PARTS>
+__device__ __forceinline__ void multiply_tile(float (&d)[2][GROUPS * 4], u32 at, bool adds) {
+  u64 x = descriptor(at), w = descriptor(at + X_BYTES);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) {
+    multiply(d[0], x + 2 * part, w + 2 * part, adds || part > 0);
+    multiply(d[1], x + 512 + 2 * part, w + 2 * part, adds || part > 0);
+  }
+  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
 }
 
 // ---- numbers
@@ -183,7 +205,8 @@ __device__ __forceinline__ float gated(float gate, float up) {
 }
 
 __device__ __forceinline__ void give_tile(
-    const float (&d)[2][GROUPS * 4], const Mine& mine, const TensorMap* gu, const TensorMap* a, const Sizes& sizes, int row, int tile) {
+    const float (&d)[2][GROUPS * 4], const Mine& mine, const TensorMap* gu, const TensorMap* a, const Sizes& sizes, int row,
+    int tile) {
 #pragma unroll
   for (int part = 0; part < 2 * CHUNKS; ++part) {
     int half = part / CHUNKS, chunk = part % CHUNKS, column = tile * HALF + chunk * CHUNK;
@@ -288,8 +311,8 @@ __device__ __forceinline__ int unit_column(const Heads& heads, int unit) {
 }
 
 __device__ __forceinline__ void give_tile(
-    const float (&d)[2][GROUPS * 4], const Mine& mine, const TensorMap* qkv, const float* cos, const float* sin, const Heads& heads,
-    const Sizes& sizes, int row, int tile) {
+    const float (&d)[2][GROUPS * 4], const Mine& mine, const TensorMap* qkv, const float* cos, const float* sin,
+    const Heads& heads, const Sizes& sizes, int row, int tile) {
 #pragma unroll
   for (int part = 0; part < 2 * CHUNKS; ++part) {
     int half = part / CHUNKS, chunk = part % CHUNKS, column = unit_column(heads, tile * CHUNKS + chunk);
@@ -398,21 +421,23 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) h
       int stage = step % STAGES, before = 0;
       float d[2][GROUPS * 4];
       sync(1 + group, 256);  // the other group has seen all that was loaded for it
-      for (int k = 0; k < sizes.k_tiles; ++k) {
+      for (int k = 0; k < sizes.k_tiles - (LAST < 4); ++k) {
         u32 at = base + stage * STAGE_BYTES;
         barrier_wait(full + 8 * stage, parity);
-        u64 xs = descriptor(at), ws = descriptor(at + X_BYTES);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-        for (int part = 0; part < TERMS / 16; ++part) {  // 16 terms are 32 bytes, 64 rows 8,192
-          multiply(d[0], xs + 2 * part, ws + 2 * part, k > 0 || part > 0);
-          multiply(d[1], xs + 512 + 2 * part, ws + 2 * part, k > 0 || part > 0);
-        }
-        asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+        multiply_tile<TERMS / 16>(d, at, k > 0);
         if (k > 0 && thread < 2) barrier_arrive_at(empty + 8 * before, thread);
         before = stage;
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
+#if LAST < 4
+      {  // the last tile of terms is not full
+        u32 at = base + stage * STAGE_BYTES;
+        barrier_wait(full + 8 * stage, parity);
+        multiply_tile<LAST>(d, at, sizes.k_tiles > 1);
+        if (sizes.k_tiles > 1 && thread < 2) barrier_arrive_at(empty + 8 * before, thread);
+        before = stage;
+      }
+#endif
       arrive(2 - group, 256);
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
       if (thread < 2) barrier_arrive_at(empty + 8 * before, thread);

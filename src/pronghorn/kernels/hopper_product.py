@@ -61,7 +61,7 @@ def gated_product(x_TK: Tensor, weight_GK: Tensor, kind: Kind, *, gu_out: Tensor
         TensorMap(gu_out, (F, 2, T), (F, gu_out.stride(0)), piece),
         TensorMap(a_out, (F, 1, T), (a_out.stride(0), a_out.stride(0)), piece),
     ]
-    return _run(_source(GATED=1, GELU=int(kind == "gelu_tanh")), x_TK, 3 * NARROW_CHUNK,
+    return _run(_source(K, GATED=1, GELU=int(kind == "gelu_tanh")), x_TK, 3 * NARROW_CHUNK,
                 [*maps, _sizes(T, F, HALF, K, x_TK)])
 
 
@@ -91,7 +91,7 @@ def powers_product(x_CK: Tensor, weight_VK: Tensor, rows: Labelled, *, out: Tens
         TensorMap(out, (V, 1, C), (out.stride(0), out.stride(0)), (POWERS_CHUNK, 1, ROWS // 2)),
     ]
     flag = ctypes.c_void_p(0) if wanted is None else wanted
-    return _run(_source(POWERS=1), x_CK, POWERS_CHUNK,
+    return _run(_source(K, POWERS=1), x_CK, POWERS_CHUNK,
                 [*maps, (ctypes.c_void_p * 3)(*(x.data_ptr() for x in rows)), ctypes.c_float(scale), sums_2NC, flag,
                  _sizes(C, V, COLUMNS, K, x_CK)])
 
@@ -110,7 +110,7 @@ def turned_product(x_TK: Tensor, weight_XK: Tensor, cos_TP: Tensor, sin_TP: Tens
         *rows, TensorMap(weight_XK, (K, X, 1), (weight_XK.stride(0), weight_XK.stride(0)), (TERMS, NARROW_CHUNK, 1)),
         TensorMap(out, (X, 1, T), (out.stride(0), out.stride(0)), (NARROW_CHUNK, 1, ROWS // 2)),
     ]
-    return _run(_source(TURNED=1), x_TK, 2 * NARROW_CHUNK,
+    return _run(_source(K, TURNED=1), x_TK, 2 * NARROW_CHUNK,
                 [*maps, cos_TP, sin_TP, _Heads(turning, head_width), _sizes(T, X, COLUMNS, K, x_TK)])
 
 
@@ -145,8 +145,10 @@ def _sizes(rows: int, columns: int, of_a_tile: int, terms: int, x: Tensor) -> _S
     return _Sizes(rows, columns, -(-rows // (2 * ROWS)), -(-columns // of_a_tile), -(-terms // TERMS), x_tiles, BAND)
 
 
-def _source(**definitions: int) -> Source:
-    all_of_them = {"GATED": 0, "POWERS": 0, "TURNED": 0, "HALF": HALF, "STAGES": STAGES, "BUFFERS": BUFFERS, **definitions}
+def _source(terms: int, **definitions: int) -> Source:
+    last = (terms - 1) % TERMS // 16 + 1  # sixteenths, which is what the tensor cores take at a time
+    all_of_them = {"GATED": 0, "POWERS": 0, "TURNED": 0, "HALF": HALF, "STAGES": STAGES, "BUFFERS": BUFFERS, "LAST": last,
+                   **definitions}
     return Source("hopper_product.cu", ("@WGMMA@", _multiplication(COLUMNS)), tuple(all_of_them.items()))
 
 

@@ -104,11 +104,15 @@ class AdapterGroup:
         self.sums: tuple[Tensor, Tensor] | None = None  # dA and dB^T of a step (`sum_shapes`); None: gradients are handed out
 
     @property
+    def used(self) -> int:
+        """All ranks, to the next 16: the columns behind these are zero."""
+        return min(self.R, -(-sum(adapter.rank for adapter in self.adapters) // 16) * 16)
+
+    @property
     def sum_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of dA [S, D] and dB^T [S, O]. S: all ranks, to the next 16; R is padded further where that makes products faster, and
+        """Of dA [S, D] and dB^T [S, O]. S: the columns that are used; R is padded further where that makes products faster, and
         would make these sums half as large again."""
-        rows = min(self.R, -(-sum(adapter.rank for adapter in self.adapters) // 16) * 16)
-        return (rows, self.D), (rows, self.O)
+        return (self.used, self.D), (self.used, self.O)
 
     def load(self) -> None:
         """Before M is used: nothing to do for a group that owns it."""

@@ -246,7 +246,8 @@ class Projections:
         if (group := self._group) is None or self._bias is not None or not covered(x_ext, group.M, a_out):
             return None
         x, xa, y_ext = *self._beside(x_ext), self._room(x_ext)
-        if not gated_product(x, group.M[: group.O], kind, gu_out=y_ext[:, : group.O], a_out=a_out, behind_TR=xa):
+        if not gated_product(x, group.M[: group.O], kind, gu_out=y_ext[:, : group.O], a_out=a_out,
+                             behind_TR=None if xa is None else xa[:, : group.used]):
             return None
         return y_ext, xa
 
@@ -258,7 +259,7 @@ class Projections:
             return None
         x, xa, y_ext = *self._beside(x_ext), self._room(x_ext)
         if not turned_product(x, group.M[: group.O], cos, sin, turning=turning, head_width=head_width,
-                              out=y_ext[:, : group.O], behind_TR=xa):
+                              out=y_ext[:, : group.O], behind_TR=None if xa is None else xa[:, : group.used]):
             return None
         return y_ext, xa
 
