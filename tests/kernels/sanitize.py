@@ -20,6 +20,7 @@ import pytest
 import torch
 from fp8_interpreter import interpreter_casts_as_a_gpu
 from launches import BF16, EPS, FP16, FP32, leaf_of, near, noting_launches, rows_of, space_of, untouched
+from powers_in_torch import Product
 from sanitize_adamw import check_adamw, check_adamw8bit
 from sanitize_moe import (
     check_grouped_fp8,
@@ -41,7 +42,7 @@ from sanitize_quantized import (
     check_nvfp4,
 )
 
-from pronghorn.kernels import cross_entropy_rows
+from pronghorn.kernels import cross_entropy_powers, cross_entropy_rows
 from pronghorn.kernels import linear_cross_entropy as cross_entropy
 from pronghorn.kernels.attention import attention_backward, attention_forward, attention_reference
 from pronghorn.kernels.copy_rows import copy_rows, copy_rows_reference
@@ -183,6 +184,25 @@ def check_cross_entropy(device: str) -> None:
         near("scale", x, before * 0.3)
 
 
+def check_cross_entropy_powers(device: str) -> None:
+    """Rows that fill no program, tiles that fill no block; a row that has risen too far, and one that is ignored."""
+    rows, width, vocabulary = 19, 33, 70 * 192 + 5
+    hidden, weight = torch.randn(rows, width) * 6, torch.randn(vocabulary, width)
+    labels = (hidden @ weight.T).argmax(1)
+    labels[3], labels[5] = (hidden @ weight.T)[3].argmin(), -100
+    leaf = hidden.clone().requires_grad_()
+    loss, losses = cross_entropy.linear_cross_entropy_reference(leaf, weight, labels)
+    (true,) = torch.autograd.grad(loss, leaf)
+    powers, got, factors = (torch.full(shape, float("nan")).to(device) for shape in ((rows, vocabulary), (rows,), (rows,)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cross_entropy_powers, "powers_product", Product())
+        on_device = (x.to(device) for x in (hidden, weight, labels))
+        chunks = cross_entropy_powers.Powers(*on_device, cross_entropy_rows.Terms(), rows)
+        assert chunks.loss_and_gradient(slice(0, rows), powers, None, got, torch.ones(()).to(device), factors)
+    near("row losses", got, losses, FP32)
+    near("gradient", (powers * factors[:, None]).cpu() @ weight, true)
+
+
 def check_lora_refresh(device: str) -> None:
     wide = torch.full((40, 150), 7.0, dtype=BF16)
     sources = [torch.randn(3, 150), torch.randn(30, 100), torch.randn(1, 1)]
@@ -302,7 +322,7 @@ OPS: dict[str, Callable[[str], None]] = {
     "rms_norm": check_rms_norm, "rope": check_rope, "gated_mlp": check_gated_mlp, "cross_entropy": check_cross_entropy,
     "lora_refresh": check_lora_refresh, "lora_collect": check_lora_collect, "copy_rows": check_copy_rows, "adamw": check_adamw,
     "adamw8bit": check_adamw8bit, "nf4": check_nf4, "gated_lora": check_gated_lora, "gated_lora_thin": check_gated_lora_thin,
-    "attention_short": check_attention_short,
+    "attention_short": check_attention_short, "cross_entropy_powers": check_cross_entropy_powers,
     "fp8_cast": check_fp8_cast, "fp8_norm": check_fp8_norm, "fp8_gated": check_fp8_gated, "fp8_lora": check_fp8_lora,
     "nf4_fp8": check_nf4_fp8, "nvfp4": check_nvfp4, "host_embedding": check_host_embedding, "thin_sums": check_thin_sums,
     "routing": check_routing, "load_balance": check_load_balance, "grouped_gemm": check_grouped_gemm,

@@ -4,37 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from powers_in_torch import Product
 from torch import Tensor
 
 from pronghorn.kernels import cross_entropy_powers
 from pronghorn.kernels import linear_cross_entropy as head
 from pronghorn.kernels.cross_entropy_powers import Powers
-from pronghorn.kernels.hopper_product import COLUMNS, Labelled
 from pronghorn.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 
 ROWS, WIDTH, VOCABULARY = 70, 24, 500  # 3 tiles of columns, the last of 116; 5 programs of rows, and chunks of 16 below
-
-
-class Product:
-    """hopper_product.powers_product, in torch."""
-
-    def __init__(self) -> None:
-        self.wanted: list[bool] = []
-
-    def __call__(self, x_CK: Tensor, weight_VK: Tensor, rows: Labelled, *, out: Tensor, scale: float, sums_2NC: Tensor,
-                 wanted: Tensor | None = None) -> bool:  # fmt: skip
-        if wanted is not None:
-            self.wanted.append(bool(wanted[0]))
-            if not wanted[0]:
-                return True
-        logits = x_CK.float() @ weight_VK.float().T
-        powers = torch.exp2(logits * scale - rows.anchors_C[:, None])
-        out.copy_(powers)
-        there = (rows.labels_C >= 0) & (rows.labels_C < len(weight_VK))
-        rows.logits_C[there] = logits[there, rows.labels_C[there]]
-        for tile, (part, of_logits) in enumerate(zip(powers.split(COLUMNS, 1), logits.split(COLUMNS, 1), strict=True)):
-            sums_2NC[0, tile], sums_2NC[1, tile] = part.sum(1), of_logits.max(1).values
-        return True
 
 
 @pytest.fixture

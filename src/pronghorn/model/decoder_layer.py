@@ -169,9 +169,7 @@ class FastDecoderLayer(Attending):
 
     def forward(self, h: Tensor, documents: Documents, rows: Tensor | None = None) -> tuple[Tensor, Kept]:
         seen = self.attended(Input(h), documents, rows)
-        x2, h2, y1 = self._to_mlp(seen.o_ext, seen.h_rows, seen.rstd)
-        gu, xa2, a_ext = self.gated_of(x2)
-        kept = seen.kept(h, h2, gu=gu, xa2=xa2, y1=y1)
+        kept, a_ext = self._to_activated(seen, h)
         h3, kept.y2 = self.branch(self.down, a_ext, kept.h2, self.after_mlp, kept.rstd, "after_mlp", extended=True)
         kept.xa3 = self.behind_down(a_ext)
         return h3, kept
@@ -216,15 +214,17 @@ class FastDecoderLayer(Attending):
         """gu, with room behind it for the columns that its gradient has there; and x A^T."""
         return self.gate_up.forward_with_room(x2_ext)
 
-    def gated_of(self, x2_ext: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """(gu, x A^T, a as `activated` gives it): in one product where that can do both."""
-        width = sum(self.gate_up.widths) // 2
-        a_ext = rows_like(x2_ext, width + self.down.extra)
-        if (found := self.gate_up.forward_gated(x2_ext, self.activation, a_ext[:, :width])) is None:
-            gu, xa2 = self.gate_up_of(x2_ext)
-            return gu, xa2, self.activated(gu, a_ext)
-        self.down.extend(a_ext)
-        return *found, a_ext
+    def _to_activated(self, seen: Attended, h: Tensor) -> tuple[Kept, Tensor]:
+        """Everything before down's product, and its input: gate, up and activation by one product where that can do both."""
+        x2, h2, y1 = self._to_mlp(seen.o_ext, seen.h_rows, seen.rstd)
+        if (found := self.gate_up.forward_gated(x2, self.activation, self.down.extra)) is not None:
+            gu, xa2, a_ext = found
+            self.down.extend(a_ext)
+        else:
+            gu, xa2 = self.gate_up_of(x2)
+            del x2  # nobody needs it beside a
+            a_ext = self.activated(gu)
+        return seen.kept(h, h2, gu=gu, xa2=xa2, y1=y1), a_ext
 
     def again(self, left: Left, documents: Documents, rows: Tensor | None) -> Kept:
         """What forward had, out of what it left: brought back, and computed again where it was not kept. Gate and up stay
@@ -287,11 +287,11 @@ class FastDecoderLayer(Attending):
                                                      out=x2_ext[:, : h.shape[1]], in_place=True)
         return x2_ext, h2
 
-    def activated(self, gu_ext: Tensor, out: Tensor | None = None) -> Tensor:
+    def activated(self, gu_ext: Tensor) -> Tensor:
         """a, and behind it a A^T of down's adapter, in one pass where the rank allows."""
         gu = gu_ext[:, : gu_ext.shape[1] - self.gate_up.extra]
         width = gu.shape[1] // 2
-        a_ext = rows_like(gu, width + self.down.extra) if out is None else out
+        a_ext = rows_like(gu, width + self.down.extra)
         if self.down.extra and not why_not(self.down.extra):
             return gated_lora_forward(gu, self.activation, self.down.adapter_rows, out_ext=a_ext)
         gated_activation_forward(gu, self.activation, out=a_ext[:, :width])

@@ -240,16 +240,17 @@ class Projections:
         make = x_ext.new_empty if x_ext.is_cuda else x_ext.new_zeros
         return make(x_ext.shape[0], sum(self.widths) + self.extra)
 
-    def forward_gated(self, x_ext: Tensor, kind: Kind, a_out: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """What `forward_with_room` gives of gate and up, and in a_out their activation; None, and nothing is done, where no
-        product does both."""
-        if (group := self._group) is None or self._bias is not None or not covered(x_ext, group.M, a_out):
+    def forward_gated(self, x_ext: Tensor, kind: Kind, room: int) -> tuple[Tensor, Tensor | None, Tensor] | None:
+        """What `forward_with_room` gives of gate and up, and their activation in rows with `room` for more columns; None, and
+        nothing is done, where no product does both."""
+        if (group := self._group) is None or self._bias is not None or not covered(x_ext, group.M):
             return None
-        x, xa, y_ext = *self._beside(x_ext), self._room(x_ext)
-        if not gated_product(x, group.M[: group.O], kind, gu_out=y_ext[:, : group.O], a_out=a_out,
+        width = group.O // 2
+        x, xa, y_ext, a_ext = *self._beside(x_ext), self._room(x_ext), x_ext.new_empty(len(x_ext), width + room)
+        if not gated_product(x, group.M[: group.O], kind, gu_out=y_ext[:, : group.O], a_out=a_ext[:, :width],
                              behind_TR=None if xa is None else xa[:, : group.used]):
             return None
-        return y_ext, xa
+        return y_ext, xa, a_ext
 
     def forward_turned(self, x_ext: Tensor, cos: Tensor, sin: Tensor, turning: int, head_width: int
                        ) -> tuple[Tensor, Tensor | None] | None:
