@@ -20,6 +20,7 @@ T = rows, K = terms, R = terms behind x, F = width of an MLP, X = of q, k and v,
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -145,6 +146,7 @@ def _sizes(rows: int, columns: int, of_a_tile: int, terms: int, x: Tensor) -> _S
     return _Sizes(rows, columns, -(-rows // (2 * ROWS)), -(-columns // of_a_tile), -(-terms // TERMS), x_tiles, BAND)
 
 
+@cache
 def _source(terms: int, **definitions: int) -> Source:
     last = (terms - 1) % TERMS // 16 + 1  # sixteenths, which is what the tensor cores take at a time
     all_of_them = {"GATED": 0, "POWERS": 0, "TURNED": 0, "HALF": HALF, "STAGES": STAGES, "BUFFERS": BUFFERS, "LAST": last,
