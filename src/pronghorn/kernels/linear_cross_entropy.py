@@ -10,8 +10,9 @@ IGNORED nor inside [0, V) gives a NaN loss and NaN gradients, so that a run stop
 
 The gradient is computed in the forward pass, chunk of rows by chunk of rows, because the logits exist only there:
 product -> loss and gradient of each row, over the logits (cross_entropy_rows.py) -> product(s). With a frozen head a row's
-factor, 1 / sum of exponentials among it, is left for the pass that multiplies by the incoming gradient.
-Products run in cuBLAS with fp32 accumulation. The chunk is kept in the inputs' dtype: plain torch rounds its logits and
+factor, 1 / sum of exponentials among it, is left for the pass that multiplies by the incoming gradient, and on Hopper the
+first product writes the exponentials itself, so that nothing is done between the two (cross_entropy_powers.py).
+Other products run in cuBLAS with fp32 accumulation. The chunk is kept in the inputs' dtype: plain torch rounds its logits and
 their gradient to that dtype, too, so the error is the same, and the chunk is half of what fp32 would take. fp32 inputs are
 computed in fp32 throughout (unless TF32 was switched on in torch for all products).
 Products counted: 4·N·D·V floating-point operations with a frozen head, 6·N·D·V with a trained one.

@@ -15,6 +15,8 @@ it, so names, hooks, checkpoints and generation stay the family's. Forward, with
     a = act(gate) * up                        computed again, inside the kernel that needs its gradient
     h3 = h2 + a Wdown                         the product adds the residual itself
 
+On Hopper RoPE and the activation are done inside the products before them (kernels/hopper_product.py).
+
 With norms after attention or MLP (Gemma, OLMo 2) the branch output is kept as well, since its norm needs it.
 
 Two things are left out where nobody looks at them: in the last layer everything behind attention for rows without a loss
