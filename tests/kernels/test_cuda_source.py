@@ -1,4 +1,4 @@
-"""CUDA C++ compiled and launched, with Python in place of NVRTC and of the driver; and the text of hopper_product.cu."""
+"""CUDA C++ compiled and launched, with Python in place of NVRTC and of the driver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from pronghorn.kernels import cuda_source, dispatch, hopper_product
+from pronghorn.kernels import cuda_source, dispatch
 from pronghorn.kernels.cuda_source import NotCompiled, Source, TensorMap, available, compiled, launch
 
 ASKING = 4  # threads
@@ -364,6 +364,7 @@ def test_a_source_that_does_not_compile_is_told_once_and_nothing_is_launched(
     said = capsys.readouterr().err
     assert said.count("small.cu does not compile here") == 1
     assert f"small.cu(2): error: {BROKEN}" in said
+    assert "\0" not in said
     assert len(compiler.compiled) == 1
     assert not compiler.alive
     assert not driver.loaded
@@ -388,6 +389,47 @@ def test_while_kernels_are_compiled_ahead_nothing_is_launched(
     assert len(driver.launches) == (line != BROKEN)
 
 
+def test_no_thread_waits_for_what_another_compiles_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads, a source that every layer asks for, and one after it that must be done before the first is."""
+    ahead, others = importlib.import_module("pronghorn.kernels.compile_ahead"), SOURCE._replace(file="other.cu")
+    begun, done = threading.Event(), threading.Event()
+
+    def make(source: Source) -> bytes:
+        begun.set()
+        if source == others:
+            done.set()
+        assert done.wait(timeout=5)
+        return b""
+
+    def work() -> None:
+        assert go()
+        assert begun.wait(timeout=20)
+        assert all(go() for _ in range(8))
+        assert go(others)
+
+    monkeypatch.setattr(cuda_source, "_compiled", {})
+    monkeypatch.setattr(cuda_source, "_kept_or_made", make)
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: 2)
+    ahead.compile_ahead(work)
+    assert [future.exception() for future in cuda_source._compiled.values()] == [None, None]
+
+
+def test_what_was_not_the_sources_fault_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [OSError("no space left"), b"code"]
+
+    def make(_: Source) -> bytes:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(cuda_source, "_compiled", {})
+    monkeypatch.setattr(cuda_source, "_kept_or_made", make)
+    with pytest.raises(OSError, match="no space left"):
+        compiled(SOURCE)
+    assert compiled(SOURCE) == b"code"
+
+
 def test_a_tensor_map_lies_where_a_line_of_64_bytes_begins(driver: FakeDriver) -> None:
     x = torch.zeros(6, 5, 64).bfloat16()
     maps = [TensorMap(x, (64, 5), (64,), (32, 4)) for _ in range(20)]
@@ -406,86 +448,3 @@ def test_a_tensor_map_has_its_strides_in_bytes(driver: FakeDriver, box: tuple[in
     driver.fails = "cuTensorMapEncodeTiled"
     with pytest.raises(RuntimeError, match=r"^cuTensorMapEncodeTiled says 719$"):
         TensorMap(x, (64, 5, 6), (72, 360), box)
-
-
-# ---- hopper_product.cu -------------------------------------------------------------------------------------------------------
-
-FILE = Path(cuda_source.__file__).parent / "hopper_product.cu"
-MOST_SHARED = 227 * 1024  # bytes that a block can have on Hopper
-MAPS = ["TensorMap"] * 4
-ARGUMENTS = {
-    "GATED": [*MAPS, "TensorMap", "_Sizes"],
-    "POWERS": [*MAPS, "c_void_p_Array_3", "c_float", "Tensor", "c_void_p", "_Sizes"],
-    "TURNED": [*MAPS, "Tensor", "Tensor", "_Heads", "_Sizes"],
-}
-
-
-@pytest.fixture
-def launched_by(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[Any, ...]]:
-    """What a product of tensors on the CPU gives to `launch`."""
-    calls: list[tuple[Any, ...]] = []
-
-    def record(*call: Any) -> bool:
-        calls.append(call)
-        return True
-
-    def run(what: str) -> tuple[Any, ...]:
-        x, weight, out, angles = *(torch.zeros(4, 64).bfloat16() for _ in range(3)), torch.ones(4, 32)
-        if what == "powers":
-            rows = hopper_product.Labelled(torch.zeros(4), torch.zeros(4, dtype=torch.long), torch.zeros(4))
-            assert hopper_product.powers_product(x, weight, rows, out=out, scale=1.0, sums_2NC=torch.zeros(2, 1, 4))
-        elif what == "turned":
-            assert hopper_product.turned_product(x, weight, angles, angles, turning=1, head_width=64, out=out)
-        else:
-            assert hopper_product.gated_product(x, weight, what, gu_out=out, a_out=out[:, :32])  # type: ignore[arg-type]
-        return calls.pop()
-
-    monkeypatch.setattr(hopper_product, "covered", lambda *_: True)
-    monkeypatch.setattr(hopper_product, "launch", record)
-    return run
-
-
-@pytest.mark.parametrize(("what", "kernel"), [
-    ("silu", "GATED"), ("gelu_tanh", "GATED"), ("powers", "POWERS"), ("turned", "TURNED"),
-])  # fmt: skip
-def test_a_product_launches_its_own_kernel(launched_by: Callable[[str], tuple[Any, ...]], what: str, kernel: str) -> None:
-    source, name, blocks, threads, shared, arguments = launched_by(what)
-    definitions = dict(source.definitions)
-    assert {each: definitions[each] for each in ARGUMENTS} == {each: int(each == kernel) for each in ARGUMENTS}
-    assert definitions.get("GELU", 0) == (what == "gelu_tanh")
-    assert definitions["HALF"] * 2 == hopper_product.COLUMNS
-    assert [type(argument).__name__ for argument in arguments] == ARGUMENTS[kernel]
-    assert f"__launch_bounds__({threads}, 1) {name}(" in FILE.read_text(encoding="utf-8")
-    assert blocks % 2 == 0  # two are a cluster
-    assert shared <= MOST_SHARED
-
-
-def test_the_file_has_one_line_to_be_replaced(launched_by: Callable[[str], tuple[Any, ...]]) -> None:
-    source, text = launched_by("silu")[0], FILE.read_text(encoding="utf-8")
-    assert text.count(source.line[0]) == text.splitlines().count(source.line[0]) == 1
-    assert source.line[0] not in source.text()
-    assert source.text().count(source.line[1]) == 1
-    assert source.line[1] == hopper_product._multiplication(192)
-
-
-def test_the_instruction_names_each_result_of_a_thread() -> None:
-    text = hopper_product._multiplication(192)
-    assert text.count("wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16") == 1
-    assert [int(number) for number in re.findall(r'"\+f"\(d\[(\d+)\]\)', text)] == list(range(96))
-    # The operands in the order of the text: whether it adds, the results, x and w.
-    assert [int(number) for number in re.findall(r"%(\d+)", text)] == [98, *range(96), 96, 97]
-    assert re.findall(r'"[lr]"\(\w+\)', text) == ['"l"(x)', '"l"(w)', '"r"(add)']
-
-
-@pytest.mark.parametrize("structure", [hopper_product._Sizes, hopper_product._Heads])
-def test_structures_have_the_files_fields(structure: type[ctypes.Structure]) -> None:
-    name = structure.__name__.removeprefix("_")
-    [fields] = re.findall(rf"struct {name} {{ int ([\w, ]+); }};", FILE.read_text(encoding="utf-8"))
-    assert [(field, ctypes.c_int) for field in fields.split(", ")] == list(structure._fields_)
-
-
-def test_tiles_have_the_files_sizes() -> None:
-    text = FILE.read_text(encoding="utf-8")
-    assert f"constexpr int ROWS = {hopper_product.ROWS}, TERMS = {hopper_product.TERMS};" in text
-    chunks = [int(number) for number in re.findall(r"constexpr int CHUNK = (\d+),", text)]
-    assert chunks == [hopper_product.POWERS_CHUNK, hopper_product.NARROW_CHUNK]

@@ -56,7 +56,7 @@ def _compiler() -> Any:
     major = (torch.version.cuda or "0").split(".")[0]
     name = f"libnvrtc.so.{major}"
     beside = [str(path) for path in Path(sysconfig.get_path("platlib"), "nvidia").glob(f"*/lib/{name}")]
-    for place in (name, *beside):
+    for place in (*beside, name):
         try:
             return ctypes.CDLL(place)
         except OSError:
@@ -66,7 +66,7 @@ def _compiler() -> Any:
 
 
 def available() -> bool:
-    return _compiler() is not None
+    return torch.version.cuda is not None and _compiler() is not None
 
 
 def compiled(source: Source) -> bytes:
@@ -81,6 +81,8 @@ def compiled(source: Source) -> bytes:
             future.set_result(_kept_or_made(source))
         except BaseException as error:  # noqa: BLE001  (given to all who ask)
             future.set_exception(error)
+            if not isinstance(error, NotCompiled):  # a full disk, Ctrl-C: not the source's fault, so the next one tries again
+                del _compiled[source]
     return future.result()
 
 
@@ -108,7 +110,7 @@ def _made(compiler: Any, file: str, text: str, options: Sequence[str]) -> bytes:
     try:
         given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if compiler.nvrtcCompileProgram(program, len(options), given):
-            said = _bytes_of(compiler, program, "ProgramLog").decode(errors="replace")
+            said = _bytes_of(compiler, program, "ProgramLog").decode(errors="replace").rstrip("\0\n")
             raise NotCompiled(f"{file} does not compile here, products run without what follows them inside:\n{said}")
         return _bytes_of(compiler, program, "CUBIN")
     finally:
@@ -165,7 +167,8 @@ def _function(source: Source, name: str, shared_bytes: int, device: int) -> ctyp
 def launch(source: Source, name: str, blocks: int, threads: int, shared_bytes: int, arguments: Sequence[Any]) -> bool:
     """On the current stream. Arguments: tensor maps, tensors (their addresses), and ctypes' own. False, and it is said, where
     the source cannot be compiled: nothing is done then."""
-    if compile_elsewhere(lambda: compiled(source)):
+    known = source in _compiled  # by the layer before, most likely just now: no thread is to wait for that one
+    if compile_elsewhere(lambda: None if known else compiled(source)):
         return True
     try:
         compiled(source)
