@@ -15,6 +15,8 @@ C = rows of a chunk, D = model width, V = vocabulary, N = tiles of columns.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ from pronghorn.kernels.cross_entropy_rows import _IGNORED, _LN_2, _LOG2_E, _RISE
 from pronghorn.kernels.dispatch import jit, tl, triton
 from pronghorn.kernels.hopper_product import Labelled, column_tiles, covered, powers_product
 
-LOG2_E = 1.4426950408889634
+LOG2_E = math.log2(math.e)
 ROWS = 16  # of a program that adds up what the tiles have
 
 
