@@ -43,13 +43,13 @@ def compare(hidden: Tensor, weight: Tensor, labels: Tensor, tolerance: float, **
     (expected * 0.3).backward()
     assert hidden.grad is not None
     assert exact.grad is not None
-    torch.testing.assert_close(rows.double(), expected_rows, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(rows.double(), expected_rows, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=1e-5)
     assert float((hidden.grad.double() - exact.grad).norm() / exact.grad.norm()) < tolerance
     assert not hidden.grad[::7].any()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
 def test_loss_and_gradient_of_every_row(product: Product, dtype: torch.dtype, tolerance: float) -> None:
     compare(*sample(dtype=dtype), tolerance)
     assert product.wanted == [False] * 5  # chunks
@@ -62,19 +62,19 @@ def test_a_label_that_lies_far_below_the_largest_asks_for_the_product_once_more(
     labels = torch.where(labels == -100, labels, logits.argmax(1))
     labels[low] = logits[low].argmin()
     assert float(logits[low].max() - logits[low].min()) > 90 * 0.6931
-    compare(hidden, weight, labels, 1e-5)
+    compare(hidden, weight, labels, 1.5e-5)  # logits of up to 300: their last digits are 3e-5
     assert product.wanted == [False, True, False, False, False]
 
 
 @pytest.mark.parametrize("options", [{"weights_N": torch.linspace(0, 2, ROWS)}, {"logit_scale": 0.25}])
 def test_weights_and_a_scale(product: Product, options: dict[str, object]) -> None:
-    compare(*sample(), 1e-5, **options)
+    compare(*sample(), 1e-6, **options)
     assert product.wanted
 
 
 @pytest.mark.parametrize("options", [{"softcap": 20.0}, {"label_smoothing": 0.1}, {"z_loss": 0.01}])
 def test_what_needs_the_logits_has_them(product: Product, options: dict[str, object]) -> None:
-    compare(*sample(), 1e-5, **options)
+    compare(*sample(), 1e-6, **options)
     assert not product.wanted
 
 
@@ -96,4 +96,4 @@ def test_a_broken_row_breaks_no_other(product: Product) -> None:
 
 def test_where_the_product_is_not_done_the_two_steps_are(product: Product, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Powers, "loss_and_gradient", lambda *_: False)
-    compare(*sample(), 1e-5)
+    compare(*sample(), 1e-6)
