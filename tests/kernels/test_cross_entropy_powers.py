@@ -33,7 +33,7 @@ def sample(steep: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[Tens
     return hidden.to(dtype).requires_grad_(), weight.to(dtype), labels
 
 
-def compare(hidden: Tensor, weight: Tensor, labels: Tensor, tolerance: float, **options: object) -> None:
+def compare(hidden: Tensor, weight: Tensor, labels: Tensor, tolerance: float, of_losses: float = 1e-5, **options: object) -> None:
     loss, rows = linear_cross_entropy(hidden, weight, labels, **options)  # type: ignore[arg-type]
     (loss * 0.3).backward()
     exact = hidden.detach().double().requires_grad_()
@@ -43,8 +43,8 @@ def compare(hidden: Tensor, weight: Tensor, labels: Tensor, tolerance: float, **
     (expected * 0.3).backward()
     assert hidden.grad is not None
     assert exact.grad is not None
-    torch.testing.assert_close(rows.double(), expected_rows, rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(rows.double(), expected_rows, rtol=1e-6, atol=of_losses)
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=of_losses)
     assert float((hidden.grad.double() - exact.grad).norm() / exact.grad.norm()) < tolerance
     assert not hidden.grad[::7].any()
 
@@ -62,7 +62,7 @@ def test_a_label_that_lies_far_below_the_largest_asks_for_the_product_once_more(
     labels = torch.where(labels == -100, labels, logits.argmax(1))
     labels[low] = logits[low].argmin()
     assert float(logits[low].max() - logits[low].min()) > 90 * 0.6931
-    compare(hidden, weight, labels, 1.5e-5)  # logits of up to 300: their last digits are 3e-5
+    compare(hidden, weight, labels, 1.5e-5, of_losses=1e-4)  # logits of up to 300: their last digits are 3e-5
     assert product.wanted == [False, True, False, False, False]
 
 
