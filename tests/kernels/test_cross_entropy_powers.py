@@ -33,7 +33,8 @@ def sample(steep: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[Tens
     return hidden.to(dtype).requires_grad_(), weight.to(dtype), labels
 
 
-def compare(hidden: Tensor, weight: Tensor, labels: Tensor, tolerance: float, of_losses: float = 1e-5, **options: object) -> None:
+def compare(hidden: Tensor, weight: Tensor, labels: Tensor, tolerance: float, of_losses: float = 1e-5, **options: object
+            ) -> None:
     loss, rows = linear_cross_entropy(hidden, weight, labels, **options)  # type: ignore[arg-type]
     (loss * 0.3).backward()
     exact = hidden.detach().double().requires_grad_()
