@@ -7,27 +7,32 @@ from __future__ import annotations
 
 import argparse
 import errno
-import io
 import json
-import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
+from pronghorn.cli.output import (
+    STARTING,
+    coloured,
+    displaying,
+    forget_output,
+    ignore_ctrl_c,
+    make_printable,
+    say,
+    show,
+    show_error,
+)
 from pronghorn.errors import CommandError, EnvironmentFault, Interrupted, PronghornError, counted
 from pronghorn.process import importing, offline_without_hub, set_defaults
 
 if TYPE_CHECKING:
     from pronghorn.recipe import Recipe
-    from pronghorn.report.display import Display
-    from pronghorn.report.stages import Stages
 
-STARTING = "starting"
 STARTED = (STARTING, 1, 1)  # the end of that progress
 OVERRIDES = "any key of the recipe: train.lr=1e-4 output=runs/second"
 
@@ -36,7 +41,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit code; only our own bugs leave a traceback."""
     set_defaults()
     if words is None:
-        _make_printable()
+        make_printable()
     arguments = argparse.Namespace()
     try:
         arguments = _parse(words)
@@ -44,61 +49,30 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except PronghornError as error:
         if isinstance(error, Interrupted):
-            _ignore_ctrl_c(words)
-        _show_error(error, as_json=getattr(arguments, "json", False))
+            ignore_ctrl_c(words)
+        show_error(error, as_json=getattr(arguments, "json", False))
         return error.exit_code
     except KeyboardInterrupt:
-        _ignore_ctrl_c(words)
+        ignore_ctrl_c(words)
         print("stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `pronghorn data show ... | head`
-        _forget_output()
+        forget_output()
         return 0
     except PermissionError as error:  # of a file that nobody looked at before
         denied = EnvironmentFault(what="no right to do this", where=str(error.filename or ""), why=error.strerror or str(error),
                                   fix="change the rights, or the place, then run the same command again")
-        _show_error(denied, as_json=getattr(arguments, "json", False))
+        show_error(denied, as_json=getattr(arguments, "json", False))
         return denied.exit_code
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        _forget_output()
+        forget_output()
         fault = EnvironmentFault(what="no space left on the disk", where=str(error.filename or "standard output"),
                                  why=error.strerror or "", fix="free some space, then run the same command again")
-        _show_error(fault, as_json=False)
+        show_error(fault, as_json=False)
         return fault.exit_code
     return 0
-
-
-def _make_printable() -> None:
-    """A terminal that is not UTF-8 gets `?` for what it cannot show, and a process without standard output is no error."""
-    if sys.stdout is None:
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until the process ends
-    elif isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-
-
-def _forget_output() -> None:
-    """Python flushes once more at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _ignore_ctrl_c(words: Sequence[str] | None) -> None:
-    """A second one would leave a traceback of the interpreter's end. Only where the process is ours."""
-    if words is None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _show_error(error: PronghornError, *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(error.as_dict()))
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    style = "yellow" if isinstance(error, Interrupted) else "bold red"
-    with suppress(OSError):  # the terminal is gone; the exit code still tells
-        Console(stderr=True, soft_wrap=True).print(Text(str(error), style=style))
 
 
 def _parse(words: Sequence[str] | None) -> argparse.Namespace:
@@ -223,17 +197,17 @@ def new(arguments: argparse.Namespace) -> None:
         path.unlink()  # half a recipe would stand in the way of the next try
         raise EnvironmentFault(what=f"cannot write: {error.strerror}", where=arguments.file,
                                fix="free some disk space, or choose another place") from error
-    _say(arguments, {"written": arguments.file}, f"wrote {arguments.file}; next: pronghorn check {quote(arguments.file)}")
+    say(arguments, {"written": arguments.file}, f"wrote {arguments.file}; next: pronghorn check {quote(arguments.file)}")
 
 
 def check(arguments: argparse.Namespace) -> None:
     recipe = _recipe(arguments)
-    with _display(arguments) as display:
+    with displaying(arguments) as display:
         with importing():
             from pronghorn.train.check import check_run
         display.progress(*STARTED)
         facts = check_run(recipe, report=display.progress)
-    _say(arguments, facts.as_dict(), facts.table())
+    say(arguments, facts.as_dict(), facts.table())
 
 
 def plan(arguments: argparse.Namespace) -> None:
@@ -243,13 +217,13 @@ def plan(arguments: argparse.Namespace) -> None:
     found = forecast(recipe, gpu=arguments.gpu, price=arguments.price, tokens=arguments.tokens, longest=arguments.longest)
     if arguments.longest:
         tokens = found[0].step_tokens
-        _say(arguments, found[0].as_dict(), f"{found[0].text()}\nlongest     one document of {tokens:,} tokens; to train it: "
+        say(arguments, found[0].as_dict(), f"{found[0].text()}\nlongest     one document of {tokens:,} tokens; to train it: "
                                             f"data.max_length={tokens} train.capacity={tokens} train.batch_tokens={tokens}")
         return
     unknown = "" if found[0].tokens is not None else (
         "\ntokens unknown: the data was not read yet; give --tokens, or run `pronghorn check` first")
     text = (found[0].text() if len(found) == 1 else comparison(found)) + unknown
-    _say(arguments, found[0].as_dict() if len(found) == 1 else {"gpus": [one.as_dict() for one in found]}, text)
+    say(arguments, found[0].as_dict() if len(found) == 1 else {"gpus": [one.as_dict() for one in found]}, text)
 
 
 def data_show(arguments: argparse.Namespace) -> None:
@@ -262,19 +236,19 @@ def data_show(arguments: argparse.Namespace) -> None:
         raise CommandError(what=f"there is no row {arguments.row}", why=f"the data has {counted(len(table), 'row')}",
                            fix=f"choose --row from 0 to {len(table) - 1}")
     row = (tokenizer, table, arguments.row)
-    _say(arguments, row_as_dict(*row), row_as_text(*row, coloured=_coloured()))
+    say(arguments, row_as_dict(*row), row_as_text(*row, coloured=coloured()))
 
 
 def data_stats(arguments: argparse.Namespace) -> None:
     recipe = _recipe(arguments)
-    with _display(arguments) as display:
+    with displaying(arguments) as display:
         from pronghorn.data.stats import collect
         from pronghorn.data.tokens import TokenizerFiles
 
         display.progress(*STARTED)
         tokenizer = TokenizerFiles(recipe.model, recipe.data.chat_template)  # read only if the rows are not cached
         stats = collect(recipe.data, recipe.train.capacity, recipe.train.seed, tokenizer, progress=display.progress)
-    _say(arguments, stats.as_dict(), stats.table())
+    say(arguments, stats.as_dict(), stats.table())
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -282,7 +256,7 @@ def train(arguments: argparse.Namespace) -> None:
     from pronghorn.report.stages import Stages
 
     stages = Stages()
-    with _display(arguments, stages) as display:
+    with displaying(arguments, stages) as display:
         with stages("imports"), _importing(recipe.model):
             from pronghorn.train.loop import train as run
         display.progress(*STARTED)
@@ -295,19 +269,19 @@ def _show_summary(folder: Path) -> None:
     from pronghorn.report.run_log import history, read_log
     from pronghorn.report.summary import render, summary
 
-    _print(render(summary(history(read_log(folder)))))
+    show(render(summary(history(read_log(folder)))))
     print(f"report:     {folder / 'report.html'}\ntalk to it: pronghorn chat {quote(str(folder))}\n"
           f"export it:  pronghorn export {quote(str(folder))} --to merged")
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
     base = _base_of(Path(arguments.run))
-    with _display(arguments) as display:
+    with displaying(arguments) as display:
         with _importing(base):
             from pronghorn.train.trained_run import evaluate_run
         display.progress(*STARTED)
         figures = evaluate_run(Path(arguments.run), arguments.checkpoint, data=arguments.data, report=display.progress)
-    _say(arguments, figures, f"{figures['checkpoint']}: loss {figures['loss']:.4f}, perplexity {figures['perplexity']:.3f}"
+    say(arguments, figures, f"{figures['checkpoint']}: loss {figures['loss']:.4f}, perplexity {figures['perplexity']:.3f}"
                              f" over {counted(figures['tokens'], 'token')} of {counted(figures['documents'], 'document')}")
 
 
@@ -319,13 +293,13 @@ def chat(arguments: argparse.Namespace) -> None:
     for text in (arguments.prompt, arguments.system):
         _require_letters(text or "")
     base = _base_of(Path(arguments.run))
-    with _display(arguments, label="loading the model"):
+    with displaying(arguments, label="loading the model"):
         with _importing(base):
             from pronghorn.train.trained_run import Chat
         talk = Chat(Path(arguments.run), arguments.checkpoint, max_tokens=arguments.max_tokens, system=arguments.system)
     if arguments.prompt is not None:
         answer = talk.answer(arguments.prompt)
-        _say(arguments, {"answer": answer}, answer)
+        say(arguments, {"answer": answer}, answer)
         return
     print("an empty line or Ctrl-D ends the talk")
     while True:
@@ -348,16 +322,16 @@ def _require_letters(text: str) -> None:
 def export(arguments: argparse.Namespace) -> None:
     target = Path(arguments.target or Path(arguments.run) / f"export-{arguments.to}")
     base = _base_of(Path(arguments.run))
-    with _display(arguments, label="exporting"):
+    with displaying(arguments, label="exporting"):
         with _importing(base):
             from pronghorn.train.trained_run import export_run
         export_run(Path(arguments.run), arguments.checkpoint, target, arguments.to)
-    _say(arguments, {"written": str(target)}, f"wrote {target}")
+    say(arguments, {"written": str(target)}, f"wrote {target}")
 
 
 def verify(arguments: argparse.Namespace) -> None:
     _look_for_hub(arguments.model)
-    with _display(arguments, label="loading and comparing"):
+    with displaying(arguments, label="loading and comparing"):
         with _importing(arguments.model):
             from pronghorn.model.load import DTYPES, load_model, pick_device
             from pronghorn.model.lora import add_adapter
@@ -367,7 +341,7 @@ def verify(arguments: argparse.Namespace) -> None:
         if arguments.method == "lora":
             model = add_adapter(model, Lora(), seed=0)
         verdict = compare_layers(model)
-    _say(arguments, verdict.as_dict(), verdict.table())
+    say(arguments, verdict.as_dict(), verdict.table())
 
 
 def bench(arguments: argparse.Namespace) -> None:
@@ -389,7 +363,7 @@ def bench(arguments: argparse.Namespace) -> None:
         run(plan, lambda text: None, lambda row: print(json.dumps(row), flush=True))
         return
     results = run(plan, lambda text: print(text, end="", flush=True))
-    _print(terminal(results.rows))
+    show(terminal(results.rows))
     print(f"results: {results.path}\npicture: {plan.out / PICTURE}")
 
 
@@ -404,11 +378,11 @@ def runs(arguments: argparse.Namespace) -> None:
 
     if arguments.folders:
         comparison = compare([Path(folder) for folder in arguments.folders])
-        _say(arguments, comparison, comparison_table(comparison))
+        say(arguments, comparison, comparison_table(comparison))
         return
     found = list_runs(Path(arguments.root))
     nothing = f"no runs below {arguments.root}"
-    _say(arguments, {"runs": [run.as_dict() for run in found]}, runs_table(found) if found else nothing)
+    say(arguments, {"runs": [run.as_dict() for run in found]}, runs_table(found) if found else nothing)
 
 
 def _recipe(arguments: argparse.Namespace) -> Recipe:
@@ -445,52 +419,10 @@ def _importing(model: str) -> Iterator[None]:
 
 
 def _prepared(recipe: Recipe, arguments: argparse.Namespace) -> tuple[Any, Any]:
-    with _display(arguments) as display:
+    with displaying(arguments) as display:
         from pronghorn.data.prepare import prepare
         from pronghorn.data.tokens import load_tokenizer
 
         display.progress(*STARTED)
         tokenizer = load_tokenizer(recipe.model, recipe.data.chat_template)
         return tokenizer, prepare(recipe.data.train, recipe.data, tokenizer, progress=display.progress)
-
-
-@contextmanager
-def _display(arguments: argparse.Namespace, stages: Stages | None = None, label: str = STARTING) -> Iterator[Display]:
-    """From before the heavy imports on: those alone take 5 s on two CPU cores, and nobody likes a silent terminal."""
-    from pronghorn.report.display import make_display
-
-    display = make_display(json=arguments.json, stages=stages)
-    try:
-        display.progress(label, 0, 0)
-        yield display
-    finally:
-        display.close()
-
-
-def _say(arguments: argparse.Namespace, as_dict: dict[str, Any], for_people: Any) -> None:
-    if arguments.json:
-        from pronghorn.report.run_log import plain
-
-        print(json.dumps(plain(as_dict), allow_nan=False))  # ASCII, whatever the pipe's encoding
-    else:
-        _print(for_people)
-
-
-def _print(renderable: Any) -> None:
-    from rich.console import Console
-
-    class Pipe(Console):
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # rich would leave with exit code 1; `main` decides
-
-    Pipe(soft_wrap=isinstance(renderable, str), highlight=False, markup=False).print(renderable)
-
-
-def _coloured() -> bool:
-    from rich.console import Console
-
-    return Console().color_system is not None and not Console().no_color
-
-
-if __name__ == "__main__":
-    sys.exit(main())
