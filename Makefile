@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Empty is unset: some containers set it, and every process that a test starts would compile what it imports again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint suite bench clean
+.PHONY: demo test lint suite gpu-test bench clean
 
 demo: $(READY)
 	$(BIN)/pronghorn demo
@@ -19,8 +19,13 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Without a GPU even where there is one, so that it says the same on every machine; what needs one is in gpu-test.
 suite: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Needs a GPU machine. A change to kernels/, model/, memory/ or train/ ends with its result, benchmarks/results/gpu-test.json.
+gpu-test: $(READY)
+	$(BIN)/python tests/gpu_gate.py
 
 # BENCH passes options on, for instance BENCH='--workloads llama-1b --path unsloth=/opt/peers'; what is there is not measured again.
 bench: $(READY)

@@ -30,6 +30,17 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
     _interpreted_kernels(collector.config, KERNELS in (collector.path, *collector.path.parents))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-cpu-path", action="store_true", help="without the cases of the `device` fixture that are plain torch")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--no-cpu-path"):
+        plain = [item for item in items if getattr(item, "callspec", None) and item.callspec.params.get("device") == "torch"]
+        config.hook.pytest_deselected(items=plain)
+        items[:] = [item for item in items if item not in set(plain)]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """What the files bring along (600,000 objects) stays until the end: it is looked through for garbage neither while it grows

@@ -38,7 +38,7 @@ class Played:
         self.together, self.meeting = together, threading.Barrier(max(1, len(together)))
 
     def run(self, key: str, *, grid: Any, warmup: bool, enable_fp_fusion: bool) -> None:
-        assert enable_fp_fusion
+        assert enable_fp_fusion == (key != "exact")
         mode = active_mode()
         if mode is not None and key not in self.compiled:
             more = len(inspect.signature(mode.submit).parameters) - 3  # Triton 3.6 has none, 3.9 one for failures
@@ -86,6 +86,13 @@ def test_launches_of_every_thread_are_compiled_together_and_not_launched(played:
     kernel[(1,)]("one")
     assert part.launched == ["one"]
     assert active_mode() is None
+
+
+def test_multiply_adds_are_left_out_where_a_kernel_asks_for_it(played: Callable[..., tuple[Played, Any]]) -> None:
+    part, kernel = played()
+    kernel[(1,)]("exact", enable_fp_fusion=False)  # nf4.py: values to the last bit
+    kernel[(1,)]("one")
+    assert part.launched == ["exact", "one"]
 
 
 def test_what_fails_is_told_when_it_is_launched(played: Callable[..., tuple[Played, Any]]) -> None:

@@ -181,6 +181,7 @@ def heads_of(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+@pytest.mark.alone
 @big_gpu
 @pytest.mark.parametrize("backend", ["flash4", "flash2"])
 @pytest.mark.parametrize("one", [True, False], ids=["one document", "many"])
@@ -211,6 +212,7 @@ def test_attention_of_a_long_pack(backend: Backend, one: bool) -> None:
         assert theirs.float().abs().mean() > 1e-2
 
 
+@pytest.mark.alone
 @big_gpu
 def test_products_of_more_values_than_an_int32_counts() -> None:
     torch.manual_seed(0)

@@ -160,6 +160,7 @@ def test_memory_that_runs_out_leads_to_a_lower_plan(deep_recipe: Callable[..., R
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(("family", "method"), [("qwen3_moe", "lora"), ("gpt_oss", "lora"), ("gpt_oss", "qlora"),
                                                 ("qwen3_moe", "fp8"), ("gpt_oss", "fp8")])

@@ -31,7 +31,7 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
     """What `dispatch.jit` makes: launched as `kernel[grid](...)`."""
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kwargs["enable_fp_fusion"] = True  # a multiply-add rounds once. The default, which Triton 3.10 is to change
+        kwargs.setdefault("enable_fp_fusion", True)  # the default today, which Triton 3.10 is to change; nf4.py asks for False
         if not _modes:
             return super().run(*args, grid=grid, warmup=warmup, **kwargs)
         compilation = partial(super().run, *args, grid=grid, warmup=True, **kwargs)

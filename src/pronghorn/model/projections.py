@@ -243,7 +243,7 @@ class Projections:
     def forward_gated(self, x_ext: Tensor, kind: Kind, room: int) -> tuple[Tensor, Tensor | None, Tensor] | None:
         """What `forward_with_room` gives of gate and up, and their activation in rows with `room` for more columns; None, and
         nothing is done, where no product does both."""
-        if (group := self._group) is None or self._bias is not None or not covered(x_ext, group.M):
+        if (group := self._fusable(x_ext)) is None:
             return None
         width = group.O // 2
         x, xa, y_ext, a_ext = *self._beside(x_ext), self._room(x_ext), x_ext.new_empty(len(x_ext), width + room)
@@ -256,7 +256,7 @@ class Projections:
                        ) -> tuple[Tensor, Tensor | None] | None:
         """What `forward_with_room` gives of q, k and v, the first heads of them turned; None, and nothing is done, where no
         product does both."""
-        if (group := self._group) is None or self._bias is not None or not covered(x_ext, group.M):
+        if (group := self._fusable(x_ext)) is None:
             return None
         x, xa, y_ext = *self._beside(x_ext), self._room(x_ext)
         if not turned_product(x, group.M[: group.O], cos, sin, turning=turning, head_width=head_width,
@@ -264,11 +264,18 @@ class Projections:
             return None
         return y_ext, xa
 
+    def _fusable(self, x_ext: Tensor) -> LoraGroup | None:
+        """The group, if a product with an epilogue covers it. Weights in 4 bits are dequantized first: before their first load
+        there is no matrix to look at, and the first forward would take another path than all later ones."""
+        if self._group is None or self._bias is not None:
+            return None
+        self._group.load()
+        return self._group if covered(x_ext, self._group.M) else None
+
     def _beside(self, x_ext: Tensor) -> tuple[Tensor, Tensor | None]:
         """x, and x A^T in memory of its own, for a product that reads both; where there are adapters."""
         group = self._group
         assert group is not None
-        group.load()
         x = x_ext[:, : group.D]
         return x, product(x, group.M[group.O :, : group.D].T) if group.R else None
 
