@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Empty is unset: some containers set it, and every process that a test starts would compile what it imports again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint suite gpu-test bench clean
+.PHONY: demo test lint suite gpu-test bench clean fuzz
 
 demo: $(READY)
 	$(BIN)/pronghorn demo
@@ -26,6 +26,11 @@ suite: $(READY)
 # Needs a GPU machine. A change to kernels/, model/, memory/ or train/ ends with its result, benchmarks/results/gpu-test.json.
 gpu-test: $(READY)
 	$(BIN)/python tests/gpu_gate.py
+
+# Damaged caches, data files, recipes and model folders, 2,000 of each (20 minutes on one core); FUZZ passes options on, for
+# instance FUZZ='--only cache_bits'.
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz --count 2000 $(FUZZ)
 
 # BENCH passes options on, for instance BENCH='--workloads llama-1b --path unsloth=/opt/peers'; what is there is not measured again.
 bench: $(READY)

@@ -1,0 +1,171 @@
+"""Data files of every kind with one thing wrong in bytes, structure or encoding: refused, or read as what they say."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fuzz.outcomes import Tally, mutated_bytes, mutated_value
+from pronghorn.data.prepare import Prepared, prepare
+from pronghorn.data.stats import collect
+from pronghorn.data.tokens import load_tokenizer
+from pronghorn.recipe import Data
+from samples import chat_rows, make_tokenizer
+
+Rows = list[dict[str, Any]]
+SPEAKERS = {"user": "human", "assistant": "gpt"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def _rows(chance: random.Random) -> Rows:
+    """A few rows in one of the known formats."""
+    chats = chat_rows(4, seed=chance.randrange(1000))
+    turns = [[(turn["role"], turn["content"]) for turn in row["messages"]] for row in chats]
+    kinds: tuple[Rows, ...] = (
+        chats,
+        [{"conversations": [{"from": SPEAKERS[who], "value": said} for who, said in row]} for row in turns],
+        [{"prompt": row[0][1], "completion": row[1][1]} for row in turns],
+        [{"instruction": row[0][1], "output": row[1][1], "input": "", "system": "be kind"} for row in turns],
+        [{"text": f"{row[0][1]} {row[1][1]}"} for row in turns],
+        [{"messages": [*row["messages"], {"role": "assistant", "content": None, "tool_calls": [CALL]}], "tools": [TOOL]}
+         for row in chats],
+        [{"messages": [turn | {"train": turn["role"] == "assistant"} for turn in row["messages"]]} for row in chats],
+    )
+    return chance.choice(kinds)
+
+
+def _jsonl(rows: Rows) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode("utf-8", "surrogatepass")
+
+
+def _json(rows: Rows) -> bytes:
+    return json.dumps({"data": rows}, ensure_ascii=False, indent=1).encode("utf-8", "surrogatepass")
+
+
+def _list(rows: Rows) -> bytes:
+    return json.dumps(rows, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def _table(delimiter: str) -> Callable[[Rows], bytes]:
+    def write(rows: Rows) -> bytes:
+        text = io.StringIO()
+        columns = list(dict.fromkeys(str(key) for row in rows if isinstance(row, dict) for key in row))
+        writer = csv.writer(text, delimiter=delimiter)
+        writer.writerow(columns)
+        for row in rows:
+            values = [row.get(column) for column in columns] if isinstance(row, dict) else [row]
+            writer.writerow([value if isinstance(value, str) else json.dumps(value) for value in values])
+        return text.getvalue().encode("utf-8", "surrogatepass")
+
+    return write
+
+
+def _parquet(rows: Rows) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), sink)
+    return sink.getvalue()
+
+
+WRITERS: dict[str, Callable[[Rows], bytes]] = {
+    "jsonl": _jsonl, "ndjson": _jsonl, "json": _json, "JSON": _list, "csv": _table(","), "tsv": _table("\t"), "txt": _jsonl,
+    "jsonl.gz": lambda rows: gzip.compress(_jsonl(rows)), "csv.gz": lambda rows: gzip.compress(_table(",")(rows)),
+    "parquet": _parquet,
+}
+ENCODINGS = ("utf-16", "utf-16-le", "utf-32", "latin-1", "cp1252", "utf-8-sig", "gb18030", "shift-jis", "utf-7")
+
+
+def _spoilt(chance: random.Random) -> tuple[str, bytes, str]:
+    """A name, the content of that file, and what is wrong with it."""
+    ending, rows = chance.choice(list(WRITERS)), _rows(chance)
+    kind, what = chance.random(), ""
+    if kind < 0.5:
+        changed, what = mutated_value(rows, chance)
+        try:
+            return ending, WRITERS[ending](changed), what  # type: ignore[arg-type]
+        except (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError):  # no such file can be
+            ending = "jsonl"
+            return ending, json.dumps(changed).encode() + b"\n", what
+    content = WRITERS[ending](rows)
+    if kind < 0.6:
+        encoding = chance.choice(ENCODINGS)
+        text = content.decode("utf-8", "replace") + "äöü €"
+        return ending, text.encode(encoding, "replace"), f"written as {encoding}"
+    if kind < 0.65:
+        other = chance.choice(list(WRITERS))
+        return other, content, f"the content of a .{ending}"
+    for _ in range(chance.choice((1, 1, 3))):
+        content, one = mutated_bytes(content, chance)
+        what += one + "; "
+    return ending, content, what
+
+
+def fuzz(count: int, seed: int, folder: Path) -> Counter[str]:
+    tally = Tally("data_files", count, seed)
+    make_tokenizer().save_pretrained(folder / "model")
+    tokenizer = load_tokenizer(str(folder / "model"))
+    for number in range(count):
+        chance = tally.random(number)
+        ending, content, what = _spoilt(chance)
+        options: dict[str, Any] = {
+            "bad_rows": chance.choice(("stop", "skip")), "junk": chance.choice(("keep", "drop")),
+            "long": chance.choice(("drop", "split")), "loss_on": chance.choice(("auto", "auto", "auto", "all", "completion")),
+        }
+
+        def work(ending: str = ending, content: bytes = content, options: dict[str, Any] = options) -> str:
+            place = folder / "one"
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir()
+            os.environ["PRONGHORN_CACHE"] = str(place / "cache")
+            file = place / f"rows.{ending}"
+            file.write_bytes(content)
+            spec = Data(train=(str(file),), max_length=512, **options)
+            found = prepare(spec.train, spec, tokenizer)
+            wrong = _misread(found, tokenizer, options["loss_on"])
+            if not wrong and ending in ("jsonl", "ndjson"):
+                wrong = _miscounted(found, content)
+            collect(spec, 512, 0, tokenizer).as_dict()  # what `data stats` makes of it
+            return f"silent\n{wrong}" if wrong else "same"
+
+        tally.add(number, f".{ending} {options}: {what}", work)
+    return tally.outcomes
+
+
+def _misread(found: Prepared, tokenizer: Any, loss_on: str) -> str:
+    """What is trained on must be what the row's answers say, and nothing of what others say."""
+    table, counts = found.tokens, found.counts
+    if counts.kept != len(table) or counts.loss_tokens != int(table.loss_counts.sum()):
+        return "the counts are not those of the table"
+    for i in range(len(table)):
+        example = found.example(i)
+        if int(table.loss(i)[1:].sum()) != int(table.loss_counts[i]) or len(table.ids(i)) != int(table.lengths[i]):
+            return f"{table.where(i)}: lengths and marks"
+        if loss_on == "all" or example.kind == "text" or counts.split_into:
+            continue
+        trained = tokenizer.decode(table.ids(i)[table.loss(i)])
+        answers = [example.completion] if example.kind == "completion" else [
+            str(message["content"] or "") for message in example.messages if message["role"] == "assistant"]
+        said = answers[-1:] if loss_on == "completion" else answers
+        if example.kind == "chat" and any(message.get("weight") == 0 or message.get("train") is False or message.get("training")
+                                          is False for message in example.messages):
+            continue
+        if trained.replace("<|im_end|>", "") != "".join(said).replace("<|im_end|>", ""):
+            return f"{table.where(i)}: trained on {trained!r}, said was {said!r}"
+    return ""
+
+
+def _miscounted(found: Prepared, content: bytes) -> str:
+    lines = sum(bool(line.strip()) for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n"))
+    return "" if found.counts.read == lines else f"{lines} lines, {found.counts.read} rows read"
