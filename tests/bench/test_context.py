@@ -120,6 +120,7 @@ def test_a_long_model_shares_its_weights(tmp_path: Path, monkeypatch: pytest.Mon
     assert json.loads((folder / "config.json").read_text()) == {"max_position_embeddings": 2**20, "vocab_size": 8}
 
 
+@pytest.mark.alone  # memory that other processes take counts against its budget
 def test_one_step_of_ours_and_of_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
                                         ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))

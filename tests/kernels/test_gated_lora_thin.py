@@ -105,7 +105,8 @@ def test_the_same_bits_each_time_and_whatever_the_rows_of_a_program(device: str,
 
 
 def test_zeros_stay_zeros_and_what_is_broken_stays_broken(device: str) -> None:
-    """Of one row alone: those beside it have the bits that they have without; plain torch's, on some CPUs, almost."""
+    """Of one row alone: those beside it have the bits that they have without. Not so plain torch's on a CPU: with AMX its bf16
+    product (torch 2.11, oneDNN) spreads NaN to other rows."""
     case, sB = Case.make(20, 140, 16, GATE, UP, torch.bfloat16, device), weight_behind(140, GATE, UP, device)
     case.da[3] = 0.0
     whole = run(case, sB)[1].clone()
@@ -119,8 +120,6 @@ def test_zeros_stay_zeros_and_what_is_broken_stays_broken(device: str) -> None:
     others = [row for row in range(20) if row not in broken]
     if use_triton(case.gu):
         assert torch.equal(found[others], whole[others])
-    else:
-        torch.testing.assert_close(found[others], whole[others])
 
 
 @pytest.mark.usefixtures("rounds")

@@ -73,7 +73,7 @@ def test_memory_that_runs_out_leads_to_a_lower_plan_and_the_same_run(gpu_recipe:
                                                                      call: int) -> None:
     """In an eager run at a chosen step; in a graphed one while a graph is captured: a replay allocates nothing."""
     undisturbed = train(gpu_recipe(train={"graph": graph}, output=str(tmp_path / "a")), display=Silent())
-    fails_at(monkeypatch, {call})
+    fails_at(monkeypatch, {call}, least=4096)
     disturbed = train(gpu_recipe(train={"graph": graph}, output=str(tmp_path / "b")), display=Silent())
     events = read_log(disturbed.folder)
     first, second = (e["plan"] for e in events if e["event"] == "plan")
