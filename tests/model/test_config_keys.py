@@ -23,6 +23,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma3_text": {"rope_local_base_freq": 10000, "rope_theta": 1000000, "cache_implementation": "hybrid"},
     "granite": {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
                 "residual_multiplier": 0.22},
+    "qwen3_moe": {"head_dim": 128, "max_window_layers": None},
     "gpt_oss": {"experts_per_token": 4, "initial_context_length": 4096, "swiglu_limit": 7.0},
     "mixtral": {"sliding_window": None, "router_jitter_noise": 0.0},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},  # published with 0.1: on its own layers

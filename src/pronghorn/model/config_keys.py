@@ -57,6 +57,7 @@ HARMLESS = frozenset({
     "initial_context_length", "experts_per_token", "use_mrope", "full_attn_mod", "interpolate_factor", "unsloth_fixed",
     "unsloth_version", "unsloth_processed", "transformers.js_config",
 })
+READ_ANYWAY = {"head_dim"}  # by every model's attention, a field or not; the fast layers ask the module
 ACTIVATION = ("hidden_activation", "hidden_act")  # the first that is a field; the other, in old configs, is not read
 # transformers' own module makes cos and sin of them.
 ROPE_KEYS = frozenset({
@@ -76,7 +77,7 @@ def unknown_key(config: Any) -> str:
         if key.startswith("_") or key in HARMLESS or (key in fields and key in HONOURED):
             continue
         if key not in fields:
-            if value is None or key in ACTIVATION:
+            if value is None or key in READ_ANYWAY or key in ACTIVATION:
                 continue
             return f"the config's key {key} belongs to no {config.model_type} that the fast layers know"
         usual = getattr(default, key, None)
