@@ -55,6 +55,10 @@ MODELS: dict[str, dict[str, Any]] = {  # the published sizes; weights are random
                                "tie_word_embeddings": False, "max_position_embeddings": 2**20},
     "qwen3-14b": _QWEN | {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
                           "tie_word_embeddings": False},
+    "gemma3-1b": {"model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912,
+                  "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+                  "sliding_window": 512, "query_pre_attn_scalar": 256, "max_position_embeddings": 32768,
+                  "tie_word_embeddings": True},
     "gpt-oss-20b-4layers": _GPT_OSS | {"num_hidden_layers": 4},
     # All of it, with the experts in MXFP4, as it is published.
     "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "quantization_config": {"quant_method": "mxfp4"}},
