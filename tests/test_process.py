@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pronghorn import process
+from pronghorn.hub import SILENT
 from pronghorn.process import PROXIES, importing, offline_without_hub, set_defaults
 
 
@@ -81,7 +82,8 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{listening.getsockname()[1]}")
         yield listening
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for name in ("HF_HUB_OFFLINE", SILENT):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_a_hub_that_answers_is_asked(endpoint: socket.socket) -> None:

@@ -19,13 +19,13 @@ from pronghorn.data.named_templates import get_chat_template
 from pronghorn.data.responses import train_on_responses_only
 from pronghorn.data.tokens import load_tokenizer
 from pronghorn.errors import CommandError, ModelError
+from pronghorn.hub import model_folder
 from pronghorn.kernels.dispatch import say_once
 from pronghorn.model.causal_lm import base_of, engine_of, install
 from pronghorn.model.hf_adapter import QUANTIZED, save_merged, with_adapter
 from pronghorn.model.load import (
     Precision,
     load_model,
-    local_folder,
     pick_device,
     require_fp8_precision,
     require_tokenizer_fits,
@@ -86,7 +86,7 @@ class FastLanguageModel:
             require_fp8_precision(device, DTYPES[precision])
         torch.manual_seed(random_state)
         model_name = str(model_name)
-        source = str(local_folder(model_name, token)) if token else model_name
+        source = str(model_folder(model_name, weights=True, token=token)) if token else model_name
         tokenizer = load_tokenizer(source)
         four_bit = load_in_4bit and not (load_in_16bit or load_in_fp8 or full_finetuning)
         model = load_model(source, precision, device, four_bit=four_bit, fp8=load_in_fp8)

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from pronghorn.folders import cache_folder, folder_of
+from pronghorn.hub import HUB, SILENT
 
-HUB = "https://huggingface.co"
 PATIENCE = 5.0  # seconds for the hub to answer
 PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 
@@ -34,6 +34,10 @@ def set_defaults() -> None:
     # flash-attn-4 compiles its kernels for 9 s (1B shapes) in every process, unless it is told to keep them.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder() / "flash-attn-4"))
+    # Nothing is sent but requests for files: huggingface_hub would ask the hub which agents there are, to tell it whether one
+    # of them called, and add torch's version; datasets would have its downloads counted apart.
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
 
 
 @contextmanager
@@ -67,6 +71,7 @@ def offline_without_hub(model: str) -> str:
     if not (why := _why_silent(endpoint)):
         return ""
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ[SILENT] = why
     return f"{endpoint} cannot be reached ({why}): of models with a hub name, only those in the hub's cache are found"
 
 

@@ -243,7 +243,9 @@ def test_pickled_weights_are_never_opened(own_copy: Path, name: str) -> None:
 
 def test_a_config_that_is_not_json(own_copy: Path) -> None:
     (own_copy / "config.json").write_text("{not json")
-    assert refused(own_copy).what == "cannot load the model"
+    error = refused(own_copy)
+    assert error.what == "config.json cannot be read"
+    assert "not valid JSON" in error.why
 
 
 def test_an_unknown_model_type(own_copy: Path) -> None:

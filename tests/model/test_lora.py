@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from pronghorn.errors import RecipeError
+from pronghorn.errors import CheckpointError, RecipeError
 from pronghorn.model.export import save_model
 from pronghorn.model.lora import add_adapter, load_adapter, restore_adapter
 from pronghorn.recipe import Lora
@@ -83,9 +83,8 @@ def test_what_is_saved_is_put_back_to_the_bit(kind: str, tmp_path: Path) -> None
     expected = {name: p for name, p in ours.named_parameters() if p.requires_grad}
     assert {name for name, p in fresh.named_parameters() if p.requires_grad} == expected.keys()
     assert all(torch.equal(p, expected[name]) for name, p in fresh.named_parameters() if p.requires_grad)
-    for trainable in (False, True):
-        again = load_adapter(make_model(), tmp_path, trainable=trainable)
-        assert any(p.requires_grad for p in again.parameters()) is trainable
+    again = load_adapter(make_model(), tmp_path, KINDS[kind], seed=3)
+    assert torch.equal(logits(again.eval()), logits(ours))
 
 
 @pytest.mark.parametrize(("kind", "said"), [
@@ -136,3 +135,50 @@ def test_a_target_that_matches_nothing_is_refused(target: str, hint: str) -> Non
 def test_only_the_adapter_is_stored(tmp_path: Path) -> None:
     save_model(add_adapter(make_model(), Lora(r=4), seed=1), tmp_path)
     assert all(".lora_" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+
+
+PICKLE = b"\x80\x04cposix\nsystem\n(S'touch %s'\ntR."
+
+
+def test_a_pickled_adapter_is_never_opened(tmp_path: Path) -> None:
+    model = add_adapter(make_model(), Lora(r=4), seed=1)
+    save_model(model, tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    (tmp_path / "adapter_model.bin").write_bytes(PICKLE % str(tmp_path / "ran").encode())
+    for open_it in (lambda: restore_adapter(model, tmp_path), lambda: load_adapter(make_model(), tmp_path, Lora(r=4), 1)):
+        with pytest.raises(CheckpointError, match=r"adapter_model.safetensors is not there") as caught:
+            open_it()
+        assert "adapter_model.bin, a pickle" in caught.value.why
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_adapter_config_says_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT imports the module that `megatron_core` names, and other kinds of adapters bring other classes."""
+    ours = stirred(add_adapter(make_model(), Lora(r=4), seed=1))
+    save_model(ours, tmp_path)
+    file = tmp_path / "adapter_config.json"
+    changes = {"megatron_config": {"a": 1}, "megatron_core": "named_by_a_file", "peft_type": "IA3", "bias": "all"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    (tmp_path / "named_by_a_file.py").write_text("import pathlib; (pathlib.Path(__file__).parent / 'ran').touch()")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert torch.equal(logits(load_adapter(make_model(), tmp_path, Lora(r=4), 1).eval()), logits(ours))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(("change", "why"), [
+    (lambda tensors: tensors.popitem(), "is not in the file"),
+    (lambda tensors: tensors.update({"base_model.model.model.layers.7.x.lora_A.weight": torch.ones(4)}), "no place in the"),
+    (lambda tensors: tensors.update({min(tensors): torch.ones(3, 3)}), "size mismatch"),
+])
+def test_weights_of_another_adapter(tmp_path: Path, change: Any, why: str) -> None:
+    model = add_adapter(make_model(), Lora(r=4), seed=1)
+    save_model(model, tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="does not hold the recipe's adapter") as caught:
+        restore_adapter(model, tmp_path)
+    assert why in caught.value.why
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"no header")
+    with pytest.raises(CheckpointError, match="does not hold the recipe's adapter"):
+        restore_adapter(model, tmp_path)

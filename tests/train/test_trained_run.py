@@ -234,3 +234,36 @@ def test_the_export_s_card_holds_the_run_s_figures(run: Path, tmp_path: Path) ->
     trained = next(e for e in events if e["event"] == "step" and e["step"] == step)
     assert f"| training loss at this step | {trained['loss']} |" in card
     assert f"| tokens trained on | {trained['seen_tokens']} |" in card
+
+
+def with_pickled_adapter(run: Path, copy: Path, canary: Path) -> Path:
+    """The run as someone would forge it: a pickle for the adapter, and manifests that agree."""
+    from pronghorn.train.checkpoint import _as_text, _sealed, _with_checksum
+
+    shutil.copytree(run, copy)
+    for folder in copy.glob("checkpoint-*"):
+        (folder / "adapter_model.safetensors").unlink()
+        (folder / "adapter_model.bin").write_bytes(b"\x80\x04cposix\nsystem\n(S'touch %s'\ntR." % str(canary).encode())
+        manifest = json.loads((folder / "manifest.json").read_text())
+        del manifest["sha256"], manifest["files"]["adapter_model.safetensors"]
+        manifest["files"]["adapter_model.bin"] = _sealed(folder / "adapter_model.bin")
+        (folder / "manifest.json").write_text(_as_text(_with_checksum(manifest)))
+    return copy
+
+
+@pytest.mark.parametrize("use", [
+    lambda run, target: evaluate_run(run, "last", data=None, report=lambda *_: None),
+    lambda run, target: export_run(run, "last", target, "merged"),
+    lambda run, target: export_run(run, "last", target, "adapter"),
+    lambda run, target: Chat(run, "last", max_tokens=1),
+], ids=["eval", "merged", "adapter", "chat"])
+def test_a_pickled_adapter_is_never_opened(run: Path, tmp_path: Path, use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+    monkeypatch.setattr(torch, "load", lambda *arguments, **_: opened.append(arguments))
+    forged = with_pickled_adapter(run, tmp_path / "forged", tmp_path / "ran")
+    with pytest.raises(CheckpointError, match=r"adapter_model.safetensors is not there") as caught:
+        use(forged, tmp_path / "target")
+    assert "a pickle" in caught.value.why
+    assert opened == []
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "target").exists()

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pronghorn.data.source_files import BadRow, excerpt
-from pronghorn.data.sources import STRICT, RawRow
+from pronghorn.data.sources import STRICT, BadRow, RawRow, excerpt
 from pronghorn.errors import DataError
 
 Format = Literal["messages", "completion", "text", "alpaca", "sharegpt"]  # the names of recipe.Data.format

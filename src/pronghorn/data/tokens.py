@@ -1,4 +1,4 @@
-"""The tokenizer, and the table of tokenized rows that it makes: Arrow columns (token_cache.py), viewed without copying.
+"""The tokenizer, and the table of tokenized rows that it makes: Arrow on disk, memory-mapped, viewed without copying.
 
 One row of the table is one example: its token ids, which of them carry loss, where it came from, and the example itself
 as JSON (to show it and to answer its prompt later). Loss is stored as run borders (start, stop, start, stop, ...)
@@ -13,7 +13,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,12 +24,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from pronghorn.errors import ModelError, RecipeError
+from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
 from pronghorn.folders import folder_of
+from pronghorn.hub import model_folder
+from pronghorn.model_files import require_safe_files, require_template_names
 
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 Span = tuple[int, int]
+
+A_DAY = 86_400.0
 
 # Everything in a model folder that can change what a text is tokenized into (config.json names the tokenizer's class).
 TOKENIZER_FILES = (
@@ -96,22 +102,9 @@ def _template_text(chat_template: str | None) -> str:
 def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
     """The tokenizer of a local folder or a hub name; `chat_template` is a Jinja file that replaces its own template."""
     template = _template_text(chat_template)
-    folder = folder_of(name)
-    if folder is None and (Path(name).is_absolute() or name.startswith((".", "~"))):
-        raise ModelError("there is no such model folder", where=name, fix="check `model:`; it is a folder or a hub name")
-
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder or name), trust_remote_code=False)
-    # What transformers raises for a folder without tokenizer, an unknown name, no network, or a broken file.
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        why, fix = str(error).strip().split("\n")[0], _how_to_find(name)
-        if "custom code" in why:
-            why, fix = "it wants to run code from its repository, and no file can", "use a model whose tokenizer needs no code"
-        elif folder and not (folder / "tokenizer.json").is_file():
-            why = "there is no tokenizer.json in the folder"
-        raise ModelError("its tokenizer cannot be loaded", where=name, why=why, fix=fix) from error
+    folder = model_folder(name)
+    content = require_safe_files(folder, name)
+    tokenizer = _constructed(folder, name, from_hub=bool(content) and folder_of(name) is None)
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(
             "its tokenizer has no tokenizer.json, so which tokens carry loss cannot be checked", where=name,
@@ -120,6 +113,8 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
         )  # fmt: skip
     if chat_template is not None:
         tokenizer.chat_template = template
+    elif isinstance(tokenizer.chat_template, dict):
+        require_template_names(list(tokenizer.chat_template), name)
     # A tokenizer.json may carry a truncation of its own; rows are cut by the recipe, and never silently.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
@@ -128,12 +123,34 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
     return tokenizer
 
 
-def _how_to_find(name: str) -> str:
-    if folder_of(name):
-        return "put tokenizer.json and tokenizer_config.json into the folder"
-    if os.environ.get("HF_HUB_OFFLINE") in {"1", "true", "ON", "YES", "TRUE"}:
-        return "it is not in the hub's cache, and the hub is not asked: download it once with a network, or give a local folder"
-    return "check the spelling and the network (HF_TOKEN for a gated model), or give a local folder"
+def _constructed(folder: Path, name: str, *, from_hub: bool) -> Any:
+    """What transformers makes out of the folder's files; if it cannot, that is their fault."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig, AutoTokenizer
+
+    options: dict[str, Any] = {}
+    try:
+        if from_hub:  # transformers knows some tokenizers by the hub's names
+            options["config"] = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+            options["config"]._name_or_path = name
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, **options)
+        tokenizer.decode(tokenizer("Is it whole? 1, 2, 3 \u00e9\u6c34")["input_ids"])
+    except Exception as error:
+        # What Python raises where a value is not what transformers takes it for; tokenizers (Rust) raises Exception itself.
+        malformed = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RecursionError,
+                     RuntimeError, TypeError, ValueError, StrictDataclassError)
+        if not isinstance(error, malformed) and type(error) is not Exception:
+            raise
+        why, fix = (str(error).strip() or type(error).__name__).split("\n")[0][:300], "get the model's tokenizer files again"
+        if "custom code" in why:
+            why, fix = "it wants to run code from its repository, and no file can", "use a model whose tokenizer needs no code"
+        elif not (folder / "tokenizer.json").is_file():
+            why = "there is no tokenizer.json in the folder"
+            fix = "put tokenizer.json and tokenizer_config.json into the folder"
+        raise ModelError("its tokenizer cannot be loaded", where=name, why=why, fix=fix) from error
+    if from_hub:
+        tokenizer.name_or_path = name
+    return tokenizer
 
 
 def fingerprint(tokenizer: Any) -> str:
@@ -209,6 +226,35 @@ def record_batch(rows: Sequence[TokenRow]) -> Any:
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 
+def _remove_left_behind(folder: Path) -> None:
+    """What killed processes were writing. Not by their number: others may share the folder from other machines, and whoever
+    is still at it touches its file more often than once a day."""
+    for file in folder.glob(".*.tmp"):
+        with suppress(FileNotFoundError):
+            if time.time() - file.stat().st_mtime > A_DAY:
+                file.unlink()
+
+
+def write_table(path: Path, batches: Iterable[Any]) -> None:
+    """Record batches (see `record_batch`) into an Arrow file that appears whole or not at all."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left_behind(path.parent)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise EnvironmentFault(
+            "the tokenized rows could not be written", where=str(path), why=str(error),
+            fix="free some disk space, or point PRONGHORN_CACHE at another folder",
+        ) from error  # fmt: skip
+
+
 class TokenTable:
     """Tokenized rows. A view holds (row, start, stop) for each of its rows; the tokens stay in the mapped file."""
 
@@ -218,14 +264,21 @@ class TokenTable:
         self.loss_counts: Ints = counts
 
     @classmethod
-    def of(cls, rows: Sequence[TokenRow]) -> TokenTable:
-        """A table in memory."""
-        return cls.of_arrow(pa.Table.from_batches([record_batch(rows)]))
+    def open(cls, path: Path) -> TokenTable:
+        """Memory-map an Arrow file; raises `pa.ArrowInvalid` or `OSError` when it is damaged."""
+        with pa.memory_map(str(path), "r") as source:
+            return cls._of_arrow(pa.ipc.open_file(source).read_all())
 
     @classmethod
-    def of_arrow(cls, table: Any, guard: Callable[[], None] | None = None, content: str = "") -> TokenTable:
-        """`guard` is called before rows are read, and may raise; `content`: where it is known."""
-        base = _Columns(table, guard, content)
+    def of(cls, rows: Sequence[TokenRow]) -> TokenTable:
+        """A table in memory."""
+        return cls._of_arrow(pa.Table.from_batches([record_batch(rows)]))
+
+    @classmethod
+    def _of_arrow(cls, table: Any) -> TokenTable:
+        if table.schema.names != SCHEMA.names:
+            raise pa.ArrowInvalid(f"columns {table.schema.names} instead of {SCHEMA.names}")
+        base = _Columns(table)
         rows = np.arange(base.count, dtype=np.int64)
         return cls(base, rows, np.zeros(base.count, np.int32), base.lengths, base.label_counts())
 
@@ -247,20 +300,6 @@ class TokenTable:
 
     def example_json(self, i: int) -> str:
         return self._base.text("example", self._rows[i])
-
-    @property
-    def content_of_all(self) -> str:
-        """Of the table that this is a view of; kept beside it in the cache."""
-        return self._base.content()
-
-    @property
-    def content(self) -> str:
-        """SHA-256 of every token and every loss mark, in order, and of which parts of which rows this view has. Not of where
-        they came from: a file that was moved or renamed is the same data."""
-        digest = hashlib.sha256(self.content_of_all.encode())
-        for array in (self._rows, self._starts, self._stops):
-            digest.update(array.tobytes())
-        return digest.hexdigest()
 
     def row(self, i: int) -> int:
         """The number of the underlying row: pieces of one split row share it."""
@@ -291,9 +330,8 @@ class TokenTable:
 class _Columns:
     """The mapped columns as numpy views, one set per record batch."""
 
-    def __init__(self, table: Any, guard: Callable[[], None] | None, content: str) -> None:
+    def __init__(self, table: Any) -> None:
         self.count: int = table.num_rows
-        self._guard, self._content = guard, content
         self._text = {name: table.column(name) for name in ("where", "example")}
         self._ids = [_flat(chunk) for chunk in table.column("ids").chunks]
         self._loss = [_flat(chunk) for chunk in table.column("loss").chunks]
@@ -302,19 +340,7 @@ class _Columns:
         lengths = [np.diff(offsets) for offsets, _ in self._ids]
         self.lengths: Ints = np.concatenate([np.zeros(0, np.int32), *lengths]).astype(np.int32)
 
-    def content(self) -> str:
-        """Of all tokens and marks, however they are cut into record batches; the cache knows it without reading them."""
-        if not self._content:
-            parts = [hashlib.sha256() for _ in range(4)]
-            for (ids_offsets, ids), (loss_offsets, borders) in zip(self._ids, self._loss, strict=True):
-                for part, array in zip(parts, (np.diff(ids_offsets), ids, np.diff(loss_offsets), borders), strict=True):
-                    part.update(np.ascontiguousarray(array).data)
-            self._content = " ".join(part.hexdigest() for part in parts)
-        return self._content
-
     def _locate(self, row: int) -> tuple[int, int]:
-        if self._guard is not None:
-            self._guard()
         chunk = int(np.searchsorted(self._first, row, side="right")) - 1
         return chunk, int(row - self._first[chunk])
 
@@ -329,8 +355,6 @@ class _Columns:
         return values[offsets[at] : offsets[at + 1]]
 
     def text(self, name: str, row: int) -> str:
-        if self._guard is not None:
-            self._guard()
         return str(self._text[name][int(row)].as_py())
 
     def label_counts(self) -> Ints:

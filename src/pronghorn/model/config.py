@@ -2,18 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from pronghorn.errors import ModelError
 from pronghorn.folders import folder_of
+from pronghorn.hub import model_folder
+from pronghorn.model.config_check import require_consistent, require_sane_numbers, require_token_ids
+from pronghorn.model_files import GENERATION, read_json, require_safe_files
+
+T = TypeVar("T")
+UNBUILDABLE = "config.json describes no model that can be built"
+
+# What Python, torch and transformers raise where a value from a file is not what their code takes it for. Only around their own
+# constructors: everywhere else each of these is a bug of ours.
+MALFORMED = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RecursionError, RuntimeError,
+             TypeError, ValueError, SafetensorError, StrictDataclassError)
 
 
 def read_config(name: str) -> Any:
     """Hugging Face's config object. No code from the model's folder is ever run."""
-    return guarded(name, lambda: AutoConfig.from_pretrained(place(name), trust_remote_code=False))
+    folder = model_folder(name)
+    content = require_safe_files(folder, name)
+    if not content:
+        raise ModelError(what="this folder holds no config.json", where=name, why="it is not a Hugging Face model folder",
+                         fix="point `model:` at the folder that holds config.json and model.safetensors")
+    require_sane_numbers(content, name)
+    require_token_ids(content, "config.json", name)
+    config = constructed(name, UNBUILDABLE, lambda: AutoConfig.from_pretrained(str(folder), trust_remote_code=False))
+    config._name_or_path = place(name)  # not where the hub's cache is
+    constructed(name, UNBUILDABLE, lambda: require_consistent(config, name))
+    return config
+
+
+def empty_model(name: str, config: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The family's own modules without memory."""
+    options = {} if dtype is None else {"dtype": dtype}
+    with torch.device("meta"):
+        return constructed(name, UNBUILDABLE,
+                           lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options))
+
+
+def generation_config(name: str, folder: Path) -> GenerationConfig | None:
+    """What generation_config.json says, the tokens that end an answer, for one; None: there is no such file."""
+    if not (folder / GENERATION).is_file():
+        return None
+    require_token_ids(read_json(folder / GENERATION, name), GENERATION, name)
+    return constructed(name, f"{GENERATION} cannot be used", lambda: GenerationConfig.from_pretrained(str(folder)))
 
 
 def place(name: str) -> str:
@@ -21,18 +62,36 @@ def place(name: str) -> str:
     return str(folder_of(name) or name)
 
 
-def guarded(name: str, load: Any) -> Any:
+def constructed(name: str, what: str, construct: Callable[[], T]) -> T:
+    """What transformers makes out of a file; if it cannot, that is the file's fault (`what`), and its first words say why."""
+    try:
+        return construct()
+    except MALFORMED as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise _told(name, error, what) from error
+
+
+def guarded(name: str, load: Callable[[], T]) -> T:
     """transformers' own words for what a user can cause, in our form."""
     try:
         return load()
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        text = str(error)
-        if "trust_remote_code" in text:
-            raise ModelError(what="this model wants to run code from its own repository", where=name,
-                             why="no file can make Pronghorn run code",
-                             fix="use a model type that transformers has itself") from error
-        first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
-        fix = "check the name; without a network, the model must be a folder or already in the hub cache"
-        if folder_of(name):
-            fix = "get the folder's files again, all of them; or use a causal language model that this transformers knows"
-        raise ModelError(what="cannot load the model", where=name, why=first[:300], fix=fix) from error
+        raise _told(name, error, "cannot load the model") from error
+
+
+def _told(name: str, error: BaseException, what: str) -> ModelError:
+    text = str(error).strip()
+    if "trust_remote_code" in text:
+        return ModelError(what="this model wants to run code from its own repository", where=name,
+                          why="no file can make Pronghorn run code", fix="use a model type that transformers has itself")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    if isinstance(error, StrictDataclassError) and len(lines) > 1:
+        first = " ".join(lines[:2])  # which field, then what is wrong with it
+    elif isinstance(error, ArithmeticError | AssertionError | AttributeError | LookupError | TypeError):
+        first = f"{type(error).__name__}: {first}"
+    fix = "check the name; without a network, the model must be a folder or already in the hub cache"
+    if folder_of(name):
+        fix = "get the folder's files again, all of them; or use a causal language model that this transformers knows"
+    return ModelError(what=what, where=name, why=first[:300], fix=fix)

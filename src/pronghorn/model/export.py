@@ -16,11 +16,10 @@ from pronghorn.errors import CommandError, EnvironmentFault
 from pronghorn.model.few_bit_experts import dequantize_experts_
 from pronghorn.model.fp8_linear import dequantize_fp8_
 from pronghorn.model.load import DTYPES, load_model, pick_device, resolve_precision, without_progress_bars
-from pronghorn.model.lora import load_adapter
+from pronghorn.model.lora import ADAPTER_WEIGHTS, PICKLED, load_adapter, require_adapter
 from pronghorn.model.quantized import dequantize_model_
 from pronghorn.recipe import Recipe
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # Of the training state, nothing is of use to others.
 NOT_EXPORTED = ("manifest.json", "training_state.safetensors", "README.md")
 
@@ -34,6 +33,8 @@ def export(checkpoint: Path, recipe: Recipe, target: Path, to: Literal["adapter"
                            fix="choose another folder, or remove this one")
     if to == "adapter" and recipe.method == "full":
         raise CommandError(what="this run has no adapter", why="method: full trains the whole model", fix="use --to merged")
+    if recipe.method != "full":
+        require_adapter(checkpoint)
     beside = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
     try:
@@ -108,7 +109,7 @@ def trained_model(checkpoint: Path, recipe: Recipe, dtype: torch.dtype, device: 
     if recipe.method == "full":
         return load_model(str(checkpoint), dtype, device)
     base = load_model(recipe.model, dtype, device, four_bit=recipe.method == "qlora", fp8=recipe.method == "fp8")
-    return load_adapter(base, checkpoint)
+    return load_adapter(base, checkpoint, recipe.lora, recipe.train.seed)
 
 
 def merged_model(checkpoint: Path, recipe: Recipe) -> Any:
@@ -137,7 +138,7 @@ def _merged_from_few_bits(checkpoint: Path, recipe: Recipe) -> Any:
 
 def _copy(source: Path, target: Path, wanted: Any) -> None:
     for file in source.iterdir():
-        of_use = file.is_file() and file.name not in NOT_EXPORTED and wanted(file.name)
+        of_use = file.is_file() and file.name not in NOT_EXPORTED and file.suffix not in PICKLED and wanted(file.name)
         if of_use and not (target / file.name).exists():
             shutil.copy2(file, target / file.name)
 

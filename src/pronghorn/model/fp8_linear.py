@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from pronghorn.errors import EnvironmentFault, ModelError
 from pronghorn.kernels.fp8 import fp8_linear
 from pronghorn.kernels.fp8_cast import E4M3, fp8_dequantize, fp8_quantize_weight, fp8_supported
+from pronghorn.model.config import empty_model, generation_config, read_config
 from pronghorn.model.few_bit_experts import STACKS, few_bit_experts_, read_stack
 from pronghorn.model.quantized import (
     SKIP,
@@ -183,10 +184,9 @@ def load_fp8(folder: Path, dtype: torch.dtype, device: torch.device, *, skip: Co
              progress: Progress | None = None) -> PreTrainedModel:
     """A model from a folder with its linears quantized to FP8 as they are read. Never more than the result and one 16-bit
     weight on the device, and nothing on the host: each tensor is read on its own."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = read_config(str(folder))
     refuse_quantized(config, str(folder))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    model: Any = empty_model(str(folder), config, dtype)
     shards, experts = _Shards(folder, device), few_bit_experts_(model, bits=8)
     linears = {full: (parent, name) for parent, name, full, _ in _linears(model, nn.Linear, (*skip, *ROUTERS))}
     if not linears:
@@ -214,8 +214,8 @@ def load_fp8(folder: Path, dtype: torch.dtype, device: torch.device, *, skip: Co
             progress("loading weights as FP8", done + 1, len(keys))
     model.tie_weights()
     _fill_computed_buffers(model, device)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if (generation := generation_config(str(folder), folder)) is not None:
+        model.generation_config = generation
     model.config.use_cache = False
     model.requires_grad_(False)
     return model.eval()  # type: ignore[no-any-return]

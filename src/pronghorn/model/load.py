@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,19 +15,19 @@ from transformers import AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
 from transformers.utils import logging
 
 from pronghorn.errors import ModelError, RecipeError, counted
-from pronghorn.folders import folder_of
+from pronghorn.hub import model_folder
 from pronghorn.kernels.dispatch import say_once
-from pronghorn.model.config import guarded, place, read_config
+from pronghorn.model.config import constructed, empty_model, generation_config, guarded, place, read_config
+from pronghorn.model.config_check import require_room, require_weights_for
 from pronghorn.model.families import FAMILIES, why_not_fast
 from pronghorn.model.fp8_linear import load_fp8, refuse_quantized, require_fp8
-from pronghorn.model.lora import add_adapter
+from pronghorn.model.lora import PICKLED, add_adapter
 from pronghorn.model.quantized import SKIP, load_nf4, refuse_other_quantization
+from pronghorn.model.weight_files import stored_weights
 from pronghorn.recipe import Lora, Recipe
 
 Precision = Literal["bf16", "fp16", "fp32"]
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
-PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,12 @@ def inspect_model(name: str, lora: Lora | None = None, *, four_bit: bool = False
         refuse_quantized(config, name)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # sizes are those of the model it was made from
-    with torch.device("meta"):
-        model = guarded(name, lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    stored = stored_weights(model_folder(name))
+    require_weights_for(config, stored, name)
+    model: Any = empty_model(name, config)
     text = config.get_text_config()
     parameters = sum(p.numel() for p in model.parameters())
+    require_room(parameters, stored, name)
     linears = [module for path, module in model.named_modules()
                if type(module) is torch.nn.Linear and path.rsplit(".", 1)[-1] not in SKIP]
     linear_parameters = sum(linear.weight.numel() for linear in linears)
@@ -126,31 +129,46 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, four_bit:
     stored in FP8 (model/fp8_linear.py). Stacks of experts are stored as the linears are (model/few_bit_experts.py).
     """
     _refuse_unreadable_folder(name)
-    stored = getattr(_config(name, four_bit), "quantization_config", None) or {}
+    config = _config(name, four_bit)
+    stored = getattr(config, "quantization_config", None) or {}
     method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    folder = model_folder(name, weights=True)
+    _refuse_unreadable_folder(str(folder))
+    require_weights_for(config, stored_weights(folder), name)
+    generation_config(name, folder)  # refused before the weights are read
     if four_bit or fp8:
-        folder, load = local_folder(name), load_fp8 if fp8 else load_nf4
-        _refuse_unreadable_folder(str(folder))
+        load = load_fp8 if fp8 else load_nf4
         model = guarded(name, lambda: load(folder, dtype, device, progress=progress))
         model.config._name_or_path = model.name_or_path = place(name)  # adapters name their base by it
         return model  # type: ignore[no-any-return]
-    with without_progress_bars(), without_load_report(name):
-        model, found = guarded(
-            name,
-            lambda: AutoModelForCausalLM.from_pretrained(
-                place(name), dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+    _require_room_for(config, folder, name)
+
+    def from_files() -> tuple[Any, dict[str, Any]]:
+        with without_progress_bars(), without_load_report(name):
+            return AutoModelForCausalLM.from_pretrained(  # type: ignore[no-any-return]
+                str(folder), dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
                 **({"quantization_config": Mxfp4Config(dequantize=True)} if method == "mxfp4" else {}),
-            ),
-        )
+            )
+
+    model, found = constructed(name, "cannot load the model", from_files)
     _refuse_made_up_weights(name, found)
     if unused := sorted(found["unexpected_keys"]):
         say_once(f"{name}: {counted(len(unused), 'weight')} in its files without a place in the model: {unused[0]}"
                  + ", ..." * (len(unused) > 1))
     if method == "mxfp4":
         _forget_mxfp4(model, dtype)
+    model.config._name_or_path = model.name_or_path = place(name)
     model.config.use_cache = False
     return model.to(device)  # type: ignore[no-any-return]
+
+
+def _require_room_for(config: Any, folder: Path, name: str) -> None:
+    """transformers gives memory to whatever the files lack, however much it is."""
+    plain = copy.deepcopy(config)
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config
+    require_room(sum(p.numel() for p in empty_model(name, plain).parameters()), stored_weights(folder), name)
 
 
 def _forget_mxfp4(model: Any, dtype: torch.dtype) -> None:
@@ -163,28 +181,11 @@ def _forget_mxfp4(model: Any, dtype: torch.dtype) -> None:
     model._weight_conversions = kept or None
 
 
-def local_folder(name: str, token: str | None = None) -> Path:
-    """Where the files of a model are: its folder, or the hub's cache, fetched if they are not there yet."""
-    if folder := folder_of(name):
-        return folder
-    from huggingface_hub import snapshot_download
-
-    try:
-        with without_progress_bars():
-            return Path(snapshot_download(name, token=token, allow_patterns=HUB_FILES))
-    except (OSError, ValueError) as error:  # huggingface_hub's errors are among these
-        with_token = " with this token" if token else ""
-        raise ModelError(what=f"cannot fetch the model{with_token}", where=name, why=str(error).strip().split("\n")[0][:300],
-                         fix="check the name, the token, and that the model's owner gave you access" if token else
-                         "check the name; without a network, the model must be a folder or already in the hub cache") from error
-
-
 def _config(name: str, four_bit: bool) -> Any:
     """Refused where the weights are stored in a form that this way of loading does not read."""
     config = read_config(name)
-    if four_bit:
-        refuse_other_quantization(config, name)
-    elif (found := getattr(config, "quantization_config", None)) is not None:
+    refuse_other_quantization(config, name)
+    if not four_bit and (found := getattr(config, "quantization_config", None)) is not None:
         facts = found if isinstance(found, dict) else found.to_dict()
         if facts.get("load_in_4bit"):
             raise ModelError(what="the checkpoint is stored in 4 bits", where=name, why="they are trained on as they are",

@@ -7,11 +7,15 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from pronghorn.errors import RecipeError
+from pronghorn.errors import CheckpointError, RecipeError
 from pronghorn.model.families import EXPERTS
 from pronghorn.recipe import Lora
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 def add_adapter(model: torch.nn.Module, lora: Lora, seed: int) -> PeftModel:
@@ -55,13 +59,41 @@ def expert_stacks(model: torch.nn.Module) -> list[str]:
     return sorted({f"{parent}.{parameter}" for _, parent, parameter in found if parent == EXPERTS})
 
 
-def load_adapter(model: torch.nn.Module, folder: Path, *, trainable: bool = False) -> PeftModel:
-    return PeftModel.from_pretrained(model, folder, is_trainable=trainable)
+def load_adapter(model: torch.nn.Module, folder: Path, lora: Lora, seed: int) -> PeftModel:
+    """A checkpoint's adapter, as its recipe describes it: what adapter_config.json says is for others. PEFT follows some of its
+    keys to modules that it imports, and opens a pickle where no safetensors file is."""
+    model = add_adapter(model, lora, seed)
+    restore_adapter(model, folder)
+    return model
 
 
 def restore_adapter(model: PeftModel, folder: Path) -> None:
     """Puts a checkpoint's adapter weights into a model that already has the adapter."""
-    set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+    require_adapter(folder)
+    try:
+        found = set_peft_model_state_dict(model, load_file(folder / ADAPTER_WEIGHTS))
+    except (SafetensorError, OSError, KeyError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise _not_this_adapter(folder, " ".join(str(error).split())[:300]) from error
+    absent = [name for name in found.missing_keys if "lora_" in name]
+    if strange := [f"{name} is not in the file" for name in absent] or [
+            f"{name} has no place in the model" for name in found.unexpected_keys]:
+        raise _not_this_adapter(folder, strange[0])
+
+
+def require_adapter(folder: Path) -> None:
+    """Refuses a checkpoint whose adapter is not there, or pickled."""
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        pickled = sorted(found.name for found in folder.glob("adapter_model.*") if found.suffix in PICKLED)
+        why = f"there is {pickled[0]}, a pickle, which can run any code when it is opened" if pickled else ""
+        raise CheckpointError(what=f"{ADAPTER_WEIGHTS} is not there", where=str(folder), why=why,
+                              fix="use a checkpoint that was written by Pronghorn; --checkpoint chooses another one")
+
+
+def _not_this_adapter(folder: Path, why: str) -> CheckpointError:
+    return CheckpointError(what=f"{ADAPTER_WEIGHTS} does not hold the recipe's adapter", where=str(folder), why=why,
+                           fix="use a checkpoint that was written by Pronghorn; --checkpoint chooses another one")
 
 
 def _refuse_unmatched_targets(model: torch.nn.Module, lora: Lora) -> None:

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from pronghorn.errors import ModelError, counted
 from pronghorn.kernels.nf4 import (
@@ -33,6 +33,7 @@ from pronghorn.kernels.nf4 import (
     nf4_quantize,
 )
 from pronghorn.kernels.nf4_lora import Workspace
+from pronghorn.model.config import empty_model, generation_config, read_config
 from pronghorn.model.few_bit_experts import STACKS, few_bit_experts_, has_stack, read_stack
 
 Progress = Callable[[str, int, int], None]
@@ -326,13 +327,12 @@ def load_nf4(
     Never more than the result and one 16-bit weight on the device, and nothing on the host: each tensor is read on its own.
     Weights are cast to `dtype` before they are quantized, as transformers with bitsandbytes does.
     """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = read_config(str(folder))
     refuse_other_quantization(config, str(folder))
     stored_in_4_bits = hasattr(config, "quantization_config")
     if stored_in_4_bits:
         del config.quantization_config  # it asks for bitsandbytes; `save_nf4` writes it again
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    model: Any = empty_model(str(folder), config, dtype)
     shards, experts = _Shards(folder, device), few_bit_experts_(model)
     linears = {full: (parent, name) for parent, name, full, _ in _linears(model, nn.Linear, ())}
     tied, workspace = _tied(model), Workspace()
@@ -367,8 +367,8 @@ def load_nf4(
                          why=f"{config.model_type} has other layers", fix="method: lora, or load_in_4bit=False in Python")
     model.tie_weights()
     _fill_computed_buffers(model, device)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)  # the tokens that end an answer, for one
+    if (generation := generation_config(str(folder), folder)) is not None:
+        model.generation_config = generation
     model.config.use_cache = False
     model.requires_grad_(False)
     return model.eval()  # type: ignore[no-any-return]

@@ -7,6 +7,8 @@ the bytes that follow), and the tensors' bytes. So its header tells where it end
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from pronghorn.model.fingerprint import local_files
 
 LONGEST_HEADER = 100_000_000  # safetensors' own limit; a made-up length must not make us allocate what it says
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LAYER = re.compile(r"\.([0-9]{1,9})\.")
 LFS_POINTER = b"version https://git-lfs"  # what git leaves in place of a large file it did not fetch
 
 
@@ -98,3 +101,32 @@ def _end_of_tensors(header: bytes) -> int | None:
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         return None
     return max(ends, default=0) if all(type(end) is int and end >= 0 for end in ends) else None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the headers of a model's weight files say: names of the tensors, and how many bytes they have in all."""
+
+    tensors: tuple[str, ...]
+    bytes: int
+
+    def layers(self) -> int:
+        """How many layers there are tensors of: the first number of a name counts them, in every family."""
+        return 1 + max((int(found[1]) for name in self.tensors if (found := LAYER.search(name))), default=-1)
+
+
+def stored_weights(folder: Path) -> Stored | None:
+    """None: a file is missing or not whole; whoever loads it says so."""
+    names: list[str] = []
+    total = 0
+    for file in files_to_load(folder):
+        try:
+            if _damage(file):
+                return None
+            with file.open("rb") as opened:
+                header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        except OSError:
+            return None
+        names += [name for name in header if name != "__metadata__"]
+        total += file.stat().st_size
+    return Stored(tuple(names), total)

@@ -1,0 +1,257 @@
+"""Models from the hub: their files come into the hub's cache, all of one revision, and everything else reads them there.
+
+Fetched are JSON, tokenizer files, templates and safetensors: nothing that could be code. Nothing is sent but the requests for
+them, with the names and versions of Pronghorn, huggingface_hub and Python. A hub that is asked and does not answer is given up
+after `PATIENCE` seconds, three times; a download that stands still after `SILENCE` seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pronghorn.errors import EnvironmentFault, ModelError, PronghornError
+from pronghorn.folders import folder_of
+
+HUB = "https://huggingface.co"
+PATIENCE = 10.0  # seconds for an answer
+TRIES, PAUSE = 3, 1.0  # seconds before the second try; twice as many before the third
+SILENCE = 180.0  # seconds without a byte
+SILENT = "PRONGHORN_HUB_SILENT"  # why the hub was not reached, where this process found that out (process.py)
+REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
+SMALL = (".json", ".model", ".txt", ".jinja", ".tiktoken")
+TEMPLATES = "additional_chat_templates"
+CONFIG = "config.json"
+INDEX, SINGLE, WEIGHTS, PICKLED = "model.safetensors.index.json", "model.safetensors", ".safetensors", (".bin", ".pt", ".pth")
+BUSY = (408, 425, 429)  # and all from 500 on: the same request may be answered later
+
+_answered: dict[tuple[str, str | None], tuple[str, list[str]]] = {}  # (name, token): commit and files, asked once a process
+
+
+def model_folder(name: str, *, weights: bool = False, token: str | None = None) -> Path:
+    """The folder of this name, or where the hub's cache has the model's small files, with `weights` those too, fetched if they
+    are not there yet."""
+    if folder := folder_of(name):
+        return folder
+    if not REPOSITORY.fullmatch(name):
+        raise ModelError(what="no such model folder", where=name, why="it is no folder here, and no hub name (org/name)",
+                         fix="check the path in `model:`, or give a hub name")
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return _from_cache(name)
+    with _quiet():
+        try:
+            commit, files = _ask(name, token)
+            return _fetch(name, commit, files, weights, token)
+        except _hub_errors() as error:
+            told = refusal(error, name, token=token)
+            if not isinstance(told, EnvironmentFault) or (cached := _whole_in_cache(name)) is None:
+                raise told from error
+            return cached
+
+
+def _from_cache(name: str) -> Path:
+    if (folder := _whole_in_cache(name)) is not None:
+        return folder
+    if why := os.environ.get(SILENT):
+        raise EnvironmentFault(what="the model is not in the hub's cache, and the hub cannot be reached", where=name, why=why,
+                               fix="check the network and the spelling, or give a local folder")
+    raise ModelError(what="the model is not in the hub cache", where=name, why="HF_HUB_OFFLINE is set, so the hub is not asked",
+                     fix="check the name; without a network, the model must be a folder or already in the hub cache")
+
+
+def _whole_in_cache(name: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=[CONFIG]))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return folder if (folder / CONFIG).is_file() else None
+
+
+def _ask(name: str, token: str | None) -> tuple[str, list[str]]:
+    """The commit that the name stands for now, and the files it has."""
+    if (name, token) not in _answered:
+        info = _tried(lambda: _api(token).model_info(name, timeout=PATIENCE))
+        files = [sibling.rfilename for sibling in info.siblings or [] if _wanted(PurePosixPath(sibling.rfilename))]
+        if CONFIG not in files:
+            what, fix = "this hub repository holds no config.json", "check the name in `model:`"
+            if "adapter_config.json" in files:
+                what, fix = "this is an adapter, not a model", "name the base model it was trained on"
+            raise ModelError(what=what, where=name, fix=fix)
+        # Without a commit, so that the cache knows later which one the name stood for.
+        _answered[name, token] = (_download(name, CONFIG, None, token).parent.name, files)
+    return _answered[name, token]
+
+
+def _wanted(file: PurePosixPath) -> bool:
+    beside = len(file.parts) == 1 and not file.name.startswith(".")
+    return beside or (len(file.parts) == 2 and file.parts[0] == TEMPLATES and file.suffix == ".jinja")
+
+
+def _fetch(name: str, commit: str, files: list[str], weights: bool, token: str | None) -> Path:
+    folder = _download(name, CONFIG, commit, token).parent
+    for file in files:
+        if file.endswith(SMALL):
+            _download(name, file, commit, token)
+    if weights:
+        for file in _weight_files(name, folder, files):
+            _download(name, file, commit, token)
+    return folder
+
+
+def _weight_files(name: str, folder: Path, files: list[str]) -> list[str]:
+    """What loading opens: model.safetensors, or what the index names; not the same weights under other names beside them."""
+    if SINGLE in files:
+        return [SINGLE]
+    found = [file for file in files if file.endswith(WEIGHTS)]
+    if INDEX in files:
+        try:
+            named = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return found  # whoever opens the index says what is wrong with it
+        return [file for file in found if file in named]
+    if found:
+        return found
+    if pickled := [file for file in files if file.endswith(PICKLED)]:
+        raise ModelError(what=f"the weights are pickled ({pickled[0]})", where=name,
+                         why="a pickle can run any code when it is opened, so it is never opened",
+                         fix="use a repository that has the model's safetensors files")
+    raise ModelError(what="this hub repository holds no *.safetensors", where=name, fix="check the name in `model:`")
+
+
+def _download(name: str, file: str, commit: str | None, token: str | None) -> Path:
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+
+    there = try_to_load_from_cache(name, file, revision=commit) if commit else None
+    if isinstance(there, str):
+        return Path(there)
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    return Path(_watched(
+        lambda: hf_hub_download(name, file, revision=commit, token=token, etag_timeout=PATIENCE, **_names()), folder, name))
+
+
+def _watched(work: Callable[[], Any], folder: Path, name: str) -> Any:
+    """In a thread, which is left behind when nothing arrives: huggingface_hub tries a silent server for six minutes."""
+    done: list[Any] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:  # noqa: BLE001 - raised again below, in the thread that waits
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    seen, since = -1, time.monotonic()
+    while True:
+        thread.join(1.0)
+        if failed:
+            raise failed[0]
+        if not thread.is_alive():
+            return done[0]
+        if (size := _bytes_below(folder)) != seen:
+            seen, since = size, time.monotonic()
+        elif time.monotonic() - since > SILENCE:
+            raise EnvironmentFault(what="the hub stopped sending", where=name, why=f"no byte came for {SILENCE:.0f} s",
+                                   fix="run the same command again: what has come is kept")
+
+
+def _bytes_below(folder: Path) -> int:
+    total = 0
+    for file in folder.glob("blobs/*"):
+        try:
+            total += file.stat().st_size
+        except OSError:  # gone, or renamed meanwhile
+            continue
+    return total
+
+
+def _tried(ask: Callable[[], Any]) -> Any:
+    """Again after a moment, where the same request may be answered then."""
+    pause = PAUSE
+    for _ in range(TRIES - 1):
+        try:
+            return ask()
+        except _hub_errors() as error:
+            if not isinstance(refusal(error, ""), EnvironmentFault):
+                raise
+            time.sleep(pause)
+            pause *= 2
+    return ask()
+
+
+def refusal(error: Exception, name: str, *, token: str | None = None, kind: str = "model") -> PronghornError:
+    """What to tell of an error of huggingface_hub: a wrong name, a missing right, or a fault of the network."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'data set' else ''}{name}"
+    given = "this token" if token else "HF_TOKEN"
+    answer = getattr(error, "response", None)
+    status = int(getattr(answer, "status_code", 0) or 0)
+    if isinstance(error, GatedRepoError) or status == 403:
+        return ModelError(what=f"the hub gives this {kind} only to those who may have it ({status or 403})", where=name,
+                          why=f"its licence has to be accepted on {page}, by the owner of the token ({given})",
+                          fix=f"accept it there, then set HF_TOKEN to a token from {constants.ENDPOINT}/settings/tokens")
+    if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
+        return ModelError(what=f"the hub has no such {kind}, or it is private ({status or 404})", where=name,
+                          why=f"without access the hub does not say which; {page} is its page",
+                          fix=f"check the spelling; if it is private or has a licence to accept, set HF_TOKEN to a token from"
+                              f" {constants.ENDPOINT}/settings/tokens")
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    if status in BUSY or status >= 500:
+        why = "it asks to come back later" if status == 429 else "it has a fault of its own"
+        return EnvironmentFault(what=f"the hub answers with {status}", where=name, why=why,
+                                fix="run the same command again later, or give a local folder")
+    if status:
+        return ModelError(what=f"the hub refuses the request ({status})", where=name, why=first,
+                          fix="check the name and HF_TOKEN")
+    return EnvironmentFault(what=f"the hub does not answer, and the {kind} is not in its cache", where=name,
+                            why=f"{constants.ENDPOINT}: {first}", fix="check the network, or give a local folder")
+
+
+def _hub_errors() -> tuple[type[Exception], ...]:
+    """Its own errors are all OSErrors or those of its HTTP library, which it has changed once already."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return (OSError, ValueError, *(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"))
+
+
+def _api(token: str | None) -> Any:
+    from huggingface_hub import HfApi
+
+    return HfApi(token=token, **_names())
+
+
+def _names() -> dict[str, Any]:
+    from pronghorn import __version__
+
+    return {"library_name": "pronghorn", "library_version": __version__}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Neither bars nor a line for every try; what the caller had set is put back."""
+    library: Any = importlib.import_module("huggingface_hub.utils")
+    shown, level = not library.are_progress_bars_disabled(), library.logging.get_verbosity()
+    library.disable_progress_bars()
+    library.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        library.logging.set_verbosity(level)
+        if shown:
+            library.enable_progress_bars()

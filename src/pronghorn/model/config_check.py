@@ -1,0 +1,129 @@
+"""Whether a config describes a model that can be built, before anything is: sizes within reason, numbers that fit together, and
+no more weights than the files hold. Types are checked by transformers' own config classes.
+
+Without it a config.json of ten million layers is built in silence for hours, and a width of -64 ends in a traceback.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pronghorn.errors import ModelError, counted
+from pronghorn.model.weight_files import Stored
+
+# The most that is believed, about ten times what the largest known model has: 126 layers (Llama 3.1 405B), a width of 18,432,
+# a vocabulary of 262,208 (Gemma 3), 512 experts. A thousand empty layers are built in 2 s.
+LAYERS, WIDTH, HEADS, EXPERTS, VOCABULARY, POSITIONS = 1_000, 1 << 20, 1 << 14, 1 << 13, 1 << 24, 1 << 40
+SIZES: dict[str, int] = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers"), LAYERS),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "head_dim",
+                     "n_embd", "n_inner", "d_model", "ffn_dim", "d_ff", "ffn_hidden_size"), WIDTH),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "n_heads"), HEADS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), EXPERTS),
+    "vocab_size": VOCABULARY,
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "sliding_window"), POSITIONS),
+}
+MAY_BE_ZERO = {"num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "shared_expert_intermediate_size",
+               "moe_intermediate_size", "sliding_window"}  # none of it
+POSITIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "rope_local_base_freq", "norm_eps",
+            "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping")
+FINITE = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale",
+          "attention_dropout", "initializer_range", "router_aux_loss_coef")
+OBJECTS = ("quantization_config", "rope_scaling", "rope_parameters", "text_config")
+VALUES_A_BYTE = 8  # no checkpoint packs more
+
+
+def require_sane_numbers(content: Mapping[str, Any], where: str, path: str = "") -> None:
+    """Of config.json as it stands in the file: config classes make lists as long as the number of layers."""
+    for key, value in content.items():
+        here = f"{path}{key}"
+        if key in OBJECTS and not (value is None or isinstance(value, dict)):
+            raise _refused(here, value, "it is an object with keys", where)
+        if isinstance(value, dict):
+            require_sane_numbers(value, where, f"{here}.")
+        elif isinstance(value, bool) or value is None:
+            if key in SIZES and isinstance(value, bool) and key not in MAY_BE_ZERO:
+                raise _refused(here, value, "it is a number", where)
+        elif key in SIZES and isinstance(value, int):
+            lowest = 0 if key in MAY_BE_ZERO else 1
+            if not lowest <= value <= SIZES[key]:
+                raise _refused(here, value, f"it is from {lowest} to {SIZES[key]:,}", where)
+        elif key in SIZES and isinstance(value, str | float):
+            raise _refused(here, value, "it is a whole number", where)
+        elif key in POSITIVE and isinstance(value, int | float) and not (_finite(value) and value > 0):
+            raise _refused(here, value, "it is a number above 0", where)
+        elif key in FINITE and isinstance(value, int | float) and not _finite(value):
+            raise _refused(here, value, "it is a finite number", where)
+        elif isinstance(value, int) and value.bit_length() > 63:
+            raise _refused(here, value, "no number there has more than 63 bits", where)
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+def _refused(path: str, value: Any, what_it_is: str, where: str) -> ModelError:
+    shown = repr(value)
+    return ModelError(what=f"config.json says {path}: {shown if len(shown) < 40 else shown[:36] + '...'}", where=where,
+                      why=what_it_is, fix="get the model's own config.json")
+
+
+def require_consistent(config: Any, where: str) -> None:
+    """Of the config as transformers understands it: heads that divide each other, a head width that RoPE can halve."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads < 1:
+        return  # a kind of layer without heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if isinstance(kv_heads, int) and heads % kv_heads:
+        raise ModelError(what=f"config.json says {heads} attention heads and {kv_heads} key/value heads", where=where,
+                         why="each key/value head serves the same number of attention heads",
+                         fix="get the model's own config.json")
+    chosen = getattr(text, "num_experts_per_tok", None)
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    if isinstance(chosen, int) and isinstance(experts, int) and chosen > experts > 0:
+        raise ModelError(what=f"config.json says {chosen} experts a token out of {experts}", where=where,
+                         fix="get the model's own config.json")
+    types, layers = getattr(text, "layer_types", None), getattr(text, "num_hidden_layers", None)
+    if isinstance(types, list | tuple) and isinstance(layers, int) and len(types) != layers:
+        raise ModelError(what=f"config.json says {counted(layers, 'layer')} and lists the types of {len(types)}", where=where,
+                         fix="get the model's own config.json")
+
+
+def require_weights_for(config: Any, stored: Stored | None, where: str) -> None:
+    """Before the model is built, even without memory: as many layers as the files have, and embeddings that they can hold.
+    `stored` None: the files are not there to look at."""
+    if stored is None or not stored.tensors:
+        return
+    text = config.get_text_config()
+    layers, there = getattr(text, "num_hidden_layers", None), stored.layers()
+    if isinstance(layers, int) and there and layers > there:
+        raise ModelError(what=f"config.json says {counted(layers, 'layer')}, the weight files hold {there}", where=where,
+                         why="the weights do not belong to config.json",
+                         fix="get the model's complete files, all from the same version")
+    vocabulary, width = getattr(text, "vocab_size", None), getattr(text, "hidden_size", None)
+    if isinstance(vocabulary, int) and isinstance(width, int):
+        require_room(vocabulary * width, stored, where)
+
+
+def require_room(parameters: int, stored: Stored | None, where: str) -> None:
+    if stored is not None and stored.tensors and parameters > VALUES_A_BYTE * stored.bytes:
+        raise ModelError(what=f"config.json asks for {parameters:,} weights, the weight files have {stored.bytes:,} bytes",
+                         where=where, why="the weights do not belong to config.json",
+                         fix="get the model's complete files, all from the same version")
+
+
+def require_token_ids(content: Mapping[str, Any], file: str, where: str) -> None:
+    """Ids of special tokens are numbers, or lists of them."""
+    for key, value in content.items():
+        if key.endswith("_token_id") and value is not None:
+            ids = value if isinstance(value, list) else [value]
+            if not all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < VOCABULARY for one in ids):
+                raise ModelError(what=f"{file} says {key}: {str(value)[:40]!r}", where=where, why="it is a token's number",
+                                 fix=f"get the model's own {file}")
+

@@ -1,0 +1,262 @@
+"""Models from the hub, against a hub of our own on this machine: what is fetched and sent, and what is said when it fails."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+
+from pronghorn import hub
+from pronghorn.cli import main
+from pronghorn.data.tokens import load_tokenizer
+from pronghorn.errors import EnvironmentFault, ModelError
+from pronghorn.hub import model_folder, refusal
+from pronghorn.model.load import load_model
+from samples import chat_rows, write_rows
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CPU = torch.device("cpu")
+
+
+class Hub(ThreadingHTTPServer):
+    """`somebody/tiny` out of a folder; with `status`, nothing but that."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.folder, self.status, self.headers, self.asked = folder, 0, dict[str, str](), list[str]()
+        self.agents: set[str] = set()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Answers(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        place = self.path.split("?")[0]
+        self.server.asked.append(f"{self.command} {place}")
+        self.server.agents.add(self.headers.get("user-agent", ""))
+        wanted = self.server.folder / place.rpartition("/resolve/")[2].partition("/")[2]
+        if self.server.status:
+            self.answer(self.server.status, b"{}", self.server.headers)
+        elif place == "/api/models/somebody/tiny":
+            files = [str(file.relative_to(self.server.folder)) for file in self.server.folder.rglob("*") if file.is_file()]
+            content = {"id": "somebody/tiny", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
+            self.answer(200, json.dumps(content).encode())
+        elif "/resolve/" in place and wanted.is_file():
+            self.answer(200, wanted.read_bytes(), {"ETag": f'"{wanted.name}"', "X-Repo-Commit": COMMIT})
+        else:
+            self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound" if "/api/" in place else "EntryNotFound"})
+
+    def answer(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def files(tiny_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "repository"))
+
+
+@pytest.fixture
+def server(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """As if this process had begun with HF_ENDPOINT, HF_HUB_CACHE and HF_HUB_DISABLE_TELEMETRY, and without HF_HUB_OFFLINE."""
+    with Hub(files) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        use(server.address, tmp_path, monkeypatch)
+        yield server
+        server.shutdown()
+
+
+def use(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import close_session
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+                        address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(hub, "_answered", {})
+    monkeypatch.setattr(hub, "PAUSE", 0.01)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    close_session()
+
+
+def test_a_model_by_its_hub_name(server: Hub, files: Path, tmp_path: Path) -> None:
+    for name in ("pytorch_model.bin", "mine.py", "consolidated.safetensors", "onnx/model.json", ".hidden.json"):
+        (files / name).parent.mkdir(exist_ok=True)
+        (files / name).write_bytes(b"not to be fetched")
+    tokenizer = load_tokenizer("somebody/tiny")
+    assert tokenizer.name_or_path == "somebody/tiny"
+    assert not any("safetensors" in place for place in server.asked)
+    model = load_model("somebody/tiny", torch.float32, CPU)
+    assert model.name_or_path == model.config._name_or_path == "somebody/tiny"
+    fetched = {path.rpartition("/")[2] for path in server.asked if "/resolve/" in path}
+    assert fetched == {file.name for file in files.iterdir() if file.suffix in (".json", ".jinja")} - {".hidden.json"} | {
+        "model.safetensors"}
+    assert server.asked.count("GET /api/models/somebody/tiny") == 1
+    server.asked.clear()
+    load_model("somebody/tiny", torch.float32, CPU, four_bit=True)
+    assert server.asked == []  # all of it is there
+
+
+def test_nothing_is_sent_but_requests_for_files(server: Hub) -> None:
+    load_tokenizer("somebody/tiny")
+    load_model("somebody/tiny", torch.float32, CPU)
+    assert all(path.split(" ")[1].startswith(("/api/models/somebody/tiny", "/somebody/tiny/resolve/")) for path in server.asked)
+    for agent in server.agents:
+        assert agent.startswith("pronghorn/")
+        assert {part.partition("/")[0] for part in agent.split("; ")} == {"pronghorn", "hf_hub", "python"}
+
+
+def test_shards_are_those_of_the_index(server: Hub, files: Path) -> None:
+    from samples import make_model
+
+    (files / "model.safetensors").unlink()
+    make_model().save_pretrained(files, max_shard_size="40KB")
+    (files / "other.safetensors").write_bytes(b"the same weights once more")
+    assert len(list(files.glob("model-*.safetensors"))) > 1
+    load_model("somebody/tiny", torch.float32, CPU)
+    assert not any("other.safetensors" in path for path in server.asked)
+
+
+def test_pickled_weights_on_the_hub_are_not_fetched(server: Hub, files: Path) -> None:
+    (files / "model.safetensors").rename(files / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="pickled"):
+        load_model("somebody/tiny", torch.float32, CPU)
+    assert not any(".bin" in path for path in server.asked)
+
+
+def test_an_adapter_is_no_model(server: Hub, files: Path) -> None:
+    (files / "config.json").rename(files / "adapter_config.json")
+    with pytest.raises(ModelError, match="an adapter, not a model"):
+        load_tokenizer("somebody/tiny")
+
+
+CASES = [
+    (401, {}, 2, ["no such model, or it is private (401)", "HF_TOKEN"]),
+    (401, {"X-Error-Code": "GatedRepo"}, 2, ["licence", "HF_TOKEN", "/somebody/tiny"]),
+    (403, {"X-Error-Code": "GatedRepo"}, 2, ["licence", "HF_TOKEN", "/somebody/tiny"]),
+    (403, {}, 2, ["licence", "HF_TOKEN", "/somebody/tiny"]),
+    (404, {"X-Error-Code": "RepoNotFound"}, 2, ["no such model", "spelling"]),
+    (429, {}, 3, ["answers with 429", "later"]),
+    (500, {}, 3, ["answers with 500", "again later"]),
+    (503, {}, 3, ["answers with 503"]),
+]
+
+
+@pytest.mark.parametrize(("status", "headers", "code", "said"), CASES, ids=[f"{case[0]}-{len(case[1])}" for case in CASES])
+def test_one_message_says_what_to_do(server: Hub, status: int, headers: dict[str, str], code: int, said: list[str],
+                                     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+                                     ) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    server.status, server.headers = status, headers
+    rows = write_rows(tmp_path / "train.jsonl", chat_rows(3))
+    (tmp_path / "recipe.yaml").write_text(f"model: somebody/tiny\ndata: {{train: [{rows}]}}\noutput: {tmp_path / 'run'}\n")
+    assert main(["check", str(tmp_path / "recipe.yaml"), "--json"]) == code
+    out, err = capfd.readouterr()
+    told = json.loads(out)
+    text = " ".join(str(part) for part in told.values())
+    assert all(part in text for part in said), text
+    assert "etry" not in err  # no line for a try
+    assert len(server.asked) == (3 if code == 3 else 1)
+
+
+def test_what_is_in_the_cache_is_used_while_the_hub_has_a_fault(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_model("somebody/tiny", torch.float32, CPU)
+    monkeypatch.setattr(hub, "_answered", {})
+    server.status = 503
+    load_model("somebody/tiny", torch.float32, CPU)
+    server.status = 404
+    with pytest.raises(ModelError, match="no such model"):  # that is no fault
+        load_model("somebody/tiny", torch.float32, CPU)
+
+
+@pytest.fixture
+def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """It accepts, and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        use(address, tmp_path, monkeypatch)
+        yield address
+
+
+def test_a_hub_that_never_answers_is_given_up(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "PATIENCE", 0.2)
+    with pytest.raises(EnvironmentFault, match="the hub does not answer") as caught:
+        model_folder("somebody/tiny")
+    assert silent in caught.value.why
+    assert hub.TRIES * 10 < 60
+
+
+def test_a_download_that_stands_still_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "SILENCE", 0.1)
+    over = threading.Event()
+    with pytest.raises(EnvironmentFault, match="stopped sending"):
+        hub._watched(lambda: over.wait(60), tmp_path, "somebody/tiny")
+    over.set()
+    assert hub._watched(lambda: 7, tmp_path, "somebody/tiny") == 7
+    with pytest.raises(KeyError):
+        hub._watched(lambda: {}[1], tmp_path, "somebody/tiny")
+
+
+def test_bytes_that_arrive_keep_a_download_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "SILENCE", 0.0)
+    (tmp_path / "blobs").mkdir()
+    sizes = iter(range(1, 100))
+    monkeypatch.setattr(hub, "_bytes_below", lambda folder: next(sizes))
+    assert hub._watched(lambda: time.sleep(1.2) or "there", tmp_path, "somebody/tiny") == "there"
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "./nowhere", "/nowhere", "~/nowhere", "a b", "org/"])
+def test_what_is_no_hub_name_is_not_asked_for(name: str) -> None:
+    with pytest.raises(ModelError, match="no such model folder"):
+        model_folder(name)
+
+
+def test_a_data_set_has_a_page_of_its_own() -> None:
+    from huggingface_hub.errors import GatedRepoError
+
+    told = refusal(GatedRepoError.__new__(GatedRepoError), "somebody/rows", kind="data set")
+    assert "/datasets/somebody/rows" in told.why
+    assert "data set" in told.what
+
+
+def test_who_is_offline_by_choice_and_who_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match="not in the hub cache"):
+        model_folder("somebody/no-such-model")
+    monkeypatch.setenv(hub.SILENT, "Connection refused")
+    with pytest.raises(EnvironmentFault, match="the hub cannot be reached") as caught:
+        model_folder("somebody/no-such-model")
+    assert caught.value.why == "Connection refused"
+
+
+def test_importing_it_imports_no_library() -> None:
+    code = "import sys, pronghorn.hub; print({'huggingface_hub', 'transformers', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
