@@ -20,6 +20,7 @@ from pronghorn.kernels.fp8_lora import SplitTable
 from pronghorn.kernels.host_embedding import host_embedding
 from pronghorn.kernels.linear_cross_entropy import linear_cross_entropy
 from pronghorn.kernels.lora_refresh import CopyTable
+from pronghorn.model.changes import Changes, inner_of, is_known
 from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm
 from pronghorn.model.expert_load import ExpertCounts, ExpertLoad, padding_mask
 from pronghorn.model.families import FAMILIES, layer_type, num_experts, why_not_fast
@@ -66,6 +67,7 @@ class FastCausalLM:
         self.offload: Offload | None = None  # the place that some layers share
         self.host_embeddings = False  # whether they wait in pinned memory (memory/host_embeddings.py)
         self.paused = False  # the model's own layers, for one call
+        self.changes = Changes(self)
         self.trained_with: tuple[Any, ...] | None = None  # adapters of the latest forward that recorded gradients
         self.head_terms: dict[str, Any] = {
             "softcap": float(getattr(config, "final_logit_softcapping", None) or 0.0),
@@ -143,7 +145,7 @@ class FastCausalLM:
         if labels_T is not None and spans_2T is not None:
             real_T = padding_mask(labels_T, spans_2T, IGNORED)
             real_rows = None if rows is None else (labels_T.index_select(0, rows) != IGNORED).float()
-        return ExpertLoad(len(self.expert_layers), num_experts(self.config), self.backbone.embed_tokens.weight.device,
+        return ExpertLoad(len(self.expert_layers), num_experts(self.config), inner_of(self.backbone.embed_tokens).weight.device,
                           coefficient=self.balance, real_T=real_T, real_rows=real_rows)
 
     def prepare(self, dtype: torch.dtype) -> None:
@@ -197,6 +199,8 @@ def install(model: Any, *, fp8: bool = False) -> str:
     if not hasattr(base, ENGINE):
         if "forward" in vars(base) or "forward" in vars(base.model):
             return "its forward was replaced on the instance already"
+        if others := next((type(module) for module in (base, base.model) if not is_known(type(module).forward)), None):
+            return f"{others.__name__} has a forward of its own"
         from pronghorn.model.hf_forward import set_forwards
 
         object.__setattr__(base, ENGINE, FastCausalLM(base, fp8=fp8))
@@ -211,10 +215,16 @@ def base_of(model: Any) -> Any:
 
 def head_of(model: Any) -> Any:
     """The layer that makes logits: PEFT's trained copy of it, where modules_to_save names it."""
-    head = model.get_output_embeddings()
-    if isinstance(head, ModulesToSaveWrapper):
-        return head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
-    return head
+    return in_use(model.get_output_embeddings())
+
+
+def in_use(module: Any) -> Any:
+    """The module, or PEFT's trained copy of it where its wrapper would run that."""
+    if not isinstance(module, ModulesToSaveWrapper):
+        return module
+    active = module.active_adapters
+    trained = active and not module.disable_adapters and all(name in module.modules_to_save for name in active)
+    return module.modules_to_save[active[0]] if trained else module.original_module
 
 
 def engine_of(model: Any) -> FastCausalLM | None:

@@ -62,11 +62,15 @@ class Documents:
 
 
 class Norm:
-    """A norm module's parameters, read at each use: optimizers and adapters may replace them."""
+    """A norm module's weight and eps, read at each use: optimizers, adapters and scripts may replace them."""
 
     def __init__(self, module: Any, one_plus: bool) -> None:
         self.module, self.one_plus = module, one_plus
-        self.eps = float(getattr(module, "variance_epsilon", None) or module.eps)
+
+    @property
+    def eps(self) -> float:
+        found = getattr(self.module, "variance_epsilon", None)
+        return float(self.module.eps if found is None else found)
 
     @property
     def weight(self) -> Tensor:

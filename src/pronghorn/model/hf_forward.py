@@ -24,7 +24,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from pronghorn.kernels.dispatch import say_once
 from pronghorn.kernels.rms_norm import rms_norm
-from pronghorn.model.causal_lm import ENGINE, IGNORED, FastCausalLM, head_of
+from pronghorn.model.causal_lm import ENGINE, IGNORED, FastCausalLM, head_of, in_use
+from pronghorn.model.changes import OURS, inner_of, is_plain_table, why_called
 from pronghorn.model.expert_load import ExpertLoad
 
 LOSS = "ForCausalLM"  # transformers' name for the shifted cross-entropy
@@ -44,8 +45,10 @@ def set_forwards(model: Any, engine: FastCausalLM) -> None:
 
 
 def _in_place_of(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """`functools.wraps` keeps the signature, which generation and trainers read."""
-    names = list(inspect.signature(own).parameters)[1:]
+    """With the signature of the own one, which generation and trainers read, but not as a wrapper of it: accelerate unwraps
+    forwards down to the innermost when it takes mixed precision off again, and that must be ours."""
+    signature = inspect.signature(own)
+    names = list(signature.parameters)[1:]
 
     @functools.wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,6 +56,9 @@ def _in_place_of(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
         result = ours(self, getattr(self, ENGINE), inputs)
         return own(self, *args, **kwargs) if result is None else result
 
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    del forward.__wrapped__  # type: ignore[attr-defined]
+    setattr(forward, OURS, True)
     return forward
 
 
@@ -86,6 +92,8 @@ def _backbone_forward(backbone: Any, engine: FastCausalLM, inputs: dict[str, Any
 def _model_forward(model: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> Any:
     labels, targets = inputs.get("labels"), inputs.get("shift_labels")
     if (labels is None and targets is None) or not _plain_loss(model) or not _covered(engine, inputs):
+        return None
+    if not _head_and_backbone_as_made(engine):
         return None
     pack = _pack(engine, inputs)
     if pack is None:
@@ -134,18 +142,18 @@ def _paused(engine: FastCausalLM) -> Iterator[None]:
 
 def _look_at_norms(engine: FastCausalLM) -> None:
     """The modules that stand there now: PEFT's modules_to_save may have replaced them since the layers were installed."""
-    engine.norm.module = engine.backbone.norm
+    engine.norm.module = in_use(engine.backbone.norm)
     for fast in engine.layers:
         for slot, norm in fast.norms.items():
             in_attention = slot in ("q_norm", "k_norm")
-            norm.module = getattr(fast.layer.self_attn, slot) if in_attention else getattr(
-                fast.layer, getattr(fast.family.norms, slot))
+            norm.module = in_use(getattr(fast.layer.self_attn, slot) if in_attention else getattr(
+                fast.layer, getattr(fast.family.norms, slot)))
 
 
 def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack, load: ExpertLoad | None = None) -> Tensor:
     _look_at_norms(engine)
     embedded, table = inputs.get("inputs_embeds"), engine.backbone.embed_tokens
-    if embedded is None and table._forward_hooks:
+    if embedded is None and not is_plain_table(table):
         embedded = table(inputs["input_ids"])  # a hook (NEFTune's noise) wants rows of sequences, padding included
     if embedded is None:
         ids = inputs["input_ids"].reshape(-1)
@@ -186,9 +194,9 @@ def _covered(engine: FastCausalLM, inputs: dict[str, Any]) -> bool:
     has_labels = "labels" in given or "shift_labels" in given
     caches = inputs.get("use_cache")
     caches = (bool(getattr(config, "use_cache", False)) and not has_labels) if caches is None else bool(caches)
-    if (caches and not model.training) or not _same_precision(engine):
+    if caches and not model.training:
         return False
-    return _same_adapters(engine) and not _watched(engine)
+    return _as_made(engine) and _same_precision(engine) and _same_adapters(engine)
 
 
 def _plain_loss(model: Any) -> bool:
@@ -208,7 +216,7 @@ def _same_adapters(engine: FastCausalLM) -> bool:
 
 def _same_precision(engine: FastCausalLM) -> bool:
     """Autocast over frozen weights of another dtype: the buffers that hold them and their adapters have one dtype only."""
-    weight = engine.backbone.embed_tokens.weight
+    weight = inner_of(engine.backbone.embed_tokens).weight
     kind = weight.device.type
     asked = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     if asked == weight.dtype or not _adapters_in_use(engine):
@@ -227,16 +235,23 @@ def _adapters_in_use(engine: FastCausalLM) -> tuple[Any, ...]:
     return ()
 
 
-def _watched(engine: FastCausalLM) -> bool:
-    """Somebody's hooks on a layer expect it to be called. transformers' own, which stay after one call with
-    `output_hidden_states`, expect nothing."""
-    for fast in engine.layers:
-        for module in (fast.layer, fast.layer.self_attn, fast.layer.mlp):
-            hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values()]
-            if "_hf_hook" in vars(module) or any(not hook.__module__.startswith("transformers.") for hook in hooks):
-                say_once("hooks on decoder layers: the model runs on its own layers while they are there")
-                return True
-    return False
+def _as_made(engine: FastCausalLM) -> bool:
+    """Whether the modules are still those that the fast layers compute."""
+    if why := engine.changes.why_not_now():
+        say_once(f"{why}: the model runs on its own layers while that is so")
+    return not why
+
+
+def _head_and_backbone_as_made(engine: FastCausalLM) -> bool:
+    """Whether nobody wants backbone or head to be called: the loss is computed from the layers' output, without them."""
+    model, backbone = engine.model, engine.backbone
+    if backbone not in vars(model)["_modules"].values() or not hasattr(vars(backbone).get("forward"), OURS):
+        return False  # wrapped, or its forward taken off or replaced: it is called, whatever it is now
+    head = model.get_output_embeddings()
+    named = {"the backbone": backbone, "the head": head, "the head's trained copy": head_of(model)}
+    if why := next((why for name, module in named.items() if (why := why_called(name, module))), ""):
+        say_once(f"{why}: it is called, and logits are computed in training, too")
+    return not why
 
 
 # ---- rows to documents -----------------------------------------------------------------------------------------------
