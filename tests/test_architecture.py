@@ -9,7 +9,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "pronghorn"
 FILES = sorted(SOURCE.rglob("*.py"))
-EVERYBODY = {"recipe", "errors", "folders", "hub", "model_files"}
+EVERYBODY = {"recipe", "errors", "folders", "digests", "hub", "model_files"}
 # room -> rooms it may import; `cli`, `demo` and `bench` stand at the top.
 ARROWS = {
     "cli": {"process", "train", "memory", "model", "data", "report", "demo", "bench", "recipe_file"},
@@ -25,6 +25,7 @@ ARROWS = {
     "recipe": set(),
     "errors": set(),
     "folders": set(),
+    "digests": set(),
     "hub": set(),
     "model_files": set(),
     "process": set(),

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from pronghorn.data.formats import Example, Format, detect_format, to_example
-from pronghorn.data.sources import BadRow, RawRow
+from pronghorn.data.source_files import BadRow
+from pronghorn.data.sources import RawRow
 from pronghorn.errors import DataError
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}

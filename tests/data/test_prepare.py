@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from pronghorn.data import cached_rows as module_of_rows
 from pronghorn.data import prepare as module
-from pronghorn.data.prepare import Prepared, evaluation_prompts, findings, hold_out, prepare, tokenized_rows
+from pronghorn.data.cached_rows import tokenized_rows
+from pronghorn.data.prepare import Prepared, evaluation_prompts, findings, hold_out, prepare
 from pronghorn.data.tokens import TokenizerFiles
 from pronghorn.errors import DataError, EnvironmentFault
 from pronghorn.recipe import Data
@@ -68,22 +70,72 @@ def test_the_second_time_nothing_is_loaded(model: Path, tmp_path: Path, monkeypa
         prepared(model, path)
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "no sidecar", "bad sidecar", "same size, no Arrow"])
-def test_a_damaged_cache_is_made_again(model: Path, tmp_path: Path, cache: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["cut", "empty", "no sidecar", "bad sidecar", "a count", "no Arrow", "a bit"])
+def test_a_damaged_cache_is_made_again_and_that_is_told(model: Path, tmp_path: Path, cache: Path, damage: str) -> None:
     path = write_rows(tmp_path / "a.jsonl", chat_rows(20))
     first = prepared(model, path).counts
     (table,), (sidecar,) = cache.glob("*.arrow"), cache.glob("*.json")
+    note = sidecar.read_text()
     content = table.read_bytes()
     if damage == "no sidecar":
         sidecar.unlink()
     elif damage == "bad sidecar":
         sidecar.write_text("{")
+    elif damage == "a count":
+        sidecar.write_text(note.replace('"read": 20', '"read": 21'))
     else:
-        cut = {"cut": content[:-100], "empty": b""}.get(damage, bytes(len(content)))
+        place = len(content) // 2
+        bit = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+        cut = {"cut": content[:-100], "empty": b"", "a bit": bit}.get(damage, bytes(len(content)))
         table.unlink()
         table.write_bytes(cut)
-    assert prepared(model, path).counts == first
-    assert table.read_bytes() == content
+    again = prepared(model, path)
+    assert again.counts == first
+    assert (table.read_bytes(), sidecar.read_text()) == (content, note)
+    assert ("damaged" in " ".join(again.remarks)) == (damage != "no sidecar")  # without it, whoever wrote was stopped
+    assert prepared(model, path).remarks == ()
+
+
+def test_what_is_kept_beside_the_table_is_checked_too(model: Path, tmp_path: Path, cache: Path) -> None:
+    rows = [row("a", "b"), row("a", "b"), {"messages": []}]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    spec = {"bad_rows": "skip", "duplicates": "drop-exact"}
+    first = prepared(model, path, **spec)
+    (findings_file,), (aside,) = cache.glob("*findings*"), cache.glob("*.bad.jsonl")
+    for file, old, new in ((findings_file, b'{"1": 0}', b'{"0": 0}'), (aside, b"a.jsonl:3", b"a.jsonl:2")):
+        content = file.read_bytes()
+        assert old in content
+        file.write_bytes(content.replace(old, new))
+        again = prepared(model, path, **spec)
+        assert "damaged" in again.remarks[0]
+        assert (again.counts, again.tokens.content, file.read_bytes()) == (first.counts, first.tokens.content, content)
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(model: Path, tmp_path: Path, cache: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_rows(tmp_path / "a.jsonl", chat_rows(20))
+    read = module_of_rows.sources.read
+
+    def changing(*arguments: Any) -> Iterator[Any]:
+        yield from read(*arguments)
+        write_rows(path, chat_rows(21))
+
+    monkeypatch.setattr(module_of_rows.sources, "read", changing)
+    with pytest.raises(DataError, match="changed while it was read"):
+        prepared(model, path)
+    assert not list(cache.glob("*.arrow"))
+
+
+def test_empty_answers_are_told_of_and_dropped_as_junk(model: Path, tmp_path: Path) -> None:
+    rows = [row("a", "b"), row("c", ""), row("d", " \n")]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    for _ in range(2):  # made, and from the cache
+        found = prepared(model, path)
+        assert (found.counts.kept, found.counts.junk) == (3, 0)
+        assert "2 rows with an empty answer" in found.remarks[0]
+        assert "data.junk: drop" in found.remarks[0]
+    dropped = prepared(model, path, junk="drop")
+    assert (dropped.counts.kept, dropped.counts.junk, dropped.remarks) == (1, 2, ())
 
 
 def test_a_cache_that_cannot_be_written(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

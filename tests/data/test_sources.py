@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pronghorn.data.sources import EXCERPT, BadRow, RawRow, excerpt, fingerprint, read, resolve
+from pronghorn.data.source_files import EXCERPT, BadRow, excerpt
+from pronghorn.data.sources import RawRow, fingerprint, read, resolve
 from pronghorn.errors import DataError
 
 

@@ -3,66 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
+from token_rows import mask_of, some_rows
 
-from pronghorn.data.tokens import TokenizerFiles, TokenRow, TokenTable, fingerprint, load_tokenizer, record_batch, write_table
-from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
+from pronghorn.data.tokens import TokenizerFiles, TokenRow, TokenTable, fingerprint, load_tokenizer
+from pronghorn.errors import ModelError, RecipeError
 from samples import CHATML, make_tokenizer
-
-
-def some_rows(count: int) -> list[TokenRow]:
-    random = np.random.default_rng(0)
-    rows = []
-    for n in range(count):
-        length = int(random.integers(1, 30))
-        borders = np.unique(random.integers(0, length + 1, 2 * int(random.integers(0, 3))))
-        runs = tuple((int(a), int(b)) for a, b in borders[: len(borders) // 2 * 2].reshape(-1, 2))
-        rows.append(TokenRow(random.integers(0, 1000, length).astype(np.int32), runs, f"a.jsonl:{n + 1}", f'{{"n": {n}}}'))
-    return rows
-
-
-def mask_of(row: TokenRow) -> list[bool]:
-    return [any(start <= at < stop for start, stop in row.runs) for at in range(len(row.ids))]
-
-
-def test_a_table_on_disk_is_its_rows(tmp_path: Path) -> None:
-    rows = some_rows(50)
-    assert any(row.runs and row.runs[0][0] == 0 for row in rows)  # a loss token at position 0, which has no label
-    write_table(tmp_path / "t.arrow", (record_batch(rows[at : at + 7]) for at in range(0, 50, 7)))
-    table = TokenTable.open(tmp_path / "t.arrow")
-    assert len(table) == 50
-    assert table.lengths.dtype == table.loss_counts.dtype == np.int32
-    for i, row in enumerate(rows):
-        assert table.ids(i).tolist() == row.ids.tolist()
-        assert table.loss(i).tolist() == mask_of(row)
-        assert table.loss_counts[i] == sum(mask_of(row)[1:])
-        assert (table.lengths[i], table.where(i), table.example_json(i)) == (len(row.ids), row.where, row.example)
-    assert [path.name for path in tmp_path.iterdir()] == ["t.arrow"]
-
-
-def test_a_table_is_opened_without_pandas(tmp_path: Path) -> None:
-    """pyarrow imports it for `to_numpy`, where it is installed: 0.5 s of every start."""
-    write_table(tmp_path / "table", [record_batch(some_rows(3))])
-    code = """
-import sys
-from pathlib import Path
-from pronghorn.data.tokens import TokenTable
-table = TokenTable.open(Path(sys.argv[1]))
-assert len(table) == 3 and len(table.ids(2)) == table.lengths[2]
-sys.exit("pandas" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "table")], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_views_of_rows_and_of_parts_of_rows() -> None:
@@ -83,44 +34,22 @@ def test_views_of_rows_and_of_parts_of_rows() -> None:
     assert again.ids(0).tolist() == rows[i].ids[start + 1 : start + 3].tolist()
 
 
-def test_an_empty_table(tmp_path: Path) -> None:
-    write_table(tmp_path / "t.arrow", [])
-    assert len(TokenTable.open(tmp_path / "t.arrow")) == 0
-    assert len(TokenTable.of([]).lengths) == 0
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
-def test_a_cut_file_is_noticed(tmp_path: Path, share: float) -> None:
-    path = tmp_path / "t.arrow"
-    write_table(path, [record_batch(some_rows(50))])
-    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
-    with pytest.raises((pa.ArrowInvalid, OSError)):
-        TokenTable.open(path)
-
-
-def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
-    def batches() -> Iterator[Any]:
-        yield record_batch(some_rows(5))
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_table(tmp_path / "t.arrow", batches())
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_a_killed_process_left_behind_goes_after_a_day(tmp_path: Path) -> None:
-    old, young = tmp_path / ".a.arrow.17.tmp", tmp_path / ".b.arrow.18.tmp"
-    for file, age in ((old, 90_000), (young, 3_600)):
-        file.write_bytes(b"half of it")
-        os.utime(file, (time.time() - age,) * 2)
-    write_table(tmp_path / "t.arrow", [])
-    assert sorted(file.name for file in tmp_path.iterdir()) == [young.name, "t.arrow"]
-
-
-def test_a_full_disk_can_be_repaired_and_the_command_repeated() -> None:
-    with pytest.raises(EnvironmentFault) as caught:
-        write_table(Path("/dev/null/t.arrow"), [])
-    assert "PRONGHORN_CACHE" in caught.value.fix
+def test_content_is_every_token_and_mark_and_nothing_else() -> None:
+    rows = some_rows(30)
+    table = TokenTable.of(rows)
+    moved = [TokenRow(row.ids, row.runs, f"elsewhere:{n}", "{}") for n, row in enumerate(rows)]
+    assert TokenTable.of(moved).content == table.content
+    for n in (0, 2, 29):  # one token, one mark, one token more, anywhere
+        for change in ("token", "mark", "length"):
+            other = list(rows)
+            ids = rows[n].ids.copy()
+            ids[-1] ^= change == "token"
+            ids = np.append(ids, ids[-1:]) if change == "length" else ids
+            runs = ((0, 1),) if change == "mark" and rows[n].runs != ((0, 1),) else () if change == "mark" else rows[n].runs
+            other[n] = TokenRow(ids, runs, rows[n].where, rows[n].example)
+            assert TokenTable.of(other).content != table.content
+    assert table.select([1, 2]).content != table.select([2, 1]).content != table.content
+    assert table.cut([(1, 0, 1)]).content != table.cut([(2, 0, 1)]).content
 
 
 # Tokenizers

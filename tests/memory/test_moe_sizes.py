@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from pronghorn.bench.workloads import MODELS
 from pronghorn.errors import ModelError
@@ -36,6 +36,7 @@ FAMILIES: dict[str, Any] = {
     "qwen3_moe": Qwen3MoeConfig(**SMALL, **QWEN, head_dim=16),
     "qwen2_moe": Qwen2MoeConfig(**SMALL, **QWEN, shared_expert_intermediate_size=48),
     "mixtral": MixtralConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
+    "olmoe": AutoConfig.for_model("olmoe", **SMALL, num_experts=8, num_experts_per_tok=3),
 }
 TARGETS: dict[str, Any] = {"attention": ("q_proj", "o_proj"), "linears": "all-linear", "experts": ("all-linear", "experts")}
 TOKENS = 48

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
@@ -40,6 +41,10 @@ FAMILIES: dict[str, Any] = {
     "gemma2": Gemma2Config(**SMALL, head_dim=8, sliding_window=16),
     "gemma3": Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=16),
     "olmo2": Olmo2Config(**SMALL),
+    "glm4": AutoConfig.for_model("glm4", **SMALL, head_dim=8),
+    "exaone4": AutoConfig.for_model("exaone4", **SMALL, sliding_window=16, layer_types=["sliding_attention", "full_attention"]),
+    "ministral3": AutoConfig.for_model("ministral3", **SMALL, head_dim=8),
+    "granite_swa": AutoConfig.for_model("granite_swa", **SMALL, sliding_window=16, layer_rope_theta=[0, 500.0]),
 }
 TOKENS = 48
 GIB = 2**30
@@ -81,6 +86,9 @@ def test_a_layer_keeps_what_the_formula_says(family: str, targets: Any) -> None:
     assert kept.xa3 is not None
     assert kept_bytes(job, "layer") == kept.h.nbytes + kept.xa3.nbytes
     assert kept_parts(job)["h"] == h.nbytes
+    assert job.shape.rope_tables == len(documents.rotary)
+    for tables in documents.rotary.values():  # half of it where only half of a head turns
+        assert sum(table.nbytes for table in tables) <= 4 * TOKENS * job.shape.head_width
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -91,7 +99,7 @@ def test_weights_and_adapters_are_counted_as_they_are_stored(family: str) -> Non
     engine.prepare(torch.float32)
     job = Job(shape_of(FAMILIES[family]), TOKENS, rank=4, element=4)
     trained = [p for p in model.parameters() if p.requires_grad]
-    frozen = storages(*(p for n, p in model.named_parameters() if not p.requires_grad and not n.endswith("bias")))
+    frozen = storages(*(p for n, p in model.named_parameters() if not p.requires_grad and not n.endswith(("bias", "sinks"))))
     parts = static_parts(job)
     for p in trained:
         p.grad = torch.zeros_like(p)
@@ -100,7 +108,7 @@ def test_weights_and_adapters_are_counted_as_they_are_stored(family: str) -> Non
     assert "adapter sums" not in static_parts(replace(job, graphed=False))
     assert parts["weights"] == sum(frozen.values())
     assert parts["adapters and optimizer"] == 4 * sum(p.nbytes for p in trained)
-    own = {n: p.numel() for n, p in model.named_parameters() if "lora_" not in n and not n.endswith("bias")}
+    own = {n: p.numel() for n, p in model.named_parameters() if "lora_" not in n and not n.endswith(("bias", "sinks"))}
     assert job.parameters() == sum(own.values())
 
 

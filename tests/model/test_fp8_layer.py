@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
@@ -56,6 +57,13 @@ FAMILIES: dict[str, Any] = {
                              attention_multiplier=0.2),
     "olmo2": Olmo2Config(**SMALL),
 }
+SWITCHED: dict[str, Any] = {  # sinks and layers without RoPE; queries that grow with their position
+    "granite_swa": AutoConfig.for_model("granite_swa", **SMALL, sliding_window=16, layer_rope_theta=[10000.0, 0, 500.0],
+                                        residual_multiplier=0.5, attention_multiplier=0.25),
+    "ministral3": AutoConfig.for_model("ministral3", **SMALL, head_dim=16, rope_parameters={
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+        "llama_4_scaling_beta": 0.5}),
+}
 Result = tuple[float, dict[str, torch.Tensor]]  # loss, gradients
 FEW = ["llama", "qwen3", "gemma2", "olmo2"]
 
@@ -63,9 +71,9 @@ FEW = ["llama", "qwen3", "gemma2", "olmo2"]
 def model_of(family: str, dtype: torch.dtype = torch.float32, *, stored: str = "fp8", fast: bool = True, **lora: Any) -> Any:
     """Norm weights and biases are drawn, too, and B, which begins as zeros."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family]).to(dtype)
+    model = AutoModelForCausalLM.from_config((FAMILIES | SWITCHED)[family]).to(dtype)
     for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:
+        if "norm" in name or "bias" in name or "sinks" in name:
             center = 1.0 if "norm" in name and not family.startswith("gemma") else 0.0
             torch.nn.init.normal_(parameter, mean=center, std=0.2)
     if stored == "fp8":
@@ -148,7 +156,7 @@ def test_loss_and_every_gradient_follow_the_dequantized_model(family: str) -> No
     assert math.exp(sum(map(math.log, ratios)) / len(ratios)) < 1.3
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *SWITCHED])
 def test_without_the_rounding_nothing_differs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """float32 in the place of e4m3 everywhere, on weights stored in 4 bits, which are the same in both."""
     layer, projections = vars(fp8_layer), vars(fp8_projections)
@@ -167,6 +175,8 @@ def test_without_the_rounding_nothing_differs(family: str, monkeypatch: pytest.M
     batch = batch_of()
     reference, model = model_of(family, stored="nf4", fast=False), model_of(family, stored="nf4")
     dequantize_model_(reference, torch.float32)
+    for name, parameter in (*reference.named_parameters(), *model.named_parameters()):
+        parameter.requires_grad_(parameter.requires_grad or "sinks" in name)
     truth = gradients(reference, own_loss(reference, batch))
     for levels, pieces in ((["nothing"] * 3, 1), (["layer", "gate_up", "around_attention"], 3)):
         set_layers(model, levels, pieces)

@@ -115,7 +115,7 @@ def _jaccard(a: frozenset[str], b: frozenset[str]) -> float:
 def junk(example: Example) -> str | None:
     """Why this example should not be trained on, or None."""
     pairs = _answers(example)
-    if any(not answer.strip() for _, answer in pairs):
+    if says_nothing(example):
         return "empty text" if example.kind == "text" else "empty answer"
     # In a longer talk an echo ("Bye!" - "Bye!") is ordinary, so all answers must be echoes.
     if all(_plain(prompt) == _plain(answer) for prompt, answer in pairs):
@@ -123,6 +123,11 @@ def junk(example: Example) -> str | None:
     if any(repetition(answer) > MOST_REPETITION for _, answer in pairs):
         return "absurd repetition"
     return None
+
+
+def says_nothing(example: Example) -> bool:
+    """Whether an answer is empty: the model would learn to end its turn at once."""
+    return any(not answer.strip() for _, answer in _answers(example))
 
 
 def _answers(example: Example) -> list[tuple[str, str]]:

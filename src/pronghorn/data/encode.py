@@ -27,7 +27,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pronghorn.data.formats import Example, asks_to_train, only_read
-from pronghorn.data.sources import BadRow, excerpt
+from pronghorn.data.source_files import BadRow, excerpt
 from pronghorn.data.templates import ChatTemplate, RowError, chat_template
 from pronghorn.data.tokens import Ints, Span, TokenRow, record_batch
 from pronghorn.errors import DataError, EnvironmentFault

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pronghorn.data.sources import STRICT, BadRow, RawRow, excerpt
+from pronghorn.data.source_files import BadRow, excerpt
+from pronghorn.data.sources import STRICT, RawRow
 from pronghorn.errors import DataError
 
 Format = Literal["messages", "completion", "text", "alpaca", "sharegpt"]  # the names of recipe.Data.format

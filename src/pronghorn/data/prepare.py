@@ -1,58 +1,30 @@
 """From the names in a recipe to rows ready for packing: read, tokenize once, clean, cut to length, count everything.
 
-Tokenized rows are cached under the cache folder, keyed by all that decides them: the content of the sources, the
-tokenizer's files and template, format, loss_on, bad_rows. (Not by the date: a template that writes today's date keeps
-the day of the first tokenizing, so that a resumed run sees the same tokens.) What is dropped, cut or split afterwards
-is a view on that table, so changing max_length or duplicates tokenizes nothing again.
+Tokenized rows come from the cache (cached_rows.py). What is dropped, cut or split is a view on that table, so changing
+max_length or duplicates tokenizes nothing again.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
-from pronghorn.data import clean, sources
-from pronghorn.data.encode import CHUNK, Encoder, EncodingPool, example_from_json
-from pronghorn.data.formats import Example, detect_format, to_example
-from pronghorn.data.sources import BadRow, RawRow, Source
-from pronghorn.data.tokens import TokenTable, fingerprint, loaded, write_table
-from pronghorn.errors import DataError, EnvironmentFault, counted
-from pronghorn.folders import cache_folder
+from pronghorn.data import clean
+from pronghorn.data.cached_rows import Progress, Rows, SourceCount, Stage, no_stage, silent, tokenized_rows
+from pronghorn.data.encode import Encoder, example_from_json
+from pronghorn.data.formats import Example
+from pronghorn.data.token_cache import DamagedError, read_note, write_note
+from pronghorn.data.tokens import TokenTable, loaded
+from pronghorn.errors import DataError, counted
 from pronghorn.recipe import Data
 
-CACHE_VERSION = 3  # raise it when the same input is tokenized or laid out differently
-FINDINGS_VERSION = 1  # raise it when clean.py finds other things
-ROWS_TO_KNOW_A_FORMAT = 100
+FINDINGS_VERSION = 2  # raise it when clean.py finds other things
 SILENT_SHARE = 0.01  # of rows may be too long and dropped without having been asked for
-
-Progress = Callable[[str, int, int], None]
-Stage = Callable[[str], AbstractContextManager[Any]]
-
-
-def _silent(label: str, done: int, total: int) -> None:
-    pass
-
-
-def _no_stage(name: str) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-@dataclass(frozen=True, slots=True)
-class SourceCount:
-    name: str
-    format: str
-    read: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,31 +49,13 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """All rows of the sources that could be tokenized, before anything is dropped."""
-
-    table: TokenTable
-    path: Path  # of the cached table; its sidecars stand beside it
-    read: int
-    bad: int
-    sources: tuple[SourceCount, ...]
-
-    @property
-    def bad_rows_file(self) -> Path | None:
-        return self.path.with_suffix(".bad.jsonl") if self.bad else None
-
-    @property
-    def format(self) -> str:
-        return ", ".join(dict.fromkeys(source.format for source in self.sources))
-
-
-@dataclass(frozen=True, slots=True)
 class Findings:
     """Row numbers: copy -> first of its kind, junk -> why. `near` holds the exact ones too, None when not looked for."""
 
     exact: dict[int, int]
     junk: dict[int, str]
     near: dict[int, int] | None = None
+    remark: str = ""  # what became of the file they are kept in, if there is something to tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +74,7 @@ def example_of(table: TokenTable, i: int) -> Example:
 
 
 def prepare(
-    names: Sequence[str], spec: Data, tokenizer: Any, *, progress: Progress = _silent, stage: Stage = _no_stage
+    names: Sequence[str], spec: Data, tokenizer: Any, *, progress: Progress = silent, stage: Stage = no_stage
 ) -> Prepared:
     """The rows to train (or evaluate) on. `tokenizer` may be a `TokenizerFiles`, loaded only when the cache misses."""
     rows = tokenized_rows(names, spec, tokenizer, progress=progress, stage=stage)
@@ -132,130 +86,6 @@ def prepare(
     if not prepared.counts.kept:
         raise _nothing_left(names, prepared.counts, spec)
     return prepared
-
-
-# Reading and tokenizing, once -------------------------------------------------------------------------------------------
-
-
-def tokenized_rows(
-    names: Sequence[str], spec: Data, tokenizer: Any, *, progress: Progress = _silent, stage: Stage = _no_stage
-) -> Rows:
-    with stage("read"):
-        found = [source for name in names for source in sources.resolve(name)]
-        path = cache_folder() / "tokens" / f"{_key(found, spec, fingerprint(tokenizer))}.arrow"
-        cached = _open(path)
-    if cached is not None:
-        return cached
-    with stage("load"):
-        encoder = Encoder(loaded(tokenizer), spec.loss_on)
-    work = _Tokenizing(found, spec, encoder, progress, stage)
-    write_table(path, work.batches())
-    if work.bad:
-        lines = (json.dumps(asdict(row), ensure_ascii=False) for row in work.bad)
-        _write_text(path.with_suffix(".bad.jsonl"), "".join(f"{line}\n" for line in lines))
-    meta = {"read": work.read, "bad": len(work.bad), "sources": list(map(asdict, work.counts))}
-    _write_text(path.with_suffix(".json"), json.dumps(meta))
-    rows = _open(path)
-    if rows is None:
-        raise EnvironmentFault("the tokenized rows cannot be read back", where=str(path), fix="check the disk")
-    return rows
-
-
-def _key(found: Sequence[Source], spec: Data, tokenizer: str) -> str:
-    parts: list[Any] = [CACHE_VERSION, version("transformers"), version("tokenizers"), tokenizer]
-    parts += [spec.format, spec.loss_on, spec.bad_rows]
-    parts += [[source.name, sources.fingerprint(source)] for source in found]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-
-def _open(path: Path) -> Rows | None:
-    """The cached rows; None when they are not there, or damaged: they can be made again."""
-    try:
-        meta = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        counts = tuple(SourceCount(**source) for source in meta["sources"])
-        return Rows(TokenTable.open(path), path, int(meta["read"]), int(meta["bad"]), counts)
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
-        return None
-
-
-def _write_text(path: Path, text: str) -> None:
-    try:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise EnvironmentFault(
-            "the cache cannot be written", where=str(path), why=str(error),
-            fix="free some disk space, or point PRONGHORN_CACHE at another folder",
-        ) from error  # fmt: skip
-
-
-class _Tokenizing:
-    """One pass over the sources; what it counts is complete when `batches` is exhausted."""
-
-    def __init__(self, found: Sequence[Source], spec: Data, encoder: Encoder, progress: Progress, stage: Stage) -> None:
-        self._found, self._spec, self._encoder, self._progress, self._stage = found, spec, encoder, progress, stage
-        self.read, self.counts, self.bad = 0, list[SourceCount](), list[BadRow]()
-
-    def batches(self) -> Iterator[Any]:
-        with EncodingPool(self._encoder) as pool:
-            for source in self._found:
-                for examples in self._examples(source):
-                    # After a bad row that stops the run, the rest is only read, to count how many more there are.
-                    if self.bad and self._spec.bad_rows == "stop":
-                        continue
-                    with self._stage("tokenize"):
-                        done = list(pool.give(examples))
-                    yield from self._good(done)
-                    self._progress("tokenizing", self.read, 0)
-            with self._stage("tokenize"):
-                done = list(pool.rest())
-            yield from self._good(done)
-        if self.bad and (self._spec.bad_rows == "stop" or len(self.bad) == self.read):
-            raise _bad_rows(self.bad, self.read)
-
-    def _good(self, done: Sequence[tuple[Any, list[BadRow]]]) -> Iterator[Any]:
-        for batch, bad in done:
-            self.bad += bad
-            if batch.num_rows:
-                yield batch
-
-    def _examples(self, source: Source) -> Iterator[list[Example]]:
-        """The rows of a source as examples, in chunks; what is no example is kept in `bad`."""
-        before, bad_before = self.read, len(self.bad)
-        reader = sources.read(source, self.bad.append)
-        with self._stage("read"):
-            head = list(itertools.islice(reader, ROWS_TO_KNOW_A_FORMAT))
-            unread = len(self.bad) - bad_before  # rows that are not even JSON
-            if not head and unread:
-                raise _bad_rows(self.bad, unread)
-            row_format = detect_format(head, source.name, self._spec.format)
-        self.read += unread
-        rows: Iterator[RawRow] = itertools.chain(head, reader)
-        while True:
-            with self._stage("read"):
-                unread_before = len(self.bad)
-                chunk = list(itertools.islice(rows, CHUNK))
-                self.read += len(chunk) + len(self.bad) - unread_before
-                made = [to_example(row, row_format) for row in chunk]
-                self.bad += [item for item in made if isinstance(item, BadRow)]
-            if not chunk:
-                break
-            yield [item for item in made if isinstance(item, Example)]
-        self.counts.append(SourceCount(source.name, row_format, self.read - before))
-
-
-def _bad_rows(bad: Sequence[BadRow], read: int) -> DataError:
-    first, more = bad[0], len(bad) - 1
-    others = f" ({counted(more, 'more bad row')}: {_some([row.where for row in bad[1:]])})" if more else ""
-    fix = "correct the row, or set data.bad_rows: skip to set such rows aside in a file"
-    if len(bad) == read:
-        fix = "not one row can be used: check data.format, the columns and the chat template"
-    return DataError(f"{first.why}{others}", where=first.where, why=f"the row is: {first.excerpt}", fix=fix)
-
-
-def _some(places: Sequence[str]) -> str:
-    return ", ".join(places[:3]) + (", ..." if len(places) > 3 else "")
 
 
 # Duplicates and junk ----------------------------------------------------------------------------------------------------
@@ -274,10 +104,14 @@ class _Examples(Sequence[Example]):
         return example_of(self._table, i)
 
 
-def findings(rows: Rows, near: bool, progress: Progress = _silent) -> Findings:
+def findings(rows: Rows, near: bool, progress: Progress = silent) -> Findings:
     """Duplicates and junk among the rows; looked for once, then kept beside the cached table."""
     path = rows.path.with_suffix(f".findings{FINDINGS_VERSION}.json")
-    known = _read_findings(path)
+    remark = ""
+    try:
+        known = _read_findings(path)
+    except DamagedError as damage:
+        known, remark = None, f"the list of duplicates and junk was damaged ({damage}) and is made again: {path}"
     if known is not None and (known.near is not None or not near):
         return known
     examples = _Examples(rows.table)
@@ -292,16 +126,15 @@ def findings(rows: Rows, near: bool, progress: Progress = _silent) -> Findings:
         known = Findings(clean.exact_duplicates(examples), reasons)
     if near:
         known = Findings(known.exact, known.junk, clean.near_duplicates(examples, progress=progress))
-    _write_text(path, json.dumps(asdict(known)))
-    return known
+    write_note(path, json.dumps([known.exact, known.junk, known.near]))
+    return replace(known, remark=remark)
 
 
 def _read_findings(path: Path) -> Findings | None:
-    try:
-        parts = json.loads(path.read_text(encoding="utf-8"))
-        exact, junk, near = ({int(i): v for i, v in part.items()} if part is not None else None for part in parts.values())
-    except (OSError, ValueError, AttributeError):
+    note = read_note(path)
+    if note is None:
         return None
+    exact, junk, near = ({int(i): v for i, v in part.items()} if part is not None else None for part in json.loads(note))
     return Findings(exact or {}, junk or {}, near)
 
 
@@ -322,7 +155,10 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
         junk = len(reasons)
     table = table.select(np.flatnonzero(keep)) if not keep.all() else table
 
-    remarks: list[str] = []
+    remarks = [*rows.remarks, *([found.remark] if found is not None and found.remark else [])]
+    if rows.empty and spec.junk == "keep":
+        remarks.append(f"{counted(rows.empty, 'row')} with an empty answer: junk, of which only the end is learned;"
+                       " data.junk: drop leaves them out")
     limit, affected = spec.max_length, int((table.lengths > spec.max_length).sum())
     if spec.long is None and affected > SILENT_SHARE * len(table):
         problem = _too_many_long(table, limit, affected)

@@ -1,32 +1,39 @@
 """Files, folders and hub data sets into raw rows, one after the other, each with the place it came from.
 
 JSON Lines, JSON, Parquet, CSV and TSV; `.gz` around the text kinds. A row that cannot be read goes to `on_bad` with
-file, line and an excerpt; a file that cannot be read at all is a DataError. Text is UTF-8 and nothing else, because
-a guessed encoding trains on garbled letters without a word.
+file, line and an excerpt; a file that cannot be read at all is a DataError (source_files.py).
 """
 
 from __future__ import annotations
 
-import codecs
 import csv
 import difflib
 import functools
 import gzip
-import hashlib
 import json
 import math
 import re
 import shlex
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any
 
+from pronghorn.data.source_files import (
+    BadRow,
+    Kind,
+    Source,
+    content_of,
+    decodes,
+    excerpt,
+    known_content,
+    not_utf8,
+    opened,
+    unreadable,
+)
+from pronghorn.digests import file_digest
 from pronghorn.errors import CommandError, DataError, counted
-
-Kind = Literal["jsonl", "json", "parquet", "csv", "tsv", "hub"]
 
 KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv",
@@ -39,30 +46,9 @@ HUB_NAME = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """One file, or one split of a hub data set."""
-
-    name: str  # as the user wrote it; every message repeats it
-    kind: Kind
-    path: Path = Path()  # of a file
-    gzipped: bool = False
-    hub: tuple[str, str | None, str] | None = None  # data set, config, split
-
-
-@dataclass(frozen=True, slots=True)
 class RawRow:
     fields: dict[str, Any]
     where: str  # data/train.jsonl:17 | x.parquet row 17 | org/name[17]
-
-
-@dataclass(frozen=True, slots=True)
-class BadRow:
-    where: str
-    why: str
-    excerpt: str  # at most EXCERPT characters, printable, on one line
-
-
-EXCERPT = 80
 
 
 def resolve(name: str) -> list[Source]:
@@ -78,7 +64,7 @@ def resolve(name: str) -> list[Source]:
             return [Source(name, "hub", hub=(hub["name"], hub["config"], hub["split"] or "train"))]
         raise DataError(what="no such file", where=name, fix=_neighbours(name, path))
     except OSError as error:
-        raise _unreadable(name, error) from error
+        raise unreadable(name, error) from error
 
 
 def read(source: Source, on_bad: Callable[[BadRow], None]) -> Iterator[RawRow]:
@@ -100,19 +86,26 @@ def fingerprint(source: Source) -> str:
     if source.hub:
         return str(_hub_dataset(source)._fingerprint)
     try:
-        with source.path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return file_digest(source.path)
     except OSError as error:
-        raise _unreadable(source.name, error) from error
+        raise unreadable(source.name, error) from error
 
 
-def excerpt(text: str, around: int = 0) -> str:
-    """Up to EXCERPT characters of `text` near position `around`, safe to print on one line."""
-    start = max(0, min(around - EXCERPT // 2, len(text) - EXCERPT))
-    cut = text[start : start + EXCERPT]
-    printable = "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in cut)
-    before, after = start > 0, start + EXCERPT < len(text)
-    return "…" * before + printable[before : len(printable) - after] + "…" * after
+def state(source: Source) -> tuple[int, ...]:
+    """Of a file: what changes when it is written to or replaced."""
+    if source.hub:
+        return ()
+    try:
+        stat = source.path.stat()
+    except OSError as error:
+        raise unreadable(source.name, error) from error
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def require_unchanged(source: Source, before: tuple[int, ...]) -> None:
+    if state(source) != before:
+        raise DataError(what="the file changed while it was read", where=source.name, why="its rows may be a mixture",
+                        fix="wait until whoever writes it is done, then run the same command again")
 
 
 def _rows(source: Source) -> Iterator[RawRow | BadRow]:
@@ -123,7 +116,7 @@ def _rows(source: Source) -> Iterator[RawRow | BadRow]:
         raise DataError(what=f"the gzip data is damaged or cut short: {error}", where=source.name,
                         fix=f"copy or download it again; `gzip -t {shlex.quote(source.name)}` tests it") from error
     except OSError as error:
-        raise _unreadable(source.name, error) from error
+        raise unreadable(source.name, error) from error
 
 
 def _kind(path: Path) -> Kind | None:
@@ -137,8 +130,11 @@ def _kind(path: Path) -> Kind | None:
 def _file(name: str, path: Path) -> Source:
     kind = _kind(path)
     if kind is None or not path.is_file():
-        raise DataError(what="not a kind of file that can be read as data", where=name, why=f"the kinds are {SUPPORTED}",
-                        fix="convert or unpack it, or give it the ending that its content has")
+        what = "not a kind of file that can be read as data"
+        fix = "convert or unpack it, or give it the ending that its content has"
+        if path.is_file() and (content := known_content(path)):
+            what, fix = f"this is {content[0]}, which cannot be read as data", content[1]
+        raise DataError(what=what, where=name, why=f"the kinds are {SUPPORTED}", fix=fix)
     return Source(name, kind, path, gzipped=path.suffix.lower() == ".gz")
 
 
@@ -159,63 +155,6 @@ def _neighbours(name: str, path: Path) -> str:
     if not close:
         return f"check the path, which counts from {Path.cwd()}: nothing there has a similar name"
     return "did you mean " + " or ".join(name.removesuffix(path.name) + match for match in close) + "?"
-
-
-def _unreadable(name: str, error: OSError) -> DataError:
-    fix = f"chmod u+r {shlex.quote(name)}" if isinstance(error, PermissionError) else "check that the file is still there"
-    return DataError(what=f"cannot be read: {error.strerror or error}", where=name, fix=fix)
-
-
-@contextmanager
-def _open(source: Source) -> Iterator[BinaryIO]:
-    """The file's bytes, unpacked, from behind a byte order mark; refuses what its first bytes show is not UTF-8."""
-    with gzip.open(source.path) if source.gzipped else source.path.open("rb") as file:
-        head = file.read(4096)
-        if head.startswith(b"\x1f\x8b"):
-            raise DataError(what="this is a gzip file", where=source.name, fix="add .gz to its name")
-        if guess := _wide_encoding(head):
-            raise _wrong_encoding(source, source.name, guess)
-        file.seek(len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0)
-        yield cast(BinaryIO, file)
-
-
-def _wide_encoding(head: bytes) -> str | None:
-    if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):  # asked first: UTF-16's mark is how UTF-32's begins
-        return "UTF-32"
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "UTF-16"
-    # Without a mark: the ASCII letters of keys and commas leave zeros in every second byte, or nearly.
-    even, odd = head[::2].count(0), head[1::2].count(0)
-    return None if 10 * max(even, odd) <= len(head) else "UTF-16BE" if even > odd else "UTF-16LE"
-
-
-def _wrong_encoding(source: Source, where: str, guess: str) -> DataError:
-    name = Path(source.name)
-    stem, ending = name.name.split(".", 1)
-    old, new = shlex.quote(source.name), shlex.quote(str(name.with_name(f"{stem}.utf8.{ending}")))
-    convert = f"iconv -f {guess} -t UTF-8"
-    command = f"gzip -dc {old} | {convert} | gzip > {new}" if source.gzipped else f"{convert} {old} > {new}"
-    return DataError(what=f"not UTF-8 text; it looks like {guess}", where=where, why="only UTF-8 is read, so that no letter"
-                     " is guessed", fix=f"convert it: {command}")
-
-
-def _not_utf8(source: Source, where: str, line: bytes) -> BadRow:
-    """One damaged row of a UTF-8 file; raises when the file as a whole has another encoding."""
-    with _open(source) as file:
-        sample = [other for other in file.read(1 << 20).split(b"\n")[:-1] if not other.isascii()]
-    sound = sum(_decodes(other, "utf-8") for other in sample)
-    if sound <= max(1, len(sample) - sound):
-        raise _wrong_encoding(source, where, "WINDOWS-1252" if _decodes(line, "cp1252") else "GB18030")
-    text = line.decode("utf-8", "replace")
-    return BadRow(where, "bytes that are not UTF-8", excerpt(text, text.find("\N{REPLACEMENT CHARACTER}")))
-
-
-def _decodes(data: bytes, encoding: str) -> bool:
-    try:
-        data.decode(encoding)
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 class _NotAllowedError(ValueError):
@@ -253,7 +192,7 @@ def _encodes(value: Any) -> bool:
 
 
 def _read_jsonl(source: Source) -> Iterator[RawRow | BadRow]:
-    with _open(source) as file:
+    with opened(source) as file:
         first = True
         for number, line in enumerate(file, start=1):
             stripped = line.strip()
@@ -263,7 +202,7 @@ def _read_jsonl(source: Source) -> Iterator[RawRow | BadRow]:
             if first and (stripped in (b"[", b"{") or stripped.startswith(b"[{")):
                 raise DataError(what="JSON, but not one object a line", where=where, fix="give the file the ending .json")
             first = False
-            yield _json_row(where, stripped.decode()) if _decodes(stripped, "utf-8") else _not_utf8(source, where, stripped)
+            yield _json_row(where, stripped.decode()) if decodes(stripped, "utf-8") else not_utf8(source, where, stripped)
 
 
 def _not_json(error: json.JSONDecodeError) -> str:
@@ -290,13 +229,13 @@ def _json_row(where: str, text: str) -> RawRow | BadRow:
 
 def _read_json(source: Source) -> Iterator[RawRow | BadRow]:
     """A list of objects, an object that holds one list, or, as hub files often have it, one object a line after all."""
-    with _open(source) as file:
+    with opened(source) as file:
         data = file.read()
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         where = f"{source.name}:{data.count(10, 0, error.start) + 1}"
-        bad = _not_utf8(source, where, data[data.rfind(10, 0, error.start) + 1 :].partition(b"\n")[0])
+        bad = not_utf8(source, where, data[data.rfind(10, 0, error.start) + 1 :].partition(b"\n")[0])
         raise DataError(what=bad.why, where=where, why=bad.excerpt, fix="repair or remove these characters") from error
     del data
     start = _after_space(text, 0)
@@ -373,7 +312,7 @@ def _after_space(text: str, position: int) -> int:
 def _read_csv(source: Source) -> Iterator[RawRow | BadRow]:
     # The module's own limit of 131,072 characters a value is less than a long document; it can only be set for all.
     csv.field_size_limit(max(csv.field_size_limit(), 2**31 - 1))
-    with _open(source) as file:
+    with opened(source) as file:
         recent = ""
 
         def lines() -> Iterator[str]:
@@ -397,7 +336,7 @@ def _read_csv(source: Source) -> Iterator[RawRow | BadRow]:
                 continue
             joined = ",".join(values)
             if not joined.isascii() and not _encodes(values):
-                yield _not_utf8(source, where, joined.encode("utf-8", "surrogateescape"))
+                yield not_utf8(source, where, joined.encode("utf-8", "surrogateescape"))
             elif header is None:
                 header = _header(source, values)
             elif len(values) != len(header):
@@ -424,6 +363,9 @@ def _read_parquet(source: Source) -> Iterator[RawRow | BadRow]:
     import pyarrow.parquet as pq
 
     with source.path.open("rb") as file:
+        content = content_of(file.read(32))
+        if content and content[0] != "a Parquet file":
+            raise DataError(what=f"this is {content[0]}", where=source.name, fix=content[1])
         try:
             batches = pq.ParquetFile(file).iter_batches(BATCH_ROWS)
             yield from _arrow_rows(batches, lambda index: f"{source.name} row {index + 1}")

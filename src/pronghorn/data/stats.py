@@ -14,7 +14,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pronghorn.data.prepare import Counts, Findings, Rows, choose, findings, tokenized_rows
+from pronghorn.data.cached_rows import Rows, tokenized_rows
+from pronghorn.data.prepare import Counts, Findings, choose, findings
 from pronghorn.errors import CommandError, counted
 from pronghorn.recipe import Data
 

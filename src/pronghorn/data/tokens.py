@@ -1,4 +1,4 @@
-"""The tokenizer, and the table of tokenized rows that it makes: Arrow on disk, memory-mapped, viewed without copying.
+"""The tokenizer, and the table of tokenized rows that it makes: Arrow columns (token_cache.py), viewed without copying.
 
 One row of the table is one example: its token ids, which of them carry loss, where it came from, and the example itself
 as JSON (to show it and to answer its prompt later). Loss is stored as run borders (start, stop, start, stop, ...)
@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
-import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
+from pronghorn.errors import ModelError, RecipeError
 from pronghorn.folders import folder_of
 from pronghorn.hub import model_folder
 from pronghorn.model_files import require_safe_files, require_template_names
@@ -32,8 +29,6 @@ from pronghorn.model_files import require_safe_files, require_template_names
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 Span = tuple[int, int]
-
-A_DAY = 86_400.0
 
 # Everything in a model folder that can change what a text is tokenized into (config.json names the tokenizer's class).
 TOKENIZER_FILES = (
@@ -226,35 +221,6 @@ def record_batch(rows: Sequence[TokenRow]) -> Any:
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 
-def _remove_left_behind(folder: Path) -> None:
-    """What killed processes were writing. Not by their number: others may share the folder from other machines, and whoever
-    is still at it touches its file more often than once a day."""
-    for file in folder.glob(".*.tmp"):
-        with suppress(FileNotFoundError):
-            if time.time() - file.stat().st_mtime > A_DAY:
-                file.unlink()
-
-
-def write_table(path: Path, batches: Iterable[Any]) -> None:
-    """Record batches (see `record_batch`) into an Arrow file that appears whole or not at all."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_left_behind(path.parent)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
-                for batch in batches:
-                    writer.write_batch(batch)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise EnvironmentFault(
-            "the tokenized rows could not be written", where=str(path), why=str(error),
-            fix="free some disk space, or point PRONGHORN_CACHE at another folder",
-        ) from error  # fmt: skip
-
-
 class TokenTable:
     """Tokenized rows. A view holds (row, start, stop) for each of its rows; the tokens stay in the mapped file."""
 
@@ -264,21 +230,14 @@ class TokenTable:
         self.loss_counts: Ints = counts
 
     @classmethod
-    def open(cls, path: Path) -> TokenTable:
-        """Memory-map an Arrow file; raises `pa.ArrowInvalid` or `OSError` when it is damaged."""
-        with pa.memory_map(str(path), "r") as source:
-            return cls._of_arrow(pa.ipc.open_file(source).read_all())
-
-    @classmethod
     def of(cls, rows: Sequence[TokenRow]) -> TokenTable:
         """A table in memory."""
-        return cls._of_arrow(pa.Table.from_batches([record_batch(rows)]))
+        return cls.of_arrow(pa.Table.from_batches([record_batch(rows)]))
 
     @classmethod
-    def _of_arrow(cls, table: Any) -> TokenTable:
-        if table.schema.names != SCHEMA.names:
-            raise pa.ArrowInvalid(f"columns {table.schema.names} instead of {SCHEMA.names}")
-        base = _Columns(table)
+    def of_arrow(cls, table: Any, guard: Callable[[], None] | None = None, content: str = "") -> TokenTable:
+        """`guard` is called before rows are read, and may raise; `content`: where it is known."""
+        base = _Columns(table, guard, content)
         rows = np.arange(base.count, dtype=np.int64)
         return cls(base, rows, np.zeros(base.count, np.int32), base.lengths, base.label_counts())
 
@@ -300,6 +259,20 @@ class TokenTable:
 
     def example_json(self, i: int) -> str:
         return self._base.text("example", self._rows[i])
+
+    @property
+    def content_of_all(self) -> str:
+        """Of the table that this is a view of; kept beside it in the cache."""
+        return self._base.content()
+
+    @property
+    def content(self) -> str:
+        """SHA-256 of every token and every loss mark, in order, and of which parts of which rows this view has. Not of where
+        they came from: a file that was moved or renamed is the same data."""
+        digest = hashlib.sha256(self.content_of_all.encode())
+        for array in (self._rows, self._starts, self._stops):
+            digest.update(array.tobytes())
+        return digest.hexdigest()
 
     def row(self, i: int) -> int:
         """The number of the underlying row: pieces of one split row share it."""
@@ -330,8 +303,9 @@ class TokenTable:
 class _Columns:
     """The mapped columns as numpy views, one set per record batch."""
 
-    def __init__(self, table: Any) -> None:
+    def __init__(self, table: Any, guard: Callable[[], None] | None, content: str) -> None:
         self.count: int = table.num_rows
+        self._guard, self._content = guard, content
         self._text = {name: table.column(name) for name in ("where", "example")}
         self._ids = [_flat(chunk) for chunk in table.column("ids").chunks]
         self._loss = [_flat(chunk) for chunk in table.column("loss").chunks]
@@ -340,7 +314,19 @@ class _Columns:
         lengths = [np.diff(offsets) for offsets, _ in self._ids]
         self.lengths: Ints = np.concatenate([np.zeros(0, np.int32), *lengths]).astype(np.int32)
 
+    def content(self) -> str:
+        """Of all tokens and marks, however they are cut into record batches; the cache knows it without reading them."""
+        if not self._content:
+            parts = [hashlib.sha256() for _ in range(4)]
+            for (ids_offsets, ids), (loss_offsets, borders) in zip(self._ids, self._loss, strict=True):
+                for part, array in zip(parts, (np.diff(ids_offsets), ids, np.diff(loss_offsets), borders), strict=True):
+                    part.update(np.ascontiguousarray(array).data)
+            self._content = " ".join(part.hexdigest() for part in parts)
+        return self._content
+
     def _locate(self, row: int) -> tuple[int, int]:
+        if self._guard is not None:
+            self._guard()
         chunk = int(np.searchsorted(self._first, row, side="right")) - 1
         return chunk, int(row - self._first[chunk])
 
@@ -355,6 +341,8 @@ class _Columns:
         return values[offsets[at] : offsets[at + 1]]
 
     def text(self, name: str, row: int) -> str:
+        if self._guard is not None:
+            self._guard()
         return str(self._text[name][int(row)].as_py())
 
     def label_counts(self) -> Ints:

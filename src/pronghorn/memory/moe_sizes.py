@@ -81,6 +81,7 @@ def why_not_planned(config: Any) -> str:
     if FAMILIES[config.model_type].experts is None:
         return ""
     some = getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1
+    some = some or "dense" in (getattr(config, "mlp_layer_types", None) or ())
     return "some of its layers have experts and some have none, and a plan takes all layers for alike" if some else ""
 
 

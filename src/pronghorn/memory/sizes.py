@@ -24,7 +24,7 @@ from pronghorn.kernels.attention import SHORT
 from pronghorn.kernels.attention_short import MAX_WIDTH
 from pronghorn.kernels.nf4 import BLOCK, NESTED_BLOCK
 from pronghorn.memory import fp8_moe_sizes, fp8_sizes, moe_sizes
-from pronghorn.model.families import FAMILIES, layer_type, why_not_fast
+from pronghorn.model.families import FAMILIES, layer_type, rope_kind, why_not_fast
 
 Method = Literal["lora", "qlora", "fp8", "full"]
 Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
@@ -57,6 +57,7 @@ class ModelShape:
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     windows: tuple[int, ...] = ()  # of the layers whose attention looks back only so far
     mixture: moe_sizes.Mixture | None = None  # its layers have experts
+    rope_tables: int = 1  # of cos and sin: kinds of RoPE that its layers have
 
     @property
     def qkv_width(self) -> int:
@@ -94,6 +95,7 @@ def shape_of(config: Any) -> ModelShape:
         tied=bool(getattr(config, "tie_word_embeddings", False)), qk_norm=family.qk_norm,
         norms=tuple(slot for slot in slots if getattr(family.norms, slot)), qkv=family.qkv, gate_up=family.gate_up,
         windows=tuple(int(config.sliding_window) for _ in sliding), mixture=mixture,
+        rope_tables=len({rope_kind(config, i) for i in range(layers)}),
     )
 
 
@@ -271,7 +273,8 @@ def _stored(name: str, group: Group, job: Job) -> int:
 
 
 def _rope_and_libraries(job: Job) -> int:
-    return job.capacity * job.shape.head_width * FP32 + LIBRARY_BYTES
+    """cos and sin of each kind; a factor for the queries of each token is nothing beside them."""
+    return job.capacity * job.shape.head_width * job.shape.rope_tables * FP32 + LIBRARY_BYTES
 
 
 def unpacked_bytes(job: Job) -> int:

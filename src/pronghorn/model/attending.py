@@ -22,10 +22,15 @@ if TYPE_CHECKING:
     from pronghorn.model.decoder_layer import Documents, Norm
 
 
+def scaled_queries(q_TNH: Tensor, documents: Documents) -> Tensor:
+    """Queries times the factor of their position, in place; their gradients likewise."""
+    return q_TNH if documents.query_scale_T is None else q_TNH.mul_(documents.query_scale_T[:, None, None])
+
+
 class Attending:
     layer: Any  # the model's own
     family: Family
-    kind: str  # of attention, where a model has several
+    rope: str  # its kind, of those that the model has
     heads: int
     kv_heads: int
     head_width: int
@@ -43,8 +48,9 @@ class Attending:
         return getattr(self.layer.self_attn, "sinks", None)
 
     def turned(self, qkv: Tensor, documents: Documents) -> tuple[Tensor, Tensor, Tensor, Any]:
-        cos, sin = documents.rotary[self.kind]
-        return qk_rope_forward(qkv, cos, sin, **self.rope_options(), in_place=self.q_norm is None)
+        cos, sin = documents.rotary[self.rope]
+        q, k, v, rstd = qk_rope_forward(qkv, cos, sin, **self.rope_options(), in_place=self.q_norm is None)
+        return scaled_queries(q, documents), k, v, rstd
 
     def rope_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"heads": self.heads, "kv_heads": self.kv_heads, "head_width": self.head_width,
@@ -75,7 +81,7 @@ class Attending:
     def attend_back(self, do: Tensor, kept: Kept, documents: Documents, backend: Backend, dqkv: Tensor,
                     norm_grads: dict[str, Tensor | None]) -> Tensor | None:
         """Fills dqkv, but for its extra columns: the gradient of q, k and v before RoPE and qk-norm. That of the sinks."""
-        options, sinks, rotary = self.attention_options, self.sinks, documents.rotary[self.kind]
+        options, sinks, rotary = self.attention_options, self.sinks, documents.rotary[self.rope]
         if sinks is not None and not sinks.requires_grad and backend in ("short", "flash2"):
             options["sinks_N"] = None  # there, only their own gradient needs them once more: lse has them in it
         turns = self.q_norm is None and turns_back(backend, self.head_width, rotary[0], self.family.neighbours)
@@ -84,6 +90,7 @@ class Attending:
             spans_2T=documents.spans_2T, typical=documents.typical, **options, backend=backend,
             # FlashAttention-2 could only copy into them; RoPE's backward then reads its tensors where they are.
             grads=None if backend == "flash2" else self._parts_of(dqkv), turned=rotary if turns else None)
+        scaled_queries(dq, documents)  # a factor a token: the same before RoPE's backward as behind it
         if not turns:
             self._out_of_rope(dq, dk, dv, dqkv, kept, documents, norm_grads)
         return dsinks
@@ -107,7 +114,7 @@ class Attending:
 
     def _out_of_rope(self, dq: Tensor, dk: Tensor, dv: Tensor, dqkv_ext: Tensor, kept: Kept, documents: Documents,
                      norm_grads: dict[str, Tensor | None]) -> None:
-        cos, sin = documents.rotary[self.kind]
+        cos, sin = documents.rotary[self.rope]
         options: dict[str, Any] = {"neighbours": self.family.neighbours}
         if self.q_norm and self.k_norm:
             options |= {"qkv_TX": kept.qkv, "rstd": kept.qk_rstd, **self._norm_options(),

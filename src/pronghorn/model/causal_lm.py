@@ -23,12 +23,13 @@ from pronghorn.kernels.lora_refresh import CopyTable
 from pronghorn.model.changes import Changes, inner_of, is_known
 from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm
 from pronghorn.model.expert_load import ExpertCounts, ExpertLoad, padding_mask
-from pronghorn.model.families import FAMILIES, layer_type, num_experts, why_not_fast
+from pronghorn.model.families import FAMILIES, num_experts, why_not_fast
 from pronghorn.model.final_norm import final_norm
 from pronghorn.model.fp8_layer import fast_layer
 from pronghorn.model.fp8_moe_layer import expert_layer
 from pronghorn.model.fp8_projections import Fp8Projections, Fp8Workspace, trains_whole
 from pronghorn.model.kept import Elsewhere, GradientRoom
+from pronghorn.model.positions import Positions
 
 IGNORED = -100  # the label of what is not trained on
 ENGINE = "_pronghorn_engine"  # attribute of the model instance
@@ -61,7 +62,7 @@ class FastCausalLM:
         asked = self.expert_layers and getattr(config, "output_router_logits", False)
         self.balance = float(model.router_aux_loss_coef) if asked else 0.0  # weight of the routers' auxiliary loss
         self.norm = Norm(self.backbone.norm, family.one_plus)
-        self.kinds = sorted({layer_type(config, i) for i in range(len(self.layers))})
+        self.positions = Positions(self.backbone, config, self.layers[0].head_width)
         self._adapters: CopyTable | None = None
         self._adapters_fp8 = SplitTable([])
         self.offload: Offload | None = None  # the place that some layers share
@@ -69,21 +70,11 @@ class FastCausalLM:
         self.paused = False  # the model's own layers, for one call
         self.changes = Changes(self)
         self.trained_with: tuple[Any, ...] | None = None  # adapters of the latest forward that recorded gradients
+        scaling = float(getattr(config, "logits_scaling", None) or 1.0)
         self.head_terms: dict[str, Any] = {
             "softcap": float(getattr(config, "final_logit_softcapping", None) or 0.0),
-            "logit_scale": 1.0 / float(getattr(config, "logits_scaling", None) or 1.0),
+            "logit_scale": scaling if family.logits_times else 1.0 / scaling,
         }
-
-    def rotary(self, positions_T: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """cos and sin once per batch, in float32 whatever the weights are, by the model's own (scaled) RoPE module."""
-        like = torch.empty(0, dtype=torch.float32, device=positions_T.device)
-        module, tables = self.backbone.rotary_emb, {}
-        for kind in self.kinds:
-            by_kind = hasattr(module, f"{kind}_inv_freq")
-            cos, sin = module(like, positions_T[None], kind) if by_kind else module(like, positions_T[None])
-            half = getattr(module, f"{kind}_inv_freq" if by_kind else "inv_freq").shape[0]  # in most, both halves are the same
-            tables[kind] = (cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
-        return tables
 
     @property
     def has_pieces(self) -> bool:
@@ -175,8 +166,10 @@ class FastCausalLM:
         """What the layers share about a pack. `typical`: mean length of the documents, each token counted; without it, the
         plain mean of as many documents as there are boundaries."""
         tokens = len(positions_T)
-        return Documents(cu_seqlens, longest, self.rotary(positions_T), spans(cu_seqlens, tokens),
-                         tokens // max(1, len(cu_seqlens) - 1) if typical is None else typical)
+        spans_2T = spans(cu_seqlens, tokens)
+        return Documents(cu_seqlens, longest, self.positions.rotary(positions_T, spans_2T), spans_2T,
+                         tokens // max(1, len(cu_seqlens) - 1) if typical is None else typical,
+                         query_scale_T=self.positions.query_scale(positions_T))
 
     def packed_loss(self, ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, longest: int, *, labels_T: Tensor,
                     loss_rows: Tensor | None = None, typical: int | None = None) -> tuple[Tensor, Tensor]:

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
 
 def composed_layer(layer: FastDecoderLayer, h_TD: Tensor, documents: Documents) -> Tensor:
-    cos, sin = documents.rotary[layer.kind]
+    cos, sin = documents.rotary[layer.rope]
     qkv = _project(layer.qkv, _normed(layer.before_attention, h_TD))
     q, k, v = qk_rope(qkv, cos, sin, **layer.rope_options())
+    if documents.query_scale_T is not None:
+        q = (q * documents.query_scale_T[:, None, None]).to(q.dtype)
     o = attention(q, k, v, documents.cu_seqlens, documents.longest, spans_2T=documents.spans_2T, typical=documents.typical,
                   **layer.attention_options)
     h_TD = h_TD + layer.multiplier * _normed(layer.after_attention, _project(layer.out, o.flatten(1)))

@@ -39,9 +39,9 @@ from pronghorn.kernels.gated_mlp import gated_activation_backward, gated_activat
 from pronghorn.kernels.lora_collect import CollectJob
 from pronghorn.kernels.lora_linear import NormOf, Part
 from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
-from pronghorn.model.attending import Attending
+from pronghorn.model.attending import Attending, scaled_queries
 from pronghorn.model.expert_load import ExpertLoad
-from pronghorn.model.families import ACTIVATIONS, Family, activation_name, layer_type, window
+from pronghorn.model.families import ACTIVATIONS, Family, activation_name, rope_kind, window
 from pronghorn.model.kept import Attended, Elsewhere, GradientRoom, Input, Kept, Left, Level, come_back, leave
 from pronghorn.model.mlp_pieces import PlainSteps, again_up_to_the_mlp, backward_in_pieces, forward_in_pieces
 from pronghorn.model.projections import Group, Projections
@@ -54,9 +54,10 @@ class Documents:
 
     cu_seqlens: Tensor
     longest: int
-    rotary: dict[str, tuple[Tensor, Tensor]]  # layer type -> cos, sin, float32, [T, P / 2]
+    rotary: dict[str, tuple[Tensor, Tensor]]  # kind of RoPE -> cos, sin, float32, [T, P / 2]
     spans_2T: Tensor  # where each token's document begins and ends
     typical: int  # mean length of the documents, each token counted: what is fast depends on it, the results do not
+    query_scale_T: Tensor | None = None  # factor of each token's queries, where the model has one
     load: ExpertLoad | None = None  # what the experts of this step are given
     room: GradientRoom = field(default_factory=GradientRoom)
 
@@ -84,7 +85,7 @@ class FastDecoderLayer(Attending):
     def __init__(self, layer: Any, family: Family, config: Any, index: int) -> None:
         self.layer, self.family, self.index = layer, family, index
         attention, norms = layer.self_attn, family.norms
-        self.kind = layer_type(config, index)
+        self.rope = rope_kind(config, index)
         self.activation = ACTIVATIONS[activation_name(config)]
         self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
         self.head_width = int(attention.head_dim)
@@ -204,8 +205,9 @@ class FastDecoderLayer(Attending):
             return *self.turned(qkv, documents), qkv, None if behind is None else behind.clone()
         if not self.family.neighbours:
             turning = self.heads + self.kv_heads
-            if found := self.qkv.forward_turned(x_ext, *documents.rotary[self.kind], turning, self.head_width):
-                return *self._parts_of(found[0]), None, *found
+            if found := self.qkv.forward_turned(x_ext, *documents.rotary[self.rope], turning, self.head_width):
+                q, k, v = self._parts_of(found[0])
+                return scaled_queries(q, documents), k, v, None, *found
         qkv, xa = self.qkv.forward_with_room(x_ext)
         return *self.turned(qkv[:, : self._qkv_width], documents), qkv, xa
 

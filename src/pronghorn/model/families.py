@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pronghorn.kernels.gated_mlp import Kind
 from pronghorn.kernels.moe_gated import ExpertKind
+from pronghorn.model.config_keys import ACTIVATION, DROPOUTS, QUERY_SCALE, ROPE_KEYS, fields_of, unknown_key
 
 EXPERTS = "experts"  # among lora.targets: every stack of experts
 
@@ -29,6 +30,8 @@ class Norms:
 
 SANDWICH = Norms(after_attention="post_attention_layernorm", before_mlp="pre_feedforward_layernorm",
                  after_mlp="post_feedforward_layernorm")
+GLM4 = Norms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
+HYPERCLOVAX = Norms(after_attention="post_norm1", after_mlp="post_norm2")
 AFTER_ONLY = Norms(before_attention=None, after_attention="post_attention_layernorm", before_mlp=None,
                    after_mlp="post_feedforward_layernorm")
 
@@ -51,6 +54,9 @@ class Family:
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     qk_norm: Literal["per_head", "full"] | None = None
     neighbours: bool = False  # RoPE pairs neighbours instead of halves
+    rope_needs_window: bool = False  # of a model that has a window, layers without it have no RoPE
+    query_scale: bool = False  # queries grow with their position: `llama_4_scaling_beta` among the RoPE parameters
+    logits_times: bool = False  # `logits_scaling` multiplies the logits; elsewhere it divides them
     experts: Experts | None = None
 
 
@@ -68,27 +74,73 @@ FAMILIES = {
     "qwen2_moe": Family(experts=Experts()),
     "qwen3_moe": Family(qk_norm="per_head", experts=Experts()),
     "gpt_oss": Family(experts=Experts(router="router", transposed=True, activation="clamped")),
+    "ministral": Family(),
+    "ministral3": Family(query_scale=True),
+    "seed_oss": Family(),
+    "cwm": Family(),
+    "smollm3": Family(),
+    "olmo3": Family(norms=AFTER_ONLY, qk_norm="full"),
+    "exaone4": Family(norms=AFTER_ONLY, qk_norm="per_head", rope_needs_window=True),
+    "glm": Family(gate_up=("gate_up_proj",), neighbours=True),
+    "glm4": Family(norms=GLM4, gate_up=("gate_up_proj",), neighbours=True),
+    "ernie4_5": Family(neighbours=True),
+    "helium": Family(neighbours=True),
+    "gemma": Family(one_plus=True),
+    "vaultgemma": Family(norms=Norms(before_mlp="pre_feedforward_layernorm"), one_plus=True),
+    "hyperclovax": Family(norms=HYPERCLOVAX, logits_times=True),
+    "granite_swa": Family(),
+    "mellum": Family(qk_norm="per_head", experts=Experts()),
+    "olmoe": Family(qk_norm="full", experts=Experts()),
 }
+
+
+NO_ROPE = "none"  # the kind of RoPE of layers that have none
 
 
 def why_not_fast(config: Any) -> str:
     """Why a model of this config trains on its own layers; empty if the fast ones serve it."""
     if config.model_type not in FAMILIES:
         return f"model type {config.model_type} has no row in the table of families"
+    family = FAMILIES[config.model_type]
     if activation_name(config) not in ACTIVATIONS:
         return f"activation {activation_name(config)} has no kernel"
-    if FAMILIES[config.model_type].experts and ACTIVATIONS[activation_name(config)] != "silu":
+    if family.experts and ACTIVATIONS[activation_name(config)] != "silu":
         return f"activation {activation_name(config)} has no kernel for experts"
-    for name in ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise"):
+    for name in DROPOUTS:
         if getattr(config, name, 0.0):
             return f"{name} is not zero"
     if getattr(config, "use_bidirectional_attention", False):
         return "its attention looks ahead"
+    if float(getattr(config, "residual_multiplier", 1.0)) != 1.0:
+        if family.experts:
+            return "residual_multiplier is not 1 and the layers have experts"
+        if family.norms.after_attention or family.norms.after_mlp:
+            return "residual_multiplier is not 1 and a norm follows attention or MLP"
+    return why_not_rope(config) or unknown_key(config)
+
+
+def why_not_rope(config: Any) -> str:
+    """What of the RoPE parameters the fast layers do not compute; empty if all of it."""
+    family = FAMILIES[config.model_type]
+    for parameters in rope_parameters(config):
+        if "dynamic" in str(parameters.get("rope_type", "")):
+            return "its RoPE depends on the longest document of a batch (rope_type dynamic)"
+        known = ROPE_KEYS | ({QUERY_SCALE} if family.query_scale else set())
+        if unknown := sorted(key for key, value in parameters.items() if value is not None and key not in known):
+            return f"the RoPE parameter {unknown[0]} is not known to the fast layers"
     return ""
 
 
+def rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """One set for all layers, or one for each type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_type = [value for value in parameters.values() if isinstance(value, dict)]
+    return by_type or [parameters]
+
+
 def activation_name(config: Any) -> str:
-    return str(getattr(config, "hidden_activation", None) or config.hidden_act)
+    fields = fields_of(config)
+    return next(str(name) for key in ACTIVATION if key in fields and (name := getattr(config, key)) is not None)
 
 
 def num_experts(config: Any) -> int:
@@ -96,7 +148,7 @@ def num_experts(config: Any) -> int:
 
 
 def layer_type(config: Any, index: int) -> str:
-    """`full_attention` or `sliding_attention`; also the key of the layer's RoPE where a model has two."""
+    """`full_attention` or `sliding_attention`."""
     types = getattr(config, "layer_types", None)
     if types:
         return str(types[index])
@@ -105,3 +157,24 @@ def layer_type(config: Any, index: int) -> str:
 
 def window(config: Any, index: int) -> int | None:
     return int(config.sliding_window) if layer_type(config, index) == "sliding_attention" else None
+
+
+def rope_kind(config: Any, index: int) -> str:
+    """Which of the model's tables of cos and sin the layer reads; NO_ROPE: it has no RoPE."""
+    flags, thetas = getattr(config, "no_rope_layers", None), getattr(config, "layer_rope_theta", None)
+    if flags and not flags[index]:
+        return NO_ROPE
+    if thetas:  # one a layer
+        return f"theta {float(thetas[index])}" if thetas[index] else NO_ROPE
+    kind = layer_type(config, index)
+    if FAMILIES[config.model_type].rope_needs_window and config.sliding_window is not None and kind != "sliding_attention":
+        return NO_ROPE
+    return kind if kind in (getattr(config, "rope_parameters", None) or {}) else "every layer"
+
+
+def query_scale(config: Any) -> tuple[float, int] | None:
+    """beta and L: queries at position p are multiplied by 1 + beta log(1 + p // L)."""
+    if not FAMILIES[config.model_type].query_scale:
+        return None
+    parameters = config.rope_parameters
+    return float(parameters[QUERY_SCALE]), int(parameters["original_max_position_embeddings"])

@@ -237,8 +237,8 @@ class Fp8DecoderLayer(Fp8Attention):
                                     documents.room)
             del dx2
         kept.release("h2", "xa2", "xa3", "y2")
-        dh, attention_grads, _ = self._backward_attention(dh2, kept, kept.xa_o, documents, rows, need_dh, norm_grads)
-        ordered = [norm_grads.get(name) for name in self.norms]
+        dh, attention_grads, dsinks = self._backward_attention(dh2, kept, kept.xa_o, documents, rows, need_dh, norm_grads)
+        ordered = [norm_grads.get(name) for name in self.norms] + ([] if self.sinks is None else [dsinks])
         return dh, [*attention_grads, *mlp_grads, *ordered]
 
     def backward_mlp_rows(self, dh3: Tensor, h2: Tensor, gu: Tensor, rest: Kept | Piece, norm_grads: NormGrads

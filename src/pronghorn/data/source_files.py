@@ -1,0 +1,143 @@
+"""A data file's bytes: unpacked, from behind a byte order mark, and refused when they are plainly something else.
+
+Text is UTF-8 and nothing else, because a guessed encoding trains on garbled letters without a word.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal, cast
+
+from pronghorn.errors import DataError
+
+Kind = Literal["jsonl", "json", "parquet", "csv", "tsv", "hub"]
+
+# How files begin that people take for data, what they are, and what to do with them.
+UNPACK = "unpack it, and give the files inside"
+CONTENT: tuple[tuple[bytes, str, str], ...] = (
+    (b"PK\x03\x04", "a zip file (as Excel's .xlsx is, too)", f"{UNPACK}; of a spreadsheet, save the sheet as CSV"),
+    (b"PK\x05\x06", "an empty zip file", UNPACK),
+    (b"\x1f\x8b", "a gzip file", "add .gz to its name, after the ending of what is inside: .jsonl.gz"),
+    (b"BZh", "a bzip2 file", UNPACK),
+    (b"\xfd7zXZ\x00", "an xz file", UNPACK),
+    (b"\x28\xb5\x2f\xfd", "a zstd file", UNPACK),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z file", UNPACK),
+    (b"Rar!\x1a\x07", "a rar file", UNPACK),
+    (b"PAR1", "a Parquet file", "give it the ending .parquet"),
+    (b"ARROW1", "an Arrow file", "write it as Parquet"),
+    (b"\xff\xff\xff\xff", "an Arrow stream, as `datasets` keeps it", "write it as Parquet or JSON Lines"),
+    (b"SQLite format 3\x00", "an SQLite data base", "write the table as CSV or JSON Lines"),
+    (b"%PDF-", "a PDF", "take the text out of it"),
+    (b"\xd0\xcf\x11\xe0", "an old Office file (.xls, .doc)", "save it as CSV"),
+    (b"\x80\x04", "a pickle", "write it as JSON Lines; nothing is ever unpickled"),
+    (b"\x80\x05", "a pickle", "write it as JSON Lines; nothing is ever unpickled"),
+    (b"\x89HDF", "an HDF5 file", "write it as Parquet or JSON Lines"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file, or one split of a hub data set."""
+
+    name: str  # as the user wrote it; every message repeats it
+    kind: Kind
+    path: Path = Path()  # of a file
+    gzipped: bool = False
+    hub: tuple[str, str | None, str] | None = None  # data set, config, split
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    where: str
+    why: str
+    excerpt: str  # at most EXCERPT characters, printable, on one line
+
+
+EXCERPT = 80
+
+
+
+def excerpt(text: str, around: int = 0) -> str:
+    """Up to EXCERPT characters of `text` near position `around`, safe to print on one line."""
+    start = max(0, min(around - EXCERPT // 2, len(text) - EXCERPT))
+    cut = text[start : start + EXCERPT]
+    printable = "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in cut)
+    before, after = start > 0, start + EXCERPT < len(text)
+    return "…" * before + printable[before : len(printable) - after] + "…" * after
+
+
+def unreadable(name: str, error: OSError) -> DataError:
+    fix = f"chmod u+r {shlex.quote(name)}" if isinstance(error, PermissionError) else "check that the file is still there"
+    return DataError(what=f"cannot be read: {error.strerror or error}", where=name, fix=fix)
+
+
+def content_of(head: bytes) -> tuple[str, str] | None:
+    """What a file that begins so is, and what to do with it; None: it may be text."""
+    return next(((name, fix) for mark, name, fix in CONTENT if head.startswith(mark)), None)
+
+
+def known_content(path: Path) -> tuple[str, str] | None:
+    """As `content_of`, for a file that may not be readable at all."""
+    try:
+        with path.open("rb") as file:
+            return content_of(file.read(32))
+    except OSError:
+        return None
+
+
+@contextmanager
+def opened(source: Source) -> Iterator[BinaryIO]:
+    """The file's bytes, unpacked, from behind a byte order mark; refuses what its first bytes show is not UTF-8."""
+    with gzip.open(source.path) if source.gzipped else source.path.open("rb") as file:
+        head = file.read(4096)
+        if other := content_of(head):
+            raise DataError(what=f"this is {other[0]}", where=source.name, fix=other[1])
+        if guess := _wide_encoding(head):
+            raise _wrong_encoding(source, source.name, guess)
+        file.seek(len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0)
+        yield cast(BinaryIO, file)
+
+
+def _wide_encoding(head: bytes) -> str | None:
+    if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):  # asked first: UTF-16's mark is how UTF-32's begins
+        return "UTF-32"
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16"
+    # Without a mark: the ASCII letters of keys and commas leave zeros in every second byte, or nearly.
+    even, odd = head[::2].count(0), head[1::2].count(0)
+    return None if 10 * max(even, odd) <= len(head) else "UTF-16BE" if even > odd else "UTF-16LE"
+
+
+def _wrong_encoding(source: Source, where: str, guess: str) -> DataError:
+    name = Path(source.name)
+    stem, ending = name.name.split(".", 1)
+    old, new = shlex.quote(source.name), shlex.quote(str(name.with_name(f"{stem}.utf8.{ending}")))
+    convert = f"iconv -f {guess} -t UTF-8"
+    command = f"gzip -dc {old} | {convert} | gzip > {new}" if source.gzipped else f"{convert} {old} > {new}"
+    return DataError(what=f"not UTF-8 text; it looks like {guess}", where=where, why="only UTF-8 is read, so that no letter"
+                     " is guessed", fix=f"convert it: {command}")
+
+
+def not_utf8(source: Source, where: str, line: bytes) -> BadRow:
+    """One damaged row of a UTF-8 file; raises when the file as a whole has another encoding."""
+    with opened(source) as file:
+        sample = [other for other in file.read(1 << 20).split(b"\n")[:-1] if not other.isascii()]
+    sound = sum(decodes(other, "utf-8") for other in sample)
+    if sound <= max(1, len(sample) - sound):
+        raise _wrong_encoding(source, where, "WINDOWS-1252" if decodes(line, "cp1252") else "GB18030")
+    text = line.decode("utf-8", "replace")
+    return BadRow(where, "bytes that are not UTF-8", excerpt(text, text.find("\N{REPLACEMENT CHARACTER}")))
+
+
+def decodes(data: bytes, encoding: str) -> bool:
+    try:
+        data.decode(encoding)
+    except UnicodeDecodeError:
+        return False
+    return True

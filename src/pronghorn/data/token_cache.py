@@ -1,0 +1,152 @@
+"""The table of tokenized rows on disk: an Arrow file, memory-mapped, whose every block is checked before anything reads it.
+
+The seal of a table (size, a SHA-256 for each 4 MB, and one over all tokens and loss marks) is written when the table is, into a
+small file that carries its own checksum. On opening, all blocks are compared on all cores before pyarrow sees a byte of them:
+its reader trusts lengths and offsets, so that a flipped bit there ends the process. That takes 0.63 s a GB on one core, and
+reads what the run will need anyway. After that, nothing is checked again but that the file was not written to or cut: a mapped
+page that is gone would end the process as well (SIGBUS). A page that is lost between that look and its use still does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from pronghorn.data.tokens import SCHEMA, TokenTable
+from pronghorn.digests import block_digests, read_sealed, write_sealed
+from pronghorn.errors import EnvironmentFault
+
+A_DAY = 86_400.0
+
+
+class DamagedError(Exception):
+    """What is in the cache is not what was written; it can be made again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    size: int
+    blocks: list[str]
+    content: str  # `TokenTable.content_of_all`
+
+
+def write_table(path: Path, batches: Iterable[Any]) -> Seal:
+    """Record batches (see `tokens.record_batch`) into an Arrow file that appears whole or not at all."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left_behind(path.parent)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
+            seal = _seal(temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    return seal
+
+
+def _seal(path: Path) -> Seal:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return Seal(size, block_digests(file.fileno(), size), _mapped(file.fileno()).content_of_all)
+
+
+def open_table(path: Path, seal: Seal) -> TokenTable:
+    """The table, if every byte of it is what was written; else DamagedError."""
+    try:
+        with path.open("rb") as file:
+            guard = _Guard(path, file.fileno())
+            if guard.size != seal.size:
+                raise DamagedError(f"it has {guard.size:,} bytes instead of {seal.size:,}")
+            blocks = block_digests(file.fileno(), seal.size)
+            wrong = [i for i, (now, then) in enumerate(zip(blocks, seal.blocks, strict=True)) if now != then]
+            if wrong:
+                raise DamagedError(f"block {wrong[0] + 1} of {len(blocks)} is not what was written")
+            return _mapped(file.fileno(), guard, seal.content)
+    except OSError as error:
+        raise DamagedError(error.strerror or str(error)) from error
+
+
+def _mapped(descriptor: int, guard: _Guard | None = None, content: str = "") -> TokenTable:
+    buffer = pa.py_buffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+    return TokenTable.of_arrow(pa.ipc.open_file(pa.BufferReader(buffer)).read_all(), guard, content)
+
+
+class _Guard:
+    """Called before mapped rows are read: raises when the file was cut or written to since it was checked."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path, self._descriptor = path, os.dup(descriptor)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._was = self._state()
+        self.size = self._was[0]
+
+    def _state(self) -> tuple[int, int]:
+        stat = os.fstat(self._descriptor)
+        return stat.st_size, stat.st_mtime_ns
+
+    def __call__(self) -> None:
+        if self._state() != self._was:
+            raise EnvironmentFault(
+                "the cached tokens were changed while they were in use", where=str(self._path),
+                why="another program wrote to the file or cut it, so these are no longer the rows that were read",
+                fix="run the same command again: they are made again, and a run goes on from its last checkpoint",
+            )  # fmt: skip
+
+
+def _remove_left_behind(folder: Path) -> None:
+    """What killed processes were writing. Not by their number: others may share the folder from other machines, and whoever
+    is still at it touches its file more often than once a day."""
+    for file in folder.glob(".*.tmp"):
+        with suppress(FileNotFoundError):
+            if time.time() - file.stat().st_mtime > A_DAY:
+                file.unlink()
+
+
+def cannot_write(path: Path, error: OSError) -> EnvironmentFault:
+    return EnvironmentFault(
+        "the tokenized rows could not be written", where=str(path), why=error.strerror or str(error),
+        fix="free some disk space, or point PRONGHORN_CACHE at another folder",
+    )  # fmt: skip
+
+
+# Beside the table: what was counted, what was found -----------------------------------------------------------------------
+
+
+def write_note(path: Path, text: str) -> None:
+    try:
+        write_sealed(path, text)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def read_note(path: Path) -> str | None:
+    """None: there is none. DamagedError: it is not what was written."""
+    try:
+        return read_sealed(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DamagedError(str(error)) from error
+
+
+def bytes_digest(path: Path) -> str:
+    """Of a small file; "" where there is none."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""

@@ -1,0 +1,103 @@
+"""What a file holds, as SHA-256: of all of its bytes, at the speed of the disk; and small files that carry their own.
+
+A file is hashed in blocks of 4 MB on as many threads as there are cores, up to 8 (1.6 GB/s a core on a server without SHA
+instructions, so 8 GB of weights take 0.7 s on 8 cores once they are in memory). The digest of a large file is remembered beside
+the caches, by path, device, inode, size, and the times of the last change of its content (mtime) and of its entry (ctime).
+Those do not tell of a second change within one tick of the file system's clock, so, as git does, a digest is remembered only if
+the last change was more than two seconds ago when it was read: whatever changes the file afterwards gets other times. Nobody
+can set a ctime back without setting the machine's clock. What no time can show, and only reading can: a disk that gives other
+bytes by itself. To have all files read again, remove the folder `digests` in the cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from pronghorn.folders import cache_folder
+
+BLOCK = 4 << 20
+MOST_THREADS = 8
+WORTH_REMEMBERING = 64 << 20  # bytes; a smaller file is read in 40 ms
+SURE_AFTER = 2 * 10**9  # nanoseconds; the coarsest clock of a file system in use (FAT) ticks every 2 s
+HEX = 32  # of a block's digest: 128 bits
+
+
+def block_digests(descriptor: int, size: int) -> list[str]:
+    """Of each block of an open file, in order; a file that ends early has other digests."""
+    def digest(offset: int) -> str:
+        return hashlib.sha256(os.pread(descriptor, min(BLOCK, size - offset), offset)).hexdigest()[:HEX]
+
+    offsets = range(0, size, BLOCK)
+    threads = min(len(offsets), MOST_THREADS, _cores())
+    if threads < 2:
+        return [digest(offset) for offset in offsets]
+    with ThreadPoolExecutor(threads, thread_name_prefix="digest") as pool:
+        return list(pool.map(digest, offsets))
+
+
+def file_digest(path: Path) -> str:
+    """Of all bytes of a file; raises OSError when it cannot be read."""
+    now = time.time_ns()
+    with path.open("rb") as file:
+        before = _state(file.fileno())
+        place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:HEX]
+        name = cache_folder() / "digests" / f"{place}.json"
+        worth = before[2] >= WORTH_REMEMBERING
+        if worth and (known := _remembered(name, before)):
+            return known
+        blocks = block_digests(file.fileno(), before[2])
+        digest = hashlib.sha256("".join([str(before[2]), *blocks]).encode()).hexdigest()
+        if worth and _state(file.fileno()) == before and now - max(before[3:]) > SURE_AFTER:
+            try:
+                name.parent.mkdir(parents=True, exist_ok=True)
+                write_sealed(name, json.dumps({"state": before, "digest": digest}))
+            except OSError:
+                pass  # nothing is lost but the time to read it again
+    return digest
+
+
+def _state(descriptor: int) -> list[int]:
+    stat = os.fstat(descriptor)
+    return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def _remembered(name: Path, state: list[int]) -> str:
+    try:
+        known = json.loads(read_sealed(name))
+    except (OSError, ValueError):
+        return ""
+    return str(known["digest"]) if known["state"] == state else ""
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# Small files that carry their digest ------------------------------------------------------------------------------------
+
+
+def write_sealed(path: Path, text: str) -> None:
+    """The text under a line with its SHA-256; appears whole or not at all. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(f"{text_digest(text)}\n{text}", encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_sealed(path: Path) -> str:
+    """The text; ValueError when it is not what was written."""
+    seal, _, text = path.read_text(encoding="utf-8").partition("\n")
+    if seal != text_digest(text):
+        raise ValueError("its checksum does not fit")
+    return text
+
+
+def text_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,72 @@
+"""What a batch's positions become before the first layer: cos and sin of each kind of RoPE, and the factor of the queries.
+
+T = packed tokens, P = rotary width. Once per batch, on the device, without asking it for anything, so that a captured step has
+it inside. Frequencies are those of the model's own (scaled) RoPE modules; everything is float32, whatever the weights are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from pronghorn.model.families import NO_ROPE, query_scale, rope_kind
+
+
+class Positions:
+    def __init__(self, backbone: Any, config: Any, head_width: int) -> None:
+        self.backbone, self.head_width = backbone, head_width
+        self.kinds = sorted({rope_kind(config, i) for i in range(len(backbone.layers))})
+        self._scale = query_scale(config)
+        self._long: dict[str, Tensor] = {}  # frequencies of LongRoPE by kind; made by the first batch, before any capture
+
+    def rotary(self, positions_T: Tensor, spans_2T: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """cos and sin, [T, P / 2]. A layer without RoPE turns by nothing: cos 1, sin 0, exactly."""
+        return {kind: self._tables(kind, positions_T, spans_2T) for kind in self.kinds}
+
+    def _tables(self, kind: str, positions_T: Tensor, spans_2T: Tensor) -> tuple[Tensor, Tensor]:
+        if kind == NO_ROPE:
+            still = torch.zeros(len(positions_T), self.head_width // 2, dtype=torch.float32, device=positions_T.device)
+            return still + 1.0, still
+        module, prefix = self._module(kind), ""
+        if hasattr(module, f"{kind}_inv_freq"):  # one module has the frequencies of all types of layers
+            prefix = f"{kind}_"
+        rope_type = module.rope_type[kind] if prefix else module.rope_type
+        if rope_type == "longrope":
+            return self._long_or_short(module, kind, prefix, positions_T, spans_2T)
+        like = torch.empty(0, dtype=torch.float32, device=positions_T.device)
+        cos, sin = module(like, positions_T[None], kind) if prefix else module(like, positions_T[None])
+        half = getattr(module, f"{prefix}inv_freq").shape[0]  # in most, both halves are the same
+        return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+
+    def _module(self, kind: str) -> Any:
+        if not kind.startswith("theta "):
+            return self.backbone.rotary_emb
+        theta = float(kind.removeprefix("theta "))
+        return next(m for m in self.backbone.rotary_embs if float(m.config.rope_parameters["rope_theta"]) == theta)
+
+    def _long_or_short(self, module: Any, kind: str, prefix: str, positions_T: Tensor, spans_2T: Tensor
+                       ) -> tuple[Tensor, Tensor]:
+        """LongRoPE has one set of frequencies for documents up to its first length and one for longer ones. transformers
+        takes one set for a whole batch, by its largest position; in a pack each document has its own, as if it were alone."""
+        layer_type, device = (kind if prefix else None), positions_T.device
+        parameters = module.config.rope_parameters
+        first_length = int((parameters[kind] if prefix else parameters)["original_max_position_embeddings"])
+        if kind not in self._long or self._long[kind].device != device:
+            initial = ROPE_INIT_FUNCTIONS["longrope"]
+            self._long[kind] = initial(module.config, device, seq_len=first_length + 1, layer_type=layer_type)[0].to(device)
+        short = getattr(module, f"{prefix}original_inv_freq").to(device)
+        last_T = positions_T.index_select(0, spans_2T[1].clamp(min=1) - 1)  # of the token's document
+        frequencies = torch.where((last_T >= first_length)[:, None], self._long[kind][None], short[None])
+        angles = positions_T[:, None].float() * frequencies
+        factor = getattr(module, f"{prefix}attention_scaling")
+        return angles.cos() * factor, angles.sin() * factor
+
+    def query_scale(self, positions_T: Tensor) -> Tensor | None:
+        """[T]: 1 + beta log(1 + position // L)."""
+        if self._scale is None:
+            return None
+        beta, length = self._scale
+        return 1 + beta * torch.log(1 + torch.floor(positions_T / length))

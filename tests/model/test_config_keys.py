@@ -1,0 +1,67 @@
+"""Keys of a config that the fast layers do not know: the model trains on its own layers, and the key is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from pronghorn.model.families import FAMILIES, activation_name, why_not_fast
+
+# What people's folders say beyond the defaults of transformers' config classes, as far as it is not a size.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama": {"pretraining_tp": 1, "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
+              "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}, "rope_theta": 500000.0,
+              "torch_dtype": "bfloat16", "mlp_bias": False, "unsloth_fixed": True},
+    "qwen2": {"max_window_layers": 21, "use_sliding_window": False, "sliding_window": 32768, "use_mrope": False},
+    "qwen3": {"max_window_layers": 36, "attention_bias": False},
+    "phi3": {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "full_attn_mod": 1, "interpolate_factor": 1,
+             "lm_head_bias": None, "partial_rotary_factor": 0.75, "sliding_window": 262144, "embd_pdrop": 0.0},
+    "gemma": {"hidden_activation": None},
+    "gemma2": {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh"},
+    "gemma3_text": {"rope_local_base_freq": 10000, "rope_theta": 1000000, "cache_implementation": "hybrid"},
+    "granite": {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
+                "residual_multiplier": 0.22},
+    "qwen3_moe": {"head_dim": 128, "max_window_layers": None},
+    "gpt_oss": {"experts_per_token": 4, "initial_context_length": 4096, "swiglu_limit": 7.0},
+    "mixtral": {"sliding_window": None, "router_jitter_noise": 0.0},
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},  # published with 0.1: on its own layers
+    "hyperclovax": {"attention_multiplier": 0.0078125, "embedding_multiplier": 10.0, "logits_scaling": 0.125},
+    "exaone4": {"sliding_window_pattern": "LLLG", "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+                "num_hidden_layers": 4},
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_published_models_stay_fast(kind: str) -> None:
+    for values in ({}, PUBLISHED.get(kind, {})):
+        if kind != "seed_oss" or values:
+            assert why_not_fast(AutoConfig.for_model(kind, **values)) == ""
+
+
+def test_the_activation_is_the_one_that_the_class_reads() -> None:
+    """Old Gemma configs have both names; its MLP reads hidden_act."""
+    gemma = AutoConfig.for_model("gemma", hidden_act="silu", hidden_activation="gelu_pytorch_tanh")
+    assert activation_name(gemma) == "silu"
+    assert activation_name(AutoConfig.for_model("gemma2", hidden_act="gelu")) == "gelu_pytorch_tanh"
+
+
+@pytest.mark.parametrize(("kind", "values", "named"), [
+    ("llama", {"residual_multiplier": 0.5}, "residual_multiplier"),  # transformers' Llama does not read it, ours would
+    ("llama", {"attention_sinks": True}, "attention_sinks"),
+    ("mistral", {"layer_types": ["full_attention"] * 32}, "layer_types"),  # Mistral's window is in all layers
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}},
+     "llama_4_scaling_beta"),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+    ("hyperclovax", {"use_post_norm": False}, "use_post_norm"),
+    ("hyperclovax", {"residual_multiplier": 0.5}, "residual_multiplier"),
+    ("gemma2", {"use_bidirectional_attention": True}, "looks ahead"),
+    ("mellum", {"num_mtp_layers": 1}, "mtp_layer_types"),
+    ("llama", {"attention_dropout": 0.1}, "attention_dropout"),
+    ("seed_oss", {"attention_dropout": 0.0}, "residual_dropout"),
+    ("qwen3_moe", {"residual_multiplier": 0.5}, "residual_multiplier"),
+])
+def test_what_the_rows_do_not_know_is_named(kind: str, values: dict[str, Any], named: str) -> None:
+    assert named in why_not_fast(AutoConfig.for_model(kind, **values))

@@ -1,0 +1,72 @@
+"""cos and sin of each kind of RoPE and the factor of the queries, against transformers' one document at a time."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pronghorn.kernels.attention_torch import spans
+from pronghorn.model.positions import Positions
+
+SMALL: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3,
+                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 16}
+BOUNDS = (0, 16, 17, 40, 48, 48)  # tokens of documents: 16, 1, 23, 8, none
+
+
+def tables_of(kind: str, **values: Any) -> tuple[Any, dict[str, tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
+    backbone = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **values)).model
+    found = Positions(backbone, backbone.config, 8)
+    cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
+    return backbone, found.rotary(positions(), spans(cu_seqlens, 48)), found.query_scale(positions())
+
+
+def positions() -> torch.Tensor:
+    return torch.cat([torch.arange(stop - start) for start, stop in pairwise(BOUNDS)])
+
+
+def test_each_document_of_a_pack_has_the_frequencies_that_it_has_alone() -> None:
+    """transformers' LongRoPE takes one set for the whole pack, by its longest document."""
+    backbone, tables, _ = tables_of("phi3", max_position_embeddings=64, original_max_position_embeddings=16,
+                                    rope_parameters=LONG)
+    assert list(tables) == ["every layer"]
+    for start, stop in ((0, 16), (16, 17), (17, 40), (40, 48)):
+        alone = backbone.rotary_emb(torch.empty(0), torch.arange(stop - start)[None])
+        for table, own in zip(tables["every layer"], alone, strict=True):
+            torch.testing.assert_close(table[start:stop], own[0, :, :4], rtol=0, atol=1e-6)
+    whole = backbone.rotary_emb(torch.empty(0), positions()[None])[0][0, :16, :4]
+    assert not torch.equal(whole, tables["every layer"][0][:16])
+
+
+@pytest.mark.parametrize(("kind", "values", "kinds"), [
+    ("smollm3", {"no_rope_layers": [1, 0, 1]}, ["every layer", "none"]),
+    ("exaone4", {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16},
+     ["every layer", "none"]),
+    ("exaone4", {"layer_types": ["full_attention"] * 3, "sliding_window": None}, ["every layer"]),
+    ("granite_swa", {"layer_rope_theta": [0, 500.0, 1e4]}, ["none", "theta 10000.0", "theta 500.0"]),
+    ("gemma3_text", {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+     ["full_attention", "sliding_attention"]),
+    ("cwm", {"head_dim": 8, "sliding_window": 16}, ["every layer"]),
+])
+def test_as_many_tables_as_kinds_and_none_turns_by_nothing(kind: str, values: dict[str, Any], kinds: list[str]) -> None:
+    _, tables, _ = tables_of(kind, **values)
+    assert list(tables) == kinds
+    if "none" in tables:
+        cos, sin = tables["none"]
+        assert bool((cos == 1).all())
+        assert bool((sin == 0).all())
+
+
+def test_queries_grow_with_their_place_in_their_own_document() -> None:
+    parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
+                  "llama_4_scaling_beta": 0.5}
+    _, _, scale = tables_of("ministral3", head_dim=8, rope_parameters=parameters)
+    assert scale is not None
+    torch.testing.assert_close(scale, 1 + 0.5 * torch.log(1.0 + positions() // 8))
+    assert scale[16] == scale[40] == 1.0  # documents begin there
+    assert tables_of("llama")[2] is None
