@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pronghorn.errors import CheckpointError
-from pronghorn.model.fingerprint import BLOCK, BLOCKS, fingerprint, require_same_weights
+from pronghorn.model import fingerprint as module
+from pronghorn.model.fingerprint import BLOCK, BLOCKS, base_of, fingerprint, require_same_base
 
 
 @pytest.fixture
@@ -43,10 +45,41 @@ def test_the_first_and_the_last_bytes_count_in_files_of_any_size(tmp_path: Path,
 
 def test_what_is_not_known_is_no_difference(folder: Path) -> None:
     now = fingerprint(str(folder))
-    require_same_weights(str(folder), now, "checkpoint-1")
-    require_same_weights(str(folder), "", "checkpoint-1")
+    require_same_base(str(folder), {"weights": now}, "checkpoint-1")
+    require_same_base(str(folder), {}, "checkpoint-1")
     with pytest.raises(CheckpointError, match="not those of checkpoint-1"):
-        require_same_weights(str(folder), "another", "checkpoint-1")
+        require_same_base(str(folder), {"weights": "another"}, "checkpoint-1")
     assert fingerprint("nobody/has-this") == ""
     assert fingerprint("no folder and no name") == ""
-    require_same_weights("nobody/has-this", "another", "checkpoint-1")
+    require_same_base("nobody/has-this", {"weights": "another", "config": {"a": "1"}}, "checkpoint-1")
+
+
+def test_every_byte_of_large_files_counts(tmp_path: Path) -> None:
+    """A digest of 256 blocks would not see the change of one weight between two of them."""
+    file = tmp_path / "model.safetensors"
+    content = bytearray(3 * BLOCKS * BLOCK)
+    file.write_bytes(content)
+    before, sampled = fingerprint(str(tmp_path)), module._sampled(str(tmp_path))
+    content[2 * BLOCK + 17] = 1
+    file.write_bytes(content)
+    assert fingerprint(str(tmp_path)) != before
+    assert module._sampled(str(tmp_path)) == sampled
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError):
+        require_same_base(str(tmp_path), {"weights": before}, "checkpoint-1")
+    require_same_base(str(tmp_path), {"weights": sampled}, "checkpoint-1")  # of a checkpoint from before
+
+
+def test_settings_that_changed_are_named_with_both_values(folder: Path) -> None:
+    then = base_of(str(folder))
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    for harmless in ("transformers_version", "_name_or_path"):
+        file.write_text(json.dumps(config | {harmless: "another"}))
+        assert require_same_base(str(folder), then, "checkpoint-1") == []
+    file.write_text(json.dumps(config | {"rms_norm_eps": 0.5, "new_key": [1]}))
+    with pytest.raises(CheckpointError, match="not that of checkpoint-1") as caught:
+        require_same_base(str(folder), then, "checkpoint-1")
+    assert "new_key not there -> [1], rms_norm_eps 1e-06 -> 0.5" in caught.value.why
+    file.write_text("{")  # loading says what is wrong with it
+    assert require_same_base(str(folder), then, "checkpoint-1") == []

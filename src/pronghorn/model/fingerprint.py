@@ -1,24 +1,53 @@
-"""Tells whether a model's files are still those an adapter was trained on.
+"""Tells whether a base model is still the one an adapter was trained on.
 
 An adapter fits the weights it was trained on and no others, and nothing in its shapes would show that they were replaced: by a
-newer revision of a hub name, or by another run's export into the same folder. To be sure, all of the files would have to be
-read. The digest is of each one's name, its size, and 256 blocks of 4 KB spread evenly over it: a change that touches no more
-than a 256th of a file in one place can go unnoticed, one of a whole model cannot.
+newer revision of a hub name, by another run's export into the same folder, by one edited number of config.json. So a checkpoint
+keeps a digest of every byte of the weight files (digests.py: at the speed of the disk, and remembered) and every value of
+config.json. generation_config.json decides answers that are shown and no number of the run: its change is told, not refused.
+
+Checkpoints from before this had a digest of 256 blocks of 4 KB of each file; they are compared by that.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from pronghorn.errors import CheckpointError
+from pronghorn.digests import file_digest
+from pronghorn.errors import CheckpointError, EnvironmentFault
 from pronghorn.folders import folder_of
 
 BLOCKS, BLOCK = 256, 4096
+EVERY_BYTE = "sha256:"  # how a digest of all bytes begins
+NO_NUMBERS = ("_name_or_path", "transformers_version")  # of config.json
+MOST_SHOWN = 3  # changed values that a message names
+
+
+def base_of(name: str) -> dict[str, Any]:
+    """What a checkpoint keeps of the frozen model: its weights and its settings."""
+    return {"weights": fingerprint(name), "config": settings(name, "config.json"),
+            "generation": settings(name, "generation_config.json")}
 
 
 def fingerprint(name: str) -> str:
-    """Of a folder, or of a hub model as it lies in the cache; empty where its files are somewhere else."""
+    """Of a folder's weights, or a hub model's as it lies in the cache; empty where its files are somewhere else."""
+    folder = local_files(name)
+    files = [] if folder is None else sorted([*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")])
+    digest = hashlib.sha256()
+    for file in files:
+        try:
+            digest.update(f"{file.name}\0{file_digest(file)}\0".encode())
+        except OSError as error:
+            raise EnvironmentFault(what="a weight file cannot be read", where=str(file), why=error.strerror or str(error),
+                                   fix="check the disk, then run the same command again") from error
+    return EVERY_BYTE + digest.hexdigest() if files else ""
+
+
+def _sampled(name: str) -> str:
+    """As checkpoints had it before."""
     folder = local_files(name)
     files = [] if folder is None else sorted(folder.glob("*.safetensors"))
     digest = hashlib.sha256()
@@ -32,13 +61,52 @@ def fingerprint(name: str) -> str:
     return digest.hexdigest() if files else ""
 
 
-def require_same_weights(name: str, then: str, checkpoint: str) -> None:
-    """`then`: the fingerprint when the checkpoint was saved. What was not known then or is not now is no difference."""
-    if then and (now := fingerprint(name)) and now != then:
-        raise CheckpointError(
-            what=f"the model's weights are not those of {checkpoint}", where=name,
-            why="an adapter fits the weights it was trained on, and no others",
-            fix="put the model's files back, or start over: pronghorn train RECIPE --fresh (the old folder is kept aside)")
+def settings(name: str, file: str) -> dict[str, str]:
+    """Every value of a model's JSON file, as JSON, under its path; none where there is no such file, or it is not JSON."""
+    folder = local_files(name)
+    try:
+        values = json.loads((folder / file).read_text(encoding="utf-8")) if folder is not None else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return dict(_flat(values, "")) if isinstance(values, dict) else {}
+
+
+def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        elif key not in NO_NUMBERS:
+            yield prefix + key, json.dumps(value, sort_keys=True)
+
+
+def require_same_base(name: str, then: dict[str, Any], checkpoint: str) -> list[str]:
+    """`then`: what `base_of` gave when the checkpoint was saved. What was not known then or is not now is no difference.
+    Returns what should be told."""
+    weights, config, generation = then.get("weights", ""), then.get("config"), then.get("generation")
+    if weights:
+        now = fingerprint(name) if weights.startswith(EVERY_BYTE) else _sampled(name)
+        if now and now != weights:
+            raise _another("the model's weights are not those", name, checkpoint,
+                           "an adapter fits the weights it was trained on, and no others")
+    if config and (changed := _changes(config, settings(name, "config.json"))):
+        raise _another("the model's config.json is not that", name, checkpoint,
+                       f"{changed}; with other settings the same weights compute other numbers")
+    if generation is not None and (changed := _changes(generation, settings(name, "generation_config.json"))):
+        return [f"generation_config.json of {name} changed since {checkpoint} ({changed}): answers may end or read otherwise"]
+    return []
+
+
+def _changes(then: dict[str, str], now: dict[str, str]) -> str:
+    """`rope_theta 10000.0 -> 500000.0`, some of them; empty where nothing changed, or nothing is known now."""
+    changed = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)] if now else []
+    shown = [f"{key} {then.get(key, 'not there')[:40]} -> {now.get(key, 'not there')[:40]}" for key in changed[:MOST_SHOWN]]
+    return ", ".join(shown) + ", ..." * (len(changed) > MOST_SHOWN)
+
+
+def _another(what: str, name: str, checkpoint: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        what=f"{what} of {checkpoint}", where=name, why=why,
+        fix="put the model's files back, or start over: pronghorn train RECIPE --fresh (the old folder is kept aside)")
 
 
 def local_files(name: str) -> Path | None:

@@ -328,8 +328,8 @@ class _Run:
             tensors=optimizer_tensors(session.optimizer, session.model),
             values={
                 "cursor": (ahead[-1].after if ahead else session.cursor).as_dict(),
-                "seen_tokens": session.seen_tokens + sum(batch.tokens for batch in ahead), "data": session.data.key,
-                "weights": session.weights,
+                "seen_tokens": session.seen_tokens + sum(batch.tokens for batch in ahead),
+                **session.identity,
                 "progress": session.progress.as_dict(), "scaler": session.take_step.scaler.state_dict(),
             },
             recipe=session.recipe.model_dump(mode="json"),

@@ -5,8 +5,8 @@ The order is by cost: what can be refused in a second is refused before data is 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from pronghorn.errors import CheckpointError, DataError, ModelError, RecipeError
 from pronghorn.model.causal_lm import engine_of, install, require_isolated_documents
 from pronghorn.model.config import read_config
 from pronghorn.model.families import why_not_fast
-from pronghorn.model.fingerprint import fingerprint, require_same_weights
+from pronghorn.model.fingerprint import base_of, require_same_base
 from pronghorn.model.load import (
     DTYPES,
     ModelFacts,
@@ -42,6 +42,7 @@ from pronghorn.train.evaluate import Progress
 from pronghorn.train.health import refuse_broken_weights, require_trainable
 from pronghorn.train.memory import RunMemory, plan_memory
 from pronghorn.train.optim import make_optimizer, restore_optimizer
+from pronghorn.train.run_identity import data_key, in_background, require_same_data
 from pronghorn.train.step import StageTimer, Step, autocast, make_step, no_graph
 
 Report = Callable[[str, int, int], None]
@@ -60,12 +61,9 @@ class RunData:
     pad_id: int
 
     @property
-    def key(self) -> str:
-        """Tells whether a resumed run sees the data it began with: all lengths and loss counts, and a thousand rows."""
-        digest = hashlib.sha256(self.train.lengths.tobytes() + self.train.loss_counts.tobytes())
-        for i in range(0, len(self.train), max(1, len(self.train) // 1000)):
-            digest.update(self.train.ids(i).tobytes())
-        return digest.hexdigest()
+    def keys(self) -> dict[str, str]:
+        """Tell whether a resumed run sees the data it began with."""
+        return {"data": data_key(self.train, self.pad_id), "held_out": data_key(self.evaluation, self.pad_id)}
 
     def summary(self, capacity: int) -> dict[str, Any]:
         return {
@@ -91,13 +89,19 @@ class Session:
     device: torch.device
     precision: Precision
     notices: list[str]  # to be told: the run empties it into its log
-    weights: str  # fingerprint of the frozen model's
+    keys: dict[str, str]  # of the data
+    base: Future[dict[str, Any]]  # of the frozen model
     memory: RunMemory | None = None  # the plan that the layers follow
     step: int = 0
     cursor: Cursor = field(default_factory=Cursor)
     seen_tokens: int = 0
     progress: Progress = field(default_factory=Progress)
     resumed_from: int | None = None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run must find unchanged."""
+        return {**self.keys, **self.base.result()}
 
     @property
     def autocast(self) -> Callable[[], Any]:
@@ -207,18 +211,18 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> S
     with stage("load"):
         device, precision, facts, tokenizer = look_ahead(recipe)
     data = prepare_data(recipe, tokenizer, report=report, stage=stage)
-    if found and found[1].values["data"] != data.key:
-        raise CheckpointError(
-            what=f"the training data changed since {found[0].name}", where=str(run), why="its tokens are not the same",
-            fix="restore the data, or start over with --fresh (the old folder is kept aside)",
-        )
+    keys, told = data.keys, list[str]()
+    if found:
+        told += require_same_data(found[1].values, keys, data.train, found[0].name, str(run))
     shapes = Shapes.planned(data.train, data.first_epoch, recipe.train.capacity)
     memory = plan_memory(recipe, read_config(recipe.model), shapes, device, precision, evaluates=data.evaluation is not None)
     with stage("load"):
         if found and recipe.method != "full":  # there, the checkpoint has all of the weights itself
-            require_same_weights(recipe.model, found[1].values.get("weights", ""), found[0].name)
+            told += require_same_base(recipe.model, found[1].values, found[0].name)
         report("loading the model", 0, 0)
         model = _build_model(recipe, precision, device, found[0] if found else None, report)
+        # Every byte of the weights is read once more (what the hub has is here by now), beside all that follows.
+        base = in_background(lambda: {} if recipe.method == "full" else base_of(recipe.model))
         require_trainable(model)
         why_own_layers = "the recipe asks for them" if recipe.layers == "own" else install(model, fp8=recipe.fp8)
         try:
@@ -231,7 +235,7 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> S
             _require_fp8_layers(model, why_own_layers)
         torch.manual_seed(recipe.train.seed)
         optimizer = make_optimizer(model, recipe)
-    said = notices(recipe, data, device, precision, facts)
+    said = told + notices(recipe, data, device, precision, facts)
     if why_own_layers:
         said.append(f"training on the model's own layers: {why_own_layers}")
     with stage("load"):
@@ -246,7 +250,7 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> S
                              seed=recipe.train.seed, workers=recipe.data.workers, start=cursor, pad_id=data.pad_id,
                              pin=device.type == "cuda", shapes=shapes)
     session = Session(recipe, data, tokenizer, model, optimizer, step, loader, device, precision, notices=said,
-                      weights=fingerprint(recipe.model), memory=memory if planned else None, cursor=cursor)
+                      keys=keys, base=base, memory=memory if planned else None, cursor=cursor)
     if found:
         _restore(session, found[1])
     return session

@@ -13,7 +13,7 @@ from pronghorn.data.tokens import load_tokenizer
 from pronghorn.errors import CommandError
 from pronghorn.model.causal_lm import install
 from pronghorn.model.export import export, trained_model
-from pronghorn.model.fingerprint import require_same_weights
+from pronghorn.model.fingerprint import require_same_base
 from pronghorn.model.generate import generate_answers
 from pronghorn.model.load import DTYPES, pick_device, resolve_precision
 from pronghorn.recipe import Recipe
@@ -36,7 +36,7 @@ class TrainedRun:
         self.recipe = _found_again(Recipe.model_validate(manifest["recipe"]), run)
         self.step: int = manifest["step"]
         if self.recipe.method != "full":
-            require_same_weights(self.recipe.model, manifest["values"].get("weights", ""), self.path.name)
+            require_same_base(self.recipe.model, manifest["values"], self.path.name)
 
     @staticmethod
     def _choose(found: list[Path], which: str, run: Path) -> Path:

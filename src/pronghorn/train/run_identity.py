@@ -1,0 +1,72 @@
+"""What a resumed run must find as it left it: its training data, its held-out data, and the model below an adapter.
+
+The data's key is a digest over every token and every loss mark that the run sees, in order, so that the same rows from another
+place are the same, and one digit in one row is not. The held-out data has a key of its own: a loss on other rows cannot be
+compared with the best one so far. The base model's is in model/fingerprint.py. A checkpoint from before held the lengths of all
+rows and the tokens of a thousand of them; it is compared by that, and the user is told how little that is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from pronghorn.data.tokens import TokenTable
+from pronghorn.errors import CheckpointError, PronghornError
+
+T = TypeVar("T")
+
+EVERY_TOKEN = "tokens:"  # how a key over all of them begins
+
+
+def data_key(table: TokenTable | None, pad_id: int) -> str:
+    """Empty where there is no such data."""
+    return "" if table is None else EVERY_TOKEN + hashlib.sha256(f"{table.content} {pad_id}".encode()).hexdigest()
+
+
+def _sampled_key(table: TokenTable) -> str:
+    """As checkpoints had it before."""
+    digest = hashlib.sha256(table.lengths.tobytes() + table.loss_counts.tobytes())
+    for i in range(0, len(table), max(1, len(table) // 1000)):
+        digest.update(table.ids(i).tobytes())
+    return digest.hexdigest()
+
+
+def require_same_data(then: dict[str, Any], now: dict[str, str], train: TokenTable, checkpoint: str, where: str) -> list[str]:
+    """`then`: a checkpoint's values. Returns what should be told."""
+    key = then.get("data", "")
+    old = not key.startswith(EVERY_TOKEN)
+    if key != (_sampled_key(train) if old else now["data"]):
+        why = "its tokens, or which of them carry loss, are not the same"
+        raise _changed("training data", "data.train", checkpoint, where, why)
+    if "held_out" in then and then["held_out"] != now["held_out"]:
+        why = "losses on other rows cannot be compared with those so far"
+        raise _changed("held-out data", "data.eval", checkpoint, where, why)
+    if not old:
+        return []
+    return [f"{checkpoint} is from a version that kept the tokens of a thousand rows and nothing of the held-out data and"
+            " config.json: that these did not change since could not be checked"]
+
+
+def _changed(what: str, key: str, checkpoint: str, where: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        what=f"the {what} changed since {checkpoint}", where=where, why=why,
+        fix=f"restore what {key} names, the model's tokenizer and the chat template, or start over with --fresh (the old folder"
+        " is kept aside)")
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """In a thread of its own that nobody has to wait for at the end."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except PronghornError as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

@@ -1,0 +1,142 @@
+"""A resumed run finds data, held-out data and base model as it left them, to the byte, or refuses to go on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pronghorn.data.tokens import TokenRow, TokenTable
+from pronghorn.errors import CheckpointError, DataError
+from pronghorn.recipe import Recipe
+from pronghorn.train import run_identity
+from pronghorn.train.loop import train
+from pronghorn.train.run_identity import data_key, in_background, require_same_data
+from pronghorn.train.trained_run import TrainedRun
+from samples import chat_rows, write_rows
+
+SHORT = {"epochs": 1, "batch_tokens": 512, "capacity": 256, "steps": 1}
+
+
+class Silent:
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def handle(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+
+    def progress(self, label: str, done: int, total: int) -> None: ...
+    def close(self) -> None: ...
+
+
+def table_of(rows: list[dict[str, Any]]) -> TokenTable:
+    """A token a letter; the last one carries loss."""
+    texts = [" ".join(message["content"] for message in row["messages"]).encode() for row in rows]
+    return TokenTable.of([TokenRow(np.frombuffer(text, np.uint8).astype(np.int32), ((len(text) - 1, len(text)),), f"a:{n}")
+                          for n, text in enumerate(texts)])
+
+
+def test_one_digit_in_one_of_3000_rows_is_another_key() -> None:
+    rows = chat_rows(3000)
+    first = table_of(rows)
+    then = {"data": data_key(first, 0), "held_out": ""}
+    for row in (0, 1, 2, 4, 1499, 2998, 2999):
+        last = rows[row]["messages"][1]
+        before, last["content"] = last["content"], f"{last['content'][:-1]}{(int(last['content'][-1]) + 1) % 10}"
+        other = table_of(rows)
+        with pytest.raises(CheckpointError, match="training data changed since checkpoint-5"):
+            require_same_data(then, {"data": data_key(other, 0), "held_out": ""}, other, "checkpoint-5", "run")
+        last["content"] = before
+    same = table_of(rows)
+    assert require_same_data(then, {"data": data_key(same, 0), "held_out": ""}, same, "checkpoint-5", "run") == []
+
+
+def test_checkpoints_from_before_are_compared_by_what_they_have() -> None:
+    table = table_of(chat_rows(10))
+    now = {"data": data_key(table, 0), "held_out": data_key(table, 0)}
+    told = require_same_data({"data": run_identity._sampled_key(table)}, now, table, "checkpoint-5", "run")
+    assert "could not be checked" in told[0]
+    with pytest.raises(CheckpointError, match="training data changed"):
+        require_same_data({"data": "0" * 64}, now, table, "checkpoint-5", "run")
+
+
+def changed_data(folder: Path, model: Path) -> None:
+    rows = chat_rows(40)
+    rows[2]["messages"][1]["content"] += "0"
+    write_rows(folder / "train.jsonl", rows)
+
+
+def changed_held_out(folder: Path, model: Path) -> None:
+    write_rows(folder / "eval.jsonl", chat_rows(8, seed=2))
+
+
+def changed_config(key: str, value: Any) -> Callable[[Path, Path], None]:
+    def change(folder: Path, model: Path) -> None:
+        file = model / "config.json"
+        config = json.loads(file.read_text())
+        place = config if key in config else config["rope_parameters"]
+        assert place[key] != value
+        place[key] = value
+        file.write_text(json.dumps(config))
+
+    return change
+
+
+def changed_weight(folder: Path, model: Path) -> None:
+    file = model / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (changed_data, "training data changed since checkpoint-1"),
+    (changed_held_out, "held-out data changed since checkpoint-1"),
+    (changed_config("rope_theta", 50000.0), "config.json is not that of checkpoint-1"),
+    (changed_config("rms_norm_eps", 1e-5), "config.json is not that of checkpoint-1"),
+    (changed_weight, "weights are not those of checkpoint-1"),
+], ids=["data", "held-out", "rope_theta", "rms_norm_eps", "weight"])
+def test_a_run_does_not_go_on_with_other_data_or_another_model(
+    recipes: Callable[..., Recipe], tiny_model: Path, tmp_path: Path, change: Callable[[Path, Path], None], said: str
+) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    recipe = recipes(model=str(model), train=SHORT)
+    train(recipe, display=Silent())
+    train(recipe, display=Silent())  # unchanged, it goes on
+    change(tmp_path, model)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        train(recipe, display=Silent())
+    assert "--fresh" in caught.value.fix
+    if change not in (changed_data, changed_held_out):
+        with pytest.raises(CheckpointError, match=said):
+            TrainedRun(Path(recipe.output), "last")
+    if said.startswith("config"):
+        assert "->" in caught.value.why
+
+
+def test_other_settings_for_answers_are_told_and_no_reason_to_stop(
+    recipes: Callable[..., Recipe], tiny_model: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    recipe = recipes(model=str(model), train=SHORT)
+    train(recipe, display=Silent())
+    file = model / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"repetition_penalty": 1.5}))
+    display = Silent()
+    train(recipe, display=display)
+    told = [event["text"] for event in display.events if event["event"] == "notice"]
+    assert any("repetition_penalty not there -> 1.5" in text for text in told)
+
+
+def test_work_in_the_background_brings_its_result_or_its_error() -> None:
+    def fail() -> int:
+        raise DataError("no")
+
+    assert in_background(lambda: 17).result(60) == 17
+    with pytest.raises(DataError):
+        in_background(fail).result(60)
