@@ -41,6 +41,7 @@ HARMLESS = frozenset({
     "return_dict", "output_hidden_states", "output_attentions", "is_encoder_decoder", "chunk_size_feed_forward", "use_cache",
     "cache_implementation", "attn_implementation", "ignore_keys_at_rope_validation", "keys_to_ignore_at_inference",
     "torchscript", "use_bfloat16", "is_decoder", "cross_attention_hidden_size", "add_cross_attention", "tie_encoder_decoder",
+    "base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan",  # how several GPUs share it; transformers 5.17 has them here
     "pruned_heads", "finetuning_task", "task_specific_params", "tokenizer_class", "prefix", "auto_map", "quantization_config",
     # tokens, initial weights, how it was trained
     "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id",
@@ -57,6 +58,8 @@ HARMLESS = frozenset({
     "initial_context_length", "experts_per_token", "use_mrope", "full_attn_mod", "interpolate_factor", "unsloth_fixed",
     "unsloth_version", "unsloth_processed", "transformers.js_config",
 })
+# Fields in some versions of transformers; in the others the modules have these numbers in them.
+WRITTEN_IN = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 READ_ANYWAY = {"head_dim"}  # by every model's attention, a field or not; the fast layers ask the module
 ACTIVATION = ("hidden_activation", "hidden_act")  # the first that is a field; the other, in old configs, is not read
 # transformers' own module makes cos and sin of them.
@@ -77,7 +80,7 @@ def unknown_key(config: Any) -> str:
         if key.startswith("_") or key in HARMLESS or (key in fields and key in HONOURED):
             continue
         if key not in fields:
-            if value is None or key in READ_ANYWAY or key in ACTIVATION:
+            if value is None or key in READ_ANYWAY or key in ACTIVATION or value == WRITTEN_IN.get(key):
                 continue
             return f"the config's key {key} belongs to no {config.model_type} that the fast layers know"
         usual = getattr(default, key, None)
