@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pronghorn.errors import ModelError
-from pronghorn.model import attending, decoder_layer
+from pronghorn.model import attending, causal_lm, decoder_layer
+from pronghorn.model.families import FAMILIES, Family
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.verify import TOLERANCES, Gradient, Verdict, verify
 from pronghorn.recipe import Lora
@@ -66,3 +67,34 @@ def test_a_family_without_fast_layers_has_nothing_to_verify() -> None:
 
     with pytest.raises(ModelError, match="nothing to verify"):
         verify(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50)))
+
+
+def test_a_scale_of_queries_that_the_layers_do_not_know_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Ministral 3, from 16,384 tokens on: documents of 64 tokens at their places in the text do not show it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def model() -> Any:
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(
+            "ministral3", vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=16, initializer_range=0.2))
+
+    monkeypatch.setattr(causal_lm, "why_not_fast", lambda _: "")
+    monkeypatch.setitem(FAMILIES, "ministral3", Family())
+    with pytest.raises(ModelError, match="do not compute what this model computes"):
+        verify(model())
+    monkeypatch.undo()
+    assert verify(model()).loss_difference < 1e-6
+
+
+def test_windows_are_narrow_for_the_moment_only() -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    model = MistralForCausalLM(MistralConfig(vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                                             num_attention_heads=2, num_key_value_heads=1, sliding_window=4096))
+    verify(model)
+    engine = causal_lm.engine_of(model)
+    assert engine is not None
+    assert model.config.sliding_window == engine.layers[0].attention_options["window"] == 4096
+    model.config.sliding_window = 2048
+    with pytest.raises(ModelError, match="looks back 4096, and the config says 2048"):
+        verify(model)

@@ -2,6 +2,13 @@
 
 Both run on the same documents, in the model's own precision (ask for float32 to see 1e-6): first the family's layers, one
 document after the other, then ours on all of them in one pack. What differs is named, worst parameter first.
+
+Every number of the config must matter, also one that matters in long documents only, and 215 tokens must do:
+- Some documents lie at the end of the context, or reach from its beginning to its end in a few tokens: frequencies of far
+  positions, LongRoPE's long factors and queries scaled by position take part.
+- A window wider than these documents is made narrow for the moment, in the family's layers and in ours. Whether ours had the
+  config's window is asked before.
+Memory and time are those of a step of 215 tokens, forward and backward, twice.
 """
 
 from __future__ import annotations
@@ -17,10 +24,14 @@ from rich.table import Table
 from torch import Tensor
 
 from pronghorn.errors import ModelError
-from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of, install
+from pronghorn.model.families import rope_parameters, window
 from pronghorn.model.fp8_layer import Fp8Attention
 
 DOCUMENTS = (37, 5, 64, 1, 20)  # tokens; short enough for any model, odd enough to show a wrong boundary
+FAR = (48, 40)  # tokens of a document that reaches through the whole context, and of one at its end
+NARROW = 24  # tokens: a window that some of these documents are longer than
+LAST = 2**20  # no position is larger
 # Relative difference of the loss, and smallest cosine of a gradient with its counterpart. float32 differs by the order of
 # sums (seen: 5e-7 and 1 - 1e-10 on nine families); half precision by its own rounding, twice.
 # In FP8 both sides round activations and gradients to 3 bits behind the first, each in its own places.
@@ -84,16 +95,18 @@ def verify(model: Any, seed: int = 0) -> Verdict:
                          fix="choose a model type of the table in model/families.py")
     engine = engine_of(model)
     assert engine is not None
-    ids, positions, bounds = _documents(engine.config.vocab_size, next(model.parameters()).device, seed)
-    rows = torch.arange(len(ids) - 1, device=ids.device)
-    rows = rows[positions[1:] > 0]  # the last token of a document predicts nothing
+    config = base_of(model).config.get_text_config()
+    _require_windows(engine, config)
+    ids, positions, bounds = _documents(config, next(model.parameters()).device, seed)
+    ends = torch.isin(torch.arange(1, len(ids) + 1, device=ids.device), bounds)
+    rows = (~ends).nonzero().flatten()  # the last token of a document predicts nothing
     labels = torch.cat([ids[1:], ids[:1]])
     was_training = model.training
     model.train()
     try:
-        with _RandomAdapters(model, seed):
-            own = _gradients(model, lambda: _own_loss(model, ids, bounds))
-            fast = _gradients(model, lambda: engine.packed_loss(ids, positions, bounds, max(DOCUMENTS), loss_rows=rows,
+        with _RandomAdapters(model, seed), _NarrowWindows(engine, config):
+            own = _gradients(model, lambda: _own_loss(model, ids, positions, bounds))
+            fast = _gradients(model, lambda: engine.packed_loss(ids, positions, bounds, max(DOCUMENTS + FAR), loss_rows=rows,
                                                                 labels_T=labels)[0])
     finally:
         model.train(was_training)
@@ -107,12 +120,56 @@ def verify(model: Any, seed: int = 0) -> Verdict:
     return verdict
 
 
-def _documents(vocabulary: int, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def _documents(config: Any, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     chance = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, vocabulary, (sum(DOCUMENTS),), generator=chance)
-    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])
-    bounds = torch.tensor([0, *torch.tensor(DOCUMENTS).cumsum(0).tolist()], dtype=torch.int32)
+    lengths = DOCUMENTS + FAR
+    ids = torch.randint(0, config.vocab_size, (sum(lengths),), generator=chance)
+    last = _last_position(config)
+    place = torch.linspace(0, 1, FAR[0], dtype=torch.float64)
+    through = torch.arange(FAR[0]) + (place**3 * max(0, last + 1 - FAR[0])).long()
+    at_the_end = torch.arange(FAR[1]) + max(0, last + 1 - FAR[1])
+    positions = torch.cat([*(torch.arange(length) for length in DOCUMENTS), through, at_the_end])
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     return ids.to(device), positions.to(device), bounds.to(device)
+
+
+def _last_position(config: Any) -> int:
+    """Of the context, and beyond the length with which a scaled RoPE began."""
+    first = [int(parameters.get("original_max_position_embeddings") or 0) for parameters in rope_parameters(config)]
+    return min(LAST, max(int(getattr(config, "max_position_embeddings", 0) or 0), 2 * max(first), *FAR)) - 1
+
+
+def _require_windows(engine: FastCausalLM, config: Any) -> None:
+    for layer in engine.layers:
+        ours, theirs = layer.attention_options["window"], window(config, layer.index)
+        if ours != theirs:
+            raise ModelError(what=f"the fast layers do not compute what this model computes: layer {layer.index} looks back "
+                                  f"{ours or 'without end'}, and the config says {theirs or 'without end'}",
+                             why="the config changed after the layers were made", fix="load the model again")
+
+
+class _NarrowWindows:
+    """Of the family's layers, which read the config (masks) or the attention module, and of ours."""
+
+    def __init__(self, engine: FastCausalLM, config: Any) -> None:
+        holders = [config, *(layer.layer.self_attn for layer in engine.layers)]
+        self.holders = [holder for holder in holders if (getattr(holder, "sliding_window", None) or 0) > NARROW]
+        self.options = [layer._attention_options for layer in engine.layers]
+        self.before: list[tuple[Any, int]] = []
+
+    def __enter__(self) -> None:
+        self.before = [(holder, holder.sliding_window) for holder in self.holders]
+        self.ours = [options["window"] for options in self.options]
+        for holder in self.holders:
+            holder.sliding_window = NARROW
+        for options in self.options:
+            options["window"] = None if options["window"] is None else min(NARROW, options["window"])
+
+    def __exit__(self, *_: object) -> None:
+        for holder, wide in self.before:
+            holder.sliding_window = wide
+        for options, wide in zip(self.options, self.ours, strict=True):
+            options["window"] = wide
 
 
 class _RandomAdapters:
@@ -133,24 +190,27 @@ class _RandomAdapters:
             parameter.zero_()
 
 
-def _own_loss(model: Any, ids: Tensor, bounds: Tensor) -> Tensor:
+def _own_loss(model: Any, ids: Tensor, positions: Tensor, bounds: Tensor) -> Tensor:
     """The family's own forward: the backbone's fast one is taken off the instance for the moment."""
     engine = engine_of(model)
     assert engine is not None
     fast = engine.backbone.__dict__.pop("forward", None)
     try:
-        return sum((_document_loss(model, ids, start, stop) for start, stop in pairwise(bounds.tolist())),
+        return sum((_document_loss(model, ids, positions, start, stop) for start, stop in pairwise(bounds.tolist())),
                    torch.zeros((), device=ids.device))
     finally:
         if fast is not None:
             engine.backbone.forward = fast
 
 
-def _document_loss(model: Any, ids: Tensor, start: int, stop: int) -> Tensor:
-    """One after the other: in a pack, some families let documents see each other (gpt-oss in transformers 5.22)."""
+def _document_loss(model: Any, ids: Tensor, positions: Tensor, start: int, stop: int) -> Tensor:
+    """One after the other: in a pack, some families let documents see each other (gpt-oss in transformers 5.22). With a mask,
+    gaps between positions begin no new document."""
     if stop - start < 2:
         return torch.zeros((), device=ids.device)
-    logits = model(input_ids=ids[None, start:stop], use_cache=False).logits[0, :-1]
+    row = ids[None, start:stop]
+    logits = model(input_ids=row, attention_mask=torch.ones_like(row), position_ids=positions[None, start:stop],
+                   use_cache=False).logits[0, :-1]
     return F.cross_entropy(logits.float(), ids[start + 1 : stop], reduction="sum")
 
 
