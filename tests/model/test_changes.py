@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, Qwen3Config
 from transformers.modeling_utils import AttentionInterface
 
 from pronghorn.kernels import dispatch
@@ -401,7 +401,7 @@ def test_a_subclass_with_a_forward_of_its_own_keeps_it() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_config_value_that_a_forward_reads_is_looked_at(family: str) -> None:
     """What `self.config` is asked for in the family's own modules: looked at here, or without effect on the result."""
-    without_effect = {"_attn_implementation", "rope_parameters", "vocab_size", "initializer_range", "get_text_config",
+    without_effect = {"_attn_implementation", "vocab_size", "initializer_range", "get_text_config",
                       "original_max_position_embeddings",  # of a longrope, which is called as it is
                       "image_token_id", "text_config"}  # of the model around a text model
     name = family.removesuffix("_text")
@@ -431,3 +431,18 @@ def test_what_stays_as_it_was_needs_no_walk(monkeypatch: pytest.MonkeyPatch) -> 
     copied = copy.deepcopy(fast)
     assert engine_of(copied).changes.why_not_now() == ""
     assert engine_of(copied).changes.seen[0].module is base_of(copied).model.layers[0]
+
+
+def test_a_scale_of_queries_changed_after_loading() -> None:
+    """Ministral 3 reads it at every call."""
+    parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4,
+                  "llama_4_scaling_beta": 0.5}
+    config = AutoConfig.for_model("ministral3", **SIZES, head_dim=8, rope_parameters=parameters)
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config)
+    fast = copy.deepcopy(plain)
+    assert install(fast) == ""
+    assert_same_step(plain, fast)
+    for model in (plain, fast):
+        model.config.rope_parameters["llama_4_scaling_beta"] = 2.0
+    assert_same_step(plain, fast)

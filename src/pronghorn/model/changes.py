@@ -42,7 +42,7 @@ WITHOUT_EFFECT = {"training", "gradient_checkpointing"}  # numbers of a module t
 CONFIG = ("num_hidden_layers", "layer_types", "sliding_window", "attention_chunk_size", "attention_dropout", "is_causal",
           "use_bidirectional_attention", "attn_logit_softcapping", "final_logit_softcapping", "logits_scaling",
           "embedding_multiplier", "num_attention_heads", "num_key_value_heads", "hidden_size", "output_router_logits",
-          "num_experts_per_tok", "norm_topk_prob", "clip_qkv", "layer_rope_theta")
+          "num_experts_per_tok", "norm_topk_prob", "rope_parameters", "layer_rope_theta", "clip_qkv")
 OURS = "of_pronghorn"  # attribute of a forward that hf_forward.py set
 KNOWN_PACKAGES = ("torch", "transformers", "peft", "pronghorn")
 CAPTURING = "transformers.utils.output_capturing"  # its hooks stay after one `output_hidden_states`, and do nothing then
