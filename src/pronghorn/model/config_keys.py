@@ -41,7 +41,7 @@ HARMLESS = frozenset({
     "return_dict", "output_hidden_states", "output_attentions", "is_encoder_decoder", "chunk_size_feed_forward", "use_cache",
     "cache_implementation", "attn_implementation", "ignore_keys_at_rope_validation", "keys_to_ignore_at_inference",
     "torchscript", "use_bfloat16", "is_decoder", "cross_attention_hidden_size", "add_cross_attention", "tie_encoder_decoder",
-    "base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan",  # how several GPUs share it; transformers 5.17 has them here
+    "base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan",  # how several GPUs share it; fields in 5.17
     "pruned_heads", "finetuning_task", "task_specific_params", "tokenizer_class", "prefix", "auto_map", "quantization_config",
     # tokens, initial weights, how it was trained
     "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id",
