@@ -32,6 +32,7 @@ from pronghorn.model.load import (
     resolve_precision,
     without_progress_bars,
 )
+from pronghorn.model.text_stack import freeze_beside_text, set_cache
 
 __all__ = ["FastLanguageModel", "get_chat_template", "is_bfloat16_supported", "train_on_responses_only"]
 
@@ -94,6 +95,8 @@ class FastLanguageModel:
         require_tokenizer_fits(tokenizer, int(model.get_input_embeddings().weight.shape[0]), model_name)
         _set_length(model, tokenizer, max_seq_length, model_name)
         model.requires_grad_(full_finetuning)
+        if freeze_beside_text(model) and full_finetuning:
+            say_once("only the text model is trained; what reads images stays as it is")
         setattr(model, FULL, full_finetuning)
         _make_fast(model, use_gradient_checkpointing)
         if verify:
@@ -161,14 +164,14 @@ class FastLanguageModel:
     def for_inference(model: Any) -> Any:
         """Ready to generate: no dropout, and a cache."""
         model.eval()
-        base_of(model).config.use_cache = True
+        set_cache(base_of(model), True)
         return model
 
     @staticmethod
     def for_training(model: Any, use_gradient_checkpointing: Recompute = True) -> Any:
         _check_recompute(use_gradient_checkpointing)
         model.train()
-        base_of(model).config.use_cache = False
+        set_cache(base_of(model), False)
         _set_recompute(model, use_gradient_checkpointing)
         return model
 

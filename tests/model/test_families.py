@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pronghorn.model.families import FAMILIES
+from pronghorn.model.families import FAMILIES, WRAPPERS
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -14,3 +14,6 @@ def test_the_readme_lists_the_rows_of_the_table() -> None:
     for names, experts in zip(listed.groups(), (False, True), strict=True):
         rows = sorted(name for name, family in FAMILIES.items() if bool(family.experts) is experts)
         assert re.findall(r"`(\w+)`", names) == rows
+    with_images = re.search(r"Models that read images are trained on text: (.*?)\.", README.read_text(), re.DOTALL)
+    assert with_images
+    assert tuple(re.findall(r"`(\w+)`", with_images[1])) == WRAPPERS

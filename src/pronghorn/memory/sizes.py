@@ -24,7 +24,7 @@ from pronghorn.kernels.attention import SHORT
 from pronghorn.kernels.attention_short import MAX_WIDTH
 from pronghorn.kernels.nf4 import BLOCK, NESTED_BLOCK
 from pronghorn.memory import fp8_moe_sizes, fp8_sizes, moe_sizes
-from pronghorn.model.families import FAMILIES, layer_type, rope_kind, why_not_fast
+from pronghorn.model.families import FAMILIES, layer_type, rope_kind, text_config, ties_embeddings, why_not_fast
 
 Method = Literal["lora", "qlora", "fp8", "full"]
 Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
@@ -58,6 +58,7 @@ class ModelShape:
     windows: tuple[int, ...] = ()  # of the layers whose attention looks back only so far
     mixture: moe_sizes.Mixture | None = None  # its layers have experts
     rope_tables: int = 1  # of cos and sin: kinds of RoPE that its layers have
+    beside: int = 0  # parameters that text does not go through: a vision tower, frozen and not quantized
 
     @property
     def qkv_width(self) -> int:
@@ -75,10 +76,10 @@ class ModelShape:
 
 
 def shape_of(config: Any) -> ModelShape:
-    """From a Hugging Face config (of the text model), or a plain dict of its values."""
+    """From a Hugging Face config, or a plain dict of its values."""
     config = SimpleNamespace(**({"hidden_act": "silu"} | config)) if isinstance(config, dict) else config
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if why := why_not_fast(config) or moe_sizes.why_not_planned(config):
+    whole, config = config, text_config(config)
+    if why := why_not_fast(whole) or moe_sizes.why_not_planned(config):
         raise ModelError(what="the memory of this model cannot be planned", why=why,
                          fix="train it without a plan; what our layers do not serve runs on the model's own")
     family, heads = FAMILIES[config.model_type], int(config.num_attention_heads)
@@ -92,11 +93,19 @@ def shape_of(config: Any) -> ModelShape:
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_width=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
         mlp_width=mlp_width, vocabulary=int(config.vocab_size),
-        tied=bool(getattr(config, "tie_word_embeddings", False)), qk_norm=family.qk_norm,
+        tied=ties_embeddings(whole), qk_norm=family.qk_norm,
         norms=tuple(slot for slot in slots if getattr(family.norms, slot)), qkv=family.qkv, gate_up=family.gate_up,
         windows=tuple(int(config.sliding_window) for _ in sliding), mixture=mixture,
-        rope_tables=len({rope_kind(config, i) for i in range(layers)}),
+        rope_tables=len({rope_kind(config, i) for i in range(layers)}), beside=_beside(whole),
     )
+
+
+def _beside(config: Any) -> int:
+    if text_config(config) is config:
+        return 0
+    from pronghorn.model.text_stack import parameters_beside  # loads what makes models
+
+    return parameters_beside(config)
 
 
 @dataclass(frozen=True)
@@ -230,14 +239,14 @@ def static_parts(job: Job) -> dict[str, int]:
         parameters = job.parameters()
         copies = s.layers * (job.layer_parameters() - vectors) * e if e < FP32 else 0
         copies = s.layers * sum(fp8_sizes.trained(group) for group in groups) if job.fp8 else copies
-        return {"weights": parameters * FP32 + copies,
+        return {"weights": (parameters + s.beside) * FP32 + copies,
                 "gradients and optimizer": parameters * FP32 + moment_bytes(job.optimizer, parameters)[0],
                 "rope and libraries": _rope_and_libraries(job)}
     stored = sum(_stored(name, group, job) for name, group in job.groups().items() if group.outputs)
     stored += vectors * e + moe_sizes.stored(job)
     adapters = job.adapter_parameters()
     embeddings -= s.vocabulary * s.width if job.host_embeddings else 0
-    parts = {"weights": s.layers * stored + (embeddings + s.width) * e,
+    parts = {"weights": s.layers * stored + (embeddings + s.width + s.beside) * e,
              "adapters and optimizer": adapters * 2 * FP32 + moment_bytes(job.optimizer, adapters)[0],
              "rope and libraries": _rope_and_libraries(job)}
     if job.graphed:  # model/adapter_sums.py

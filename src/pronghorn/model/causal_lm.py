@@ -30,6 +30,7 @@ from pronghorn.model.fp8_moe_layer import expert_layer
 from pronghorn.model.fp8_projections import Fp8Projections, Fp8Workspace, trains_whole
 from pronghorn.model.kept import Elsewhere, GradientRoom
 from pronghorn.model.positions import Positions
+from pronghorn.model.text_stack import backbone
 
 IGNORED = -100  # the label of what is not trained on
 ENGINE = "_pronghorn_engine"  # attribute of the model instance
@@ -48,7 +49,7 @@ class FastCausalLM:
         anyway."""
         config = model.config.get_text_config()
         family = FAMILIES[config.model_type]
-        self.model, self.config, self.backbone = model, config, model.model
+        self.model, self.config, self.backbone = model, config, backbone(model)
         shared = Fp8Workspace()
         self.layers: list[FastDecoderLayer] = []
         self.expert_layers: list[int] = []  # numbers of those whose MLP is a mixture of experts
@@ -187,10 +188,10 @@ def install(model: Any, *, fp8: bool = False) -> str:
     """Give a Hugging Face causal LM instance fast layers. Returns why not, or nothing; the model trains either way. `fp8`:
     as in `FastCausalLM`."""
     base = base_of(model)
-    if why := why_not_fast(base.config.get_text_config()):
+    if why := why_not_fast(base.config):
         return why
     if not hasattr(base, ENGINE):
-        if "forward" in vars(base) or "forward" in vars(base.model):
+        if any("forward" in vars(part) for part in (base, base.model, backbone(base))):
             return "its forward was replaced on the instance already"
         if others := next((type(module) for module in (base, base.model) if not is_known(type(module).forward)), None):
             return f"{others.__name__} has a forward of its own"

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from pronghorn.errors import ModelError
 from pronghorn.folders import folder_of
 from pronghorn.hub import model_folder
 from pronghorn.model.config_check import require_consistent, require_sane_numbers, require_token_ids
+from pronghorn.model.text_stack import auto_class
 from pronghorn.model_files import GENERATION, read_json, require_safe_files
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ def empty_model(name: str, config: Any, dtype: torch.dtype | None = None) -> Pre
     options = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
         return constructed(name, UNBUILDABLE,
-                           lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options))
+                           lambda: auto_class(config).from_config(config, trust_remote_code=False, **options))
 
 
 def generation_config(name: str, folder: Path) -> GenerationConfig | None:

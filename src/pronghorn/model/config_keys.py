@@ -67,6 +67,7 @@ ROPE_KEYS = frozenset({
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
     "max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
     "short_factor", "long_factor", "short_mscale", "long_mscale", "low_freq_factor", "high_freq_factor",
+    "mrope_section", "mrope_interleaved",  # of positions of images: those of text are the same number three times
 })
 
 

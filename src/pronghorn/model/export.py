@@ -13,11 +13,14 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 
 from pronghorn.errors import CommandError, EnvironmentFault
+from pronghorn.model.config import read_config
+from pronghorn.model.families import text_config
 from pronghorn.model.few_bit_experts import dequantize_experts_
 from pronghorn.model.fp8_linear import dequantize_fp8_
 from pronghorn.model.load import DTYPES, load_model, pick_device, resolve_precision, without_progress_bars
 from pronghorn.model.lora import ADAPTER_WEIGHTS, PICKLED, load_adapter, require_adapter
 from pronghorn.model.quantized import dequantize_model_
+from pronghorn.model.text_stack import auto_class, copy_processor_files
 from pronghorn.recipe import Recipe
 
 # Of the training state, nothing is of use to others.
@@ -44,7 +47,10 @@ def export(checkpoint: Path, recipe: Recipe, target: Path, to: Literal["adapter"
                            fix="choose another folder with --target") from error
     try:
         merged = merged_model(checkpoint, recipe) if to == "merged" and recipe.method != "full" else None
-        _write(merged, checkpoint, beside, model_card(recipe, to, figures))
+        config = read_config(recipe.model)
+        _write(merged, checkpoint, beside, model_card(recipe, to, figures, auto_class(config).__name__))
+        if to == "merged" and text_config(config) is not config:
+            copy_processor_files(recipe.model, beside)
         beside.replace(target)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error).removeprefix("Error while serializing: ")
@@ -143,12 +149,13 @@ def _copy(source: Path, target: Path, wanted: Any) -> None:
             shutil.copy2(file, target / file.name)
 
 
-def model_card(recipe: Recipe, to: str, figures: dict[str, Any]) -> str:
+def model_card(recipe: Recipe, to: str, figures: dict[str, Any], kind: str = "AutoModelForCausalLM") -> str:
+    """`kind`: transformers' class that loads the base."""
     library = "peft" if to == "adapter" else "transformers"
     rows = "\n".join(f"| {name} | {value} |" for name, value in figures.items())
     load = (
-        "model = AutoModelForCausalLM.from_pretrained(BASE)\nmodel = PeftModel.from_pretrained(model, FOLDER)"
-        if to == "adapter" else "model = AutoModelForCausalLM.from_pretrained(FOLDER)"
+        f"model = {kind}.from_pretrained(BASE)\nmodel = PeftModel.from_pretrained(model, FOLDER)"
+        if to == "adapter" else f"model = {kind}.from_pretrained(FOLDER)"
     )
     return f"""---
 base_model: {recipe.model}

@@ -91,7 +91,26 @@ FAMILIES = {
     "granite_swa": Family(),
     "mellum": Family(qk_norm="per_head", experts=Experts()),
     "olmoe": Family(qk_norm="full", experts=Experts()),
+    # The text models of those that read images, too. Their positions are three numbers, which are the same one for text.
+    "qwen2_vl_text": Family(),
+    "qwen2_5_vl_text": Family(),
+    "qwen3_vl_text": Family(qk_norm="per_head"),
 }
+
+# Models with a text model inside, of which text alone needs nothing else (model/text_stack.py).
+WRAPPERS = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+def text_config(config: Any) -> Any:
+    """Of the text model: the config itself, unless there is more than text."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def ties_embeddings(config: Any) -> bool:
+    """Whether the head is the embeddings. A model that reads images says it itself, and its text model may say otherwise
+    (Mistral 3, whose default is yes): then the files decide, and what needs to know before counts both."""
+    whole = bool(getattr(config, "tie_word_embeddings", False))
+    return whole and bool(getattr(text_config(config), "tie_word_embeddings", whole))
 
 
 NO_ROPE = "none"  # the kind of RoPE of layers that have none
@@ -99,6 +118,9 @@ NO_ROPE = "none"  # the kind of RoPE of layers that have none
 
 def why_not_fast(config: Any) -> str:
     """Why a model of this config trains on its own layers; empty if the fast ones serve it."""
+    whole, config = config, text_config(config)
+    if whole is not config and whole.model_type not in WRAPPERS:
+        return f"model type {whole.model_type} has more than a text model, in a way that is not in the table of families"
     if config.model_type not in FAMILIES:
         return f"model type {config.model_type} has no row in the table of families"
     family = FAMILIES[config.model_type]

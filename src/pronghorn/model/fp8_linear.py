@@ -39,9 +39,11 @@ from pronghorn.model.quantized import (
     _require_shape,
     _Shards,
     _tied,
+    _untie,
     dequantize_model_,
     refuse_other_quantization,
 )
+from pronghorn.model.text_stack import beside_text, is_beside, set_cache
 
 WIDTH_MULTIPLE = 16  # of both dimensions of a weight, for FP8 products on a GPU
 ROUTERS = ("shared_expert_gate",)  # with the head: linears that are not stored in FP8. Other routers are no linears
@@ -187,8 +189,10 @@ def load_fp8(folder: Path, dtype: torch.dtype, device: torch.device, *, skip: Co
     config = read_config(str(folder))
     refuse_quantized(config, str(folder))
     model: Any = empty_model(str(folder), config, dtype)
-    shards, experts = _Shards(folder, device), few_bit_experts_(model, bits=8)
-    linears = {full: (parent, name) for parent, name, full, _ in _linears(model, nn.Linear, (*skip, *ROUTERS))}
+    shards, experts, beside = _Shards(folder, device, model), few_bit_experts_(model, bits=8), beside_text(model)
+    _untie(model, shards)
+    linears = {full: (parent, name) for parent, name, full, _ in _linears(model, nn.Linear, (*skip, *ROUTERS))
+               if not is_beside(full, beside)}
     if not linears:
         raise ModelError(what="no linear layer of this model can be stored in FP8", where=str(folder),
                          why=f"{config.model_type} has other layers", fix="method: lora")
@@ -216,6 +220,6 @@ def load_fp8(folder: Path, dtype: torch.dtype, device: torch.device, *, skip: Co
     _fill_computed_buffers(model, device)
     if (generation := generation_config(str(folder), folder)) is not None:
         model.generation_config = generation
-    model.config.use_cache = False
+    set_cache(model, False)
     model.requires_grad_(False)
     return model.eval()  # type: ignore[no-any-return]

@@ -16,12 +16,13 @@ from torch import Tensor
 from pronghorn.errors import CommandError, ModelError
 from pronghorn.kernels.dispatch import say_once
 from pronghorn.model.causal_lm import base_of
-from pronghorn.model.families import EXPERTS
+from pronghorn.model.families import EXPERTS, ties_embeddings
 from pronghorn.model.few_bit_experts import FewBitExperts
 from pronghorn.model.fp8_linear import Fp8Linear
 from pronghorn.model.load import without_progress_bars
-from pronghorn.model.lora import expert_stacks, linear_names
+from pronghorn.model.lora import expert_stacks, linear_names, text_linears
 from pronghorn.model.quantized import NF4Linear
+from pronghorn.model.text_stack import beside_text, copy_processor_files, not_adapted
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
          "up_proj": "gate_up_proj"}
@@ -44,14 +45,15 @@ def with_adapter(model: Any, *, target_modules: Sequence[str] | str, modules_to_
             raise ModelError(what=f"modules_to_save: `{name}` is stored in {bits} bits", why="they have no gradient",
                              fix="give it an adapter (target_modules), or load with load_in_16bit=True")
     targets = linears
-    if linears == "all-linear" and layers is not None:
-        targets = _linear_names(model)  # PEFT wants names to choose layers
+    if linears == "all-linear" and (layers is not None or beside_text(model)):
+        targets = _linear_names(model)  # PEFT wants names to choose layers; a vision tower's are not meant
     if stacks and (option := next((name for name in ("use_dora", "lora_dropout") if config.get(name)), "")):
         raise CommandError(what=f"{option} does not go with an adapter on experts", why="PEFT has no such adapters for experts",
                            fix=f"leave {option} out, or the experts")
     torch.manual_seed(seed)
     return get_peft_model(model, LoraConfig(
         task_type="CAUSAL_LM", target_modules=targets, target_parameters=stacks or None, modules_to_save=whole or None,
+        exclude_modules=not_adapted(model),
         layers_to_transform=None if layers is None else list(layers), **config,
     ), autocast_adapter_dtype=True)  # fmt: skip
 
@@ -91,8 +93,7 @@ def _inside(name: str, stack: str) -> bool:
 
 
 def _linear_names(model: Any) -> list[str]:
-    paths = [path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    return sorted({path.split(".")[-1] for path in paths} - set(TRAINED_WHOLE))
+    return sorted({path.split(".")[-1] for path in text_linears(model)} - set(TRAINED_WHOLE))
 
 
 
@@ -105,9 +106,11 @@ def save_merged(model: Any, folder: Path) -> None:
     config_file = folder / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
     config["dtype"] = str(_half(base.dtype)).removeprefix("torch.")
-    if base.config.get_text_config().tie_word_embeddings and not _still_tied(base, weights):
+    if ties_embeddings(base.config) and not _still_tied(base, weights):
         config["tie_word_embeddings"] = False  # they were trained apart
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if beside_text(base):
+        copy_processor_files(base.name_or_path, folder)
 
 
 def merged_weights(model: Any) -> dict[str, Tensor]:

@@ -28,17 +28,18 @@ from pronghorn.model.causal_lm import ENGINE, IGNORED, FastCausalLM, head_of, in
 from pronghorn.model.changes import OURS, inner_of, is_plain_table, why_called
 from pronghorn.model.expert_load import ExpertLoad
 
-LOSS = "ForCausalLM"  # transformers' name for the shifted cross-entropy
+LOSSES = ("ForCausalLM", "ForConditionalGeneration")  # transformers' names for the shifted cross-entropy
 # What the fast path reads, and what changes nothing for it; any other argument with a value belongs to the own forward.
 READ = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch",
         "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache", "return_dict"}
-WITHOUT_EFFECT = {"cache_position", "seq_idx", "token_type_ids"}
+WITHOUT_EFFECT = {"cache_position", "seq_idx", "token_type_ids", "vision_feature_layer"}
 OF_THE_OWN_FORWARD = {"past_key_values", "output_attentions", "output_hidden_states", "logits_to_keep"}  # no notice
 
 
 def set_forwards(model: Any, engine: FastCausalLM) -> None:
     """On this instance only."""
-    for module, forward in ((engine.backbone, _backbone_forward), (model, _model_forward)):
+    around = [] if model.model is engine.backbone else [(model.model, _around_forward)]
+    for module, forward in ((engine.backbone, _backbone_forward), *around, (model, _model_forward)):
         object.__setattr__(module, ENGINE, engine)
         module.forward = types.MethodType(_in_place_of(type(module).forward, forward), module)
     model.register_state_dict_pre_hook(_separate_weights)
@@ -87,6 +88,14 @@ def _backbone_forward(backbone: Any, engine: FastCausalLM, inputs: dict[str, Any
     normed = _normed(engine, _run(engine, inputs, pack))
     output = MoeModelOutputWithPast if engine.expert_layers else BaseModelOutputWithPast
     return output(last_hidden_state=pack.unpacked(normed))
+
+
+def _around_forward(around: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> Any:
+    """Of the module that puts images among the embeddings, called without any."""
+    found = _backbone_forward(around, engine, inputs)
+    if found is not None:
+        found.image_hidden_states = found.rope_deltas = None  # as the families' outputs have them
+    return found
 
 
 def _model_forward(model: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> Any:
@@ -174,7 +183,7 @@ def _normed(engine: FastCausalLM, h: Tensor) -> Tensor:
 def _covered(engine: FastCausalLM, inputs: dict[str, Any]) -> bool:
     """Whether the fast layers compute what the model's own forward would, as far as that can be seen without the device."""
     model, config = engine.model, engine.config
-    given = {name for name, value in inputs.items() if value is not None and value is not False} - WITHOUT_EFFECT
+    given = {name for name, value in inputs.items() if not (value is None or value is False or _empty(value))} - WITHOUT_EFFECT
     if not isinstance(inputs.get("logits_to_keep", 0), Tensor) and not inputs.get("logits_to_keep", 0):
         given.discard("logits_to_keep")
     if not given <= READ:
@@ -186,6 +195,8 @@ def _covered(engine: FastCausalLM, inputs: dict[str, Any]) -> bool:
     mask = inputs.get("attention_mask")
     if engine.paused or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         return False
+    if (positions := inputs.get("position_ids")) is not None and positions.ndim != 2:
+        return False  # of images: a row for each direction
     if engine.balance and not torch.is_grad_enabled():
         return False  # ours is the loss of the text alone then
     as_tuple = inputs.get("return_dict") is False or not getattr(config, "return_dict", True)
@@ -199,9 +210,14 @@ def _covered(engine: FastCausalLM, inputs: dict[str, Any]) -> bool:
     return _as_made(engine) and _same_precision(engine) and _same_adapters(engine)
 
 
+def _empty(value: Any) -> bool:
+    """Outputs of no image."""
+    return isinstance(value, dict) and not value
+
+
 def _plain_loss(model: Any) -> bool:
     """The usual loss, on a head that is one linear layer."""
-    usual = getattr(model, "loss_type", "") == LOSS and "_loss_function" not in vars(model)
+    usual = getattr(model, "loss_type", "") in LOSSES and "_loss_function" not in vars(model)
     return usual and type(head_of(model)) is torch.nn.Linear
 
 
@@ -276,7 +292,11 @@ class Pack:
 
 
 def _pack(engine: FastCausalLM, inputs: dict[str, Any]) -> Pack | None:
-    """None: a mask with holes. Waits for the device twice a batch, where a mask or positions must be looked at."""
+    """None: a mask with holes, or tokens of images, which see each other. Waits for the device twice a batch, where a mask or
+    positions must be looked at."""
+    types = inputs.get("token_type_ids")
+    if types is not None and engine.backbone is not engine.model.model and bool(types.any()):
+        return None
     ids = inputs.get("input_ids")
     tokens = inputs["inputs_embeds"] if ids is None else ids
     rows, length = int(tokens.shape[0]), int(tokens.shape[1])

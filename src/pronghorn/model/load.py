@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
+from transformers import Mxfp4Config, PreTrainedModel
 from transformers.utils import logging
 
 from pronghorn.errors import ModelError, RecipeError, counted
@@ -19,10 +19,11 @@ from pronghorn.hub import model_folder
 from pronghorn.kernels.dispatch import say_once
 from pronghorn.model.config import constructed, empty_model, generation_config, guarded, place, read_config
 from pronghorn.model.config_check import require_room, require_weights_for
-from pronghorn.model.families import FAMILIES, why_not_fast
+from pronghorn.model.families import FAMILIES, text_config, why_not_fast
 from pronghorn.model.fp8_linear import load_fp8, refuse_quantized, require_fp8
 from pronghorn.model.lora import PICKLED, add_adapter
 from pronghorn.model.quantized import SKIP, load_nf4, refuse_other_quantization
+from pronghorn.model.text_stack import auto_class, beside_text, is_beside, set_cache
 from pronghorn.model.weight_files import stored_weights
 from pronghorn.recipe import Lora, Recipe
 
@@ -35,6 +36,7 @@ class ModelFacts:
     """What is known of a model from its config alone."""
 
     model_type: str
+    text_type: str  # of the text model inside, or the same
     parameters: int
     linear_parameters: int  # of these: weights that method: qlora stores in 4 bits, method: fp8 in 8
     adapter_parameters: int  # 0 when no adapter was asked for
@@ -73,7 +75,7 @@ def require_fp8_precision(device: torch.device, precision: Precision) -> None:
 
 def require_fp8_products(recipe: Recipe, facts: ModelFacts) -> None:
     """Before anything is loaded: experts are multiplied in FP8 where they are stored so, and made FP8 for no product."""
-    family = FAMILIES.get(facts.model_type)
+    family = FAMILIES.get(facts.text_type)
     if recipe.compute != "fp8" or recipe.method == "fp8" or family is None or family.experts is None:
         return
     why = "experts in 4 bits" if recipe.method == "qlora" else "experts that are trained"
@@ -93,13 +95,13 @@ def inspect_model(name: str, lora: Lora | None = None, *, four_bit: bool = False
     stored = stored_weights(model_folder(name))
     require_weights_for(config, stored, name)
     model: Any = empty_model(name, config)
-    text = config.get_text_config()
+    text, beside = text_config(config), beside_text(model)
     parameters = sum(p.numel() for p in model.parameters())
     require_room(parameters, stored, name)
     linears = [module for path, module in model.named_modules()
-               if type(module) is torch.nn.Linear and path.rsplit(".", 1)[-1] not in SKIP]
+               if type(module) is torch.nn.Linear and path.rsplit(".", 1)[-1] not in SKIP and not is_beside(path, beside)]
     linear_parameters = sum(linear.weight.numel() for linear in linears)
-    linear_parameters += sum(p.numel() for p in model.parameters() if p.ndim == 3)  # stacks of experts
+    linear_parameters += sum(p.numel() for name, p in model.named_parameters() if p.ndim == 3 and not is_beside(name, beside))
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     if lora:
         with torch.device("meta"):
@@ -107,7 +109,7 @@ def inspect_model(name: str, lora: Lora | None = None, *, four_bit: bool = False
     heads, kv_heads = int(text.num_attention_heads), int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
     head_width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
     return ModelFacts(
-        model_type=config.model_type,
+        model_type=config.model_type, text_type=text.model_type,
         parameters=parameters,
         linear_parameters=linear_parameters,
         adapter_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad) if lora else 0,
@@ -115,7 +117,7 @@ def inspect_model(name: str, lora: Lora | None = None, *, four_bit: bool = False
         width=int(text.hidden_size),
         mlp_width=int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size),
         attention_width=2 * (heads + kv_heads) * head_width,
-        fast=not why_not_fast(text),
+        fast=not why_not_fast(config),
         vocabulary=vocabulary,
         longest=int(getattr(text, "max_position_embeddings", 0) or 0),
     )
@@ -145,7 +147,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, four_bit:
 
     def from_files() -> tuple[Any, dict[str, Any]]:
         with without_progress_bars(), without_load_report(name):
-            return AutoModelForCausalLM.from_pretrained(  # type: ignore[no-any-return]
+            return auto_class(config).from_pretrained(  # type: ignore[no-any-return]
                 str(folder), dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
                 **({"quantization_config": Mxfp4Config(dequantize=True)} if method == "mxfp4" else {}),
@@ -159,7 +161,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, four_bit:
     if method == "mxfp4":
         _forget_mxfp4(model, dtype)
     model.config._name_or_path = model.name_or_path = place(name)
-    model.config.use_cache = False
+    set_cache(model, False)
     return model.to(device)  # type: ignore[no-any-return]
 
 

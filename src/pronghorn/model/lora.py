@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from pronghorn.errors import CheckpointError, RecipeError
 from pronghorn.model.families import EXPERTS
+from pronghorn.model.text_stack import beside_text, is_beside, not_adapted
 from pronghorn.recipe import Lora
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -25,7 +26,7 @@ def add_adapter(model: torch.nn.Module, lora: Lora, seed: int) -> PeftModel:
     torch.manual_seed(seed)  # the same recipe starts from the same adapter
     config = LoraConfig(
         task_type="CAUSAL_LM", r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=modules,
-        target_parameters=parameters, use_rslora=lora.rslora, use_dora=lora.dora,
+        target_parameters=parameters, exclude_modules=not_adapted(model), use_rslora=lora.rslora, use_dora=lora.dora,
     )
     return get_peft_model(model, config, autocast_adapter_dtype=True)
 
@@ -36,7 +37,9 @@ def _targets(model: torch.nn.Module, lora: Lora) -> tuple[str | list[str], list[
     stacks = expert_stacks(model)
     asked: list[str] = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
     if not stacks:
-        return "all-linear" if asked == ["all-linear"] else asked, None
+        if asked == ["all-linear"]:
+            return linear_names(model) if beside_text(model) else "all-linear", None
+        return asked, None
     modules = [name for name in asked if name not in ("all-linear", EXPERTS)]
     if "all-linear" in asked:
         modules += [name for name in linear_names(model, beside_experts=True) if name not in modules]
@@ -46,11 +49,18 @@ def _targets(model: torch.nn.Module, lora: Lora) -> tuple[str | list[str], list[
 def linear_names(model: torch.nn.Module, *, beside_experts: bool = False) -> list[str]:
     """Last names of the linear layers, without the head. `beside_experts`: of decoder layers with experts only, since PEFT
     takes the names of a Qwen3-MoE's dense MLPs for its experts."""
-    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    names = text_linears(model)
     if beside_experts:
         layers = tuple({f"{name.rsplit('.', 3)[0]}." for name, p in model.named_parameters() if p.ndim == 3})
         names = [name for name in names if name.startswith(layers)]
     return sorted({name.rsplit(".", 1)[-1] for name in names} - {"lm_head"})
+
+
+def text_linears(model: torch.nn.Module) -> list[str]:
+    """Full names of the linear layers that text goes through."""
+    beside = beside_text(model)
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return [name for name in linears if not is_beside(name, beside)]
 
 
 def expert_stacks(model: torch.nn.Module) -> list[str]:
@@ -104,7 +114,7 @@ def _refuse_unmatched_targets(model: torch.nn.Module, lora: Lora) -> None:
         option = "lora.dropout" if lora.dropout else "lora.dora"
         raise RecipeError(what=f"{option} does not go with lora.targets: experts", why="PEFT has no such adapters for experts",
                           fix=f"leave {option} out, or the experts")
-    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    names = text_linears(model)
     known = linear_names(model) + ([EXPERTS] if stacks else [])
     for target in lora.targets:
         if (target == EXPERTS and stacks) or (target == "all-linear" and names):

@@ -35,6 +35,7 @@ from pronghorn.kernels.nf4 import (
 from pronghorn.kernels.nf4_lora import Workspace
 from pronghorn.model.config import empty_model, generation_config, read_config
 from pronghorn.model.few_bit_experts import STACKS, few_bit_experts_, has_stack, read_stack
+from pronghorn.model.text_stack import beside_text, is_beside, set_cache, stored_names
 
 Progress = Callable[[str, int, int], None]
 SKIP = ("lm_head",)
@@ -280,7 +281,7 @@ OTHER_NAMES = {".mlp.": ".block_sparse_moe."}
 class _Shards:
     """The tensors of a checkpoint folder by the model's names, each read when asked for, straight to the device."""
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
+    def __init__(self, folder: Path, device: torch.device, model: PreTrainedModel) -> None:
         self.files: dict[str, Any] = {}
         self.file_of: dict[str, str] = {}
         index = folder / "model.safetensors.index.json"
@@ -297,9 +298,11 @@ class _Shards:
                 raise ModelError(what=f"cannot read {name}", where=str(folder), why=str(error).splitlines()[0][:200],
                                  fix="get the model's complete files") from error
             self.file_of |= dict.fromkeys(self.files[name].keys(), name)
+        self.stored_as = stored_names(model, self.file_of)
 
     def _name(self, key: str) -> str:
         """As the files have it."""
+        key = self.stored_as.get(key, key)
         others = (key.replace(ours, theirs) for ours, theirs in OTHER_NAMES.items())
         return key if key in self.file_of else next((name for name in others if name in self.file_of), key)
 
@@ -333,8 +336,9 @@ def load_nf4(
     if stored_in_4_bits:
         del config.quantization_config  # it asks for bitsandbytes; `save_nf4` writes it again
     model: Any = empty_model(str(folder), config, dtype)
-    shards, experts = _Shards(folder, device), few_bit_experts_(model)
-    linears = {full: (parent, name) for parent, name, full, _ in _linears(model, nn.Linear, ())}
+    shards, experts = _Shards(folder, device, model), few_bit_experts_(model)
+    _untie(model, shards)
+    linears, beside = {full: (parent, name) for parent, name, full, _ in _linears(model, nn.Linear, ())}, beside_text(model)
     tied, workspace = _tied(model), Workspace()
     keys = dict.fromkeys([key for key, _ in model.named_parameters()])
     keys |= dict.fromkeys(key for key, _ in model.named_buffers() if key in model.state_dict())
@@ -348,8 +352,8 @@ def load_nf4(
             continue
         owner, _, leaf = key.rpartition(".")
         parts = shards.beside(key)
-        skipped = owner in linears and bool(set(skip) & {owner, linears[owner][1]})
-        if parts and skipped:  # a head in 4 bits: its loss wants 16
+        skipped = owner in linears and (bool(set(skip) & {owner, linears[owner][1]}) or is_beside(owner, beside))
+        if parts and skipped:  # a head in 4 bits: its loss wants 16. A vision tower: text does not go through it
             _place(model, owner, leaf, nf4_dequantize(stored_weight(shards.get(key), parts, where=key)), dtype, folder)
         elif leaf == "weight" and owner in linears and not skipped and (parts or not stored_in_4_bits):
             q = _one_weight(shards.get(key), parts, dtype, nested, key, str(folder))
@@ -369,7 +373,7 @@ def load_nf4(
     _fill_computed_buffers(model, device)
     if (generation := generation_config(str(folder), folder)) is not None:
         model.generation_config = generation
-    model.config.use_cache = False
+    set_cache(model, False)
     model.requires_grad_(False)
     return model.eval()  # type: ignore[no-any-return]
 
@@ -415,19 +419,44 @@ def _place(model: nn.Module, owner: str, leaf: str, tensor: Tensor, dtype: torch
 def _tied(model: PreTrainedModel) -> set[str]:
     """Names of parameters that are the same tensor as another one."""
     keys = getattr(model, "all_tied_weights_keys", None) or {}
-    return set(keys) if model.config.get_text_config().tie_word_embeddings else set()
+    return set(keys) if getattr(model.config, "tie_word_embeddings", False) else set()
+
+
+def _untie(model: PreTrainedModel, shards: _Shards) -> None:
+    """As transformers does: where the files have two different tensors for what the config ties, the files are right."""
+    for key, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if key in shards and source in shards and not torch.equal(shards.get(key), shards.get(source)):
+            owner, _, leaf = key.rpartition(".")
+            model.config.tie_word_embeddings = False
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(torch.empty_like(model.get_parameter(key))))
+
+
+def _unset(buffer: Tensor) -> float:
+    return float("nan") if buffer.is_floating_point() else -1
+
+
+def _is_unset(buffer: Tensor) -> Tensor:
+    return torch.isnan(buffer) if buffer.is_floating_point() else buffer == -1
 
 
 def _fill_computed_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Buffers that no checkpoint holds (RoPE's frequencies) are computed by the family's own initialisation."""
+    """Buffers that no checkpoint holds (RoPE's frequencies) are computed by the family's own initialisation: that of the model
+    they are in, which of a vision tower is another. It would initialise weights, too, and they are put back."""
+    family = {"": model}
     for name, module in model.named_modules():
-        empty = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        for key in empty:
-            module._buffers[key] = torch.full_like(module._buffers[key], float("nan"), device=device)
+        above = family[name.rpartition(".")[0]]
+        family[name] = module if isinstance(module, PreTrainedModel) else above
+        empty = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+        for key, buffer in empty.items():
+            module._buffers[key] = torch.full_like(buffer, _unset(buffer), device=device)
         if empty:
-            model._init_weights(module)
-            if any(bool(torch.isnan(module._buffers[key]).any()) for key in empty):  # type: ignore[arg-type]
-                raise ModelError(what=f"{name}.{empty[0]} is in no file and cannot be computed", where=model.config.model_type,
+            weights = [(parameter, parameter.detach().clone()) for parameter in module.parameters() if not parameter.is_meta]
+            family[name]._init_weights(module)
+            for parameter, value in weights:
+                parameter.data.copy_(value)
+            if any(bool(_is_unset(module._buffers[key]).any()) for key in empty):  # type: ignore[arg-type]
+                raise ModelError(what=f"{name}.{next(iter(empty))} is in no file and cannot be computed",
+                                 where=model.config.model_type,
                                  why="this family fills it in a way that is not known here", fix="use method: lora")
     left = [key for key, parameter in model.named_parameters() if parameter is not None and parameter.is_meta]
     if left:

@@ -24,7 +24,7 @@ def why_no_plan(recipe: Recipe, config: Any, device: torch.device) -> str:
     if recipe.layers == "own":
         return "the recipe asks for the model's own layers, which keep what they keep"
     text = config.get_text_config()
-    if why := why_not_fast(text) or why_not_planned(text):
+    if why := why_not_fast(config) or why_not_planned(text):
         return why
     if recipe.fp8 and recipe.method != "fp8" and FAMILIES[text.model_type].experts:
         return f"compute: fp8 does not go with method: {recipe.method} for experts, which are multiplied in FP8 if stored so"

@@ -20,7 +20,7 @@ from pronghorn.data.tokens import TokenTable, load_tokenizer
 from pronghorn.errors import CheckpointError, DataError, ModelError, RecipeError, counted
 from pronghorn.model.causal_lm import engine_of, install, require_isolated_documents
 from pronghorn.model.config import read_config
-from pronghorn.model.families import why_not_fast
+from pronghorn.model.families import ties_embeddings, why_not_fast
 from pronghorn.model.fingerprint import base_of, require_same_base
 from pronghorn.model.load import (
     DTYPES,
@@ -35,6 +35,7 @@ from pronghorn.model.load import (
     resolve_precision,
 )
 from pronghorn.model.lora import add_adapter, restore_adapter
+from pronghorn.model.text_stack import freeze_beside_text
 from pronghorn.model.weight_files import require_whole_weights
 from pronghorn.recipe import Lora, Recipe
 from pronghorn.train.checkpoint import TrainState, latest_checkpoint, load_checkpoint, restore_rng
@@ -195,10 +196,10 @@ def _refuse_adapted_head(recipe: Recipe) -> None:
     named = [] if isinstance(recipe.lora.targets, str) else [name.rsplit(".", 1)[-1] for name in recipe.lora.targets]
     if recipe.method == "full" or "lm_head" not in named:
         return
-    text = read_config(recipe.model).get_text_config()
-    if text.tie_word_embeddings:
+    config = read_config(recipe.model)
+    if ties_embeddings(config):
         why, fix = "its weight is the embeddings', and a merged model would change both", "leave lm_head out of lora.targets"
-    elif recipe.layers == "fast" and not why_not_fast(text):
+    elif recipe.layers == "fast" and not why_not_fast(config):
         why, fix = "fast layers multiply by its weight in the loss", "leave lm_head out of lora.targets, or set layers: own"
     else:
         return
@@ -266,7 +267,9 @@ def _build_model(recipe: Recipe, precision: Precision, device: torch.device, che
                  ) -> Any:
     if recipe.method == "full":
         # float32 master weights under autocast: an update of 1e-5 of a weight is lost in bf16's 8 bits.
-        return load_model(str(checkpoint or recipe.model), torch.float32, device)
+        model = load_model(str(checkpoint or recipe.model), torch.float32, device)
+        freeze_beside_text(model)
+        return model
     base = load_model(recipe.model, DTYPES[precision], device, four_bit=recipe.method == "qlora", fp8=recipe.method == "fp8",
                       progress=report)
     model = add_adapter(base, recipe.lora, recipe.train.seed)

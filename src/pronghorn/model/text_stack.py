@@ -1,0 +1,124 @@
+"""Where the text model of a checkpoint is: all of it, or one part of a model that reads images, too (families.WRAPPERS).
+
+Such a checkpoint is loaded by its own class, so every name in it stays Hugging Face's: the text model under
+`model.language_model`, the head beside it, the vision tower and its projector under `model`. Text is trained; whatever stands
+beside the text model is frozen, has no adapter, stays in 16 bits whatever the method, and is exported as it was loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
+
+from pronghorn.hub import model_folder
+from pronghorn.model.families import text_config
+
+INNER = "language_model"
+# What makes pixels of images: nothing of it depends on weights.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json",
+                   "chat_template.jinja")
+
+
+def auto_class(config: Any) -> Any:
+    """transformers' class that loads the model with everything it has."""
+    only_with_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if only_with_images else AutoModelForCausalLM
+
+
+def backbone(model: Any) -> Any:
+    """The module with the embeddings, the decoder layers and the last norm."""
+    return getattr(model.model, INNER, model.model)
+
+
+def beside_text(model: Any) -> list[str]:
+    """Names of the modules that text does not go through. Empty for a model of text alone."""
+    inner = getattr(model, "model", None)
+    if inner is None or not hasattr(inner, INNER):
+        return []
+    return [f"model.{name}" for name, _ in inner.named_children() if name != INNER]
+
+
+def is_beside(name: str, modules: Iterable[str]) -> bool:
+    """Whether a module or parameter of this name is one of `beside_text`'s, or inside it."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def not_adapted(model: Any) -> str | None:
+    """PEFT's `exclude_modules`: vision towers have linears of the same names."""
+    found = beside_text(model)
+    return f"({'|'.join(map(re.escape, found))})(\\..*)?" if found else None
+
+
+def freeze_beside_text(model: Any) -> int:
+    """How many parameters text does not train."""
+    modules = beside_text(model)
+    found = [parameter for name, parameter in model.named_parameters() if is_beside(name, modules)]
+    for parameter in found:
+        parameter.requires_grad_(False)
+    return sum(parameter.numel() for parameter in found)
+
+
+def set_cache(model: Any, keeps: bool) -> None:
+    """Whether keys and values are kept, as generation wants it. The text model reads its own config."""
+    model.config.use_cache = text_config(model.config).use_cache = keeps
+
+
+def parameters_beside(config: Any) -> int:
+    """Of what stands beside the text model, by the config alone; nothing is allocated."""
+    if text_config(config) is config:
+        return 0
+    return _parameters_beside(config.to_json_string(use_diff=False))
+
+
+@functools.lru_cache(maxsize=8)  # a plan asks again for every GPU
+def _parameters_beside(written: str) -> int:
+    config = AutoConfig.for_model(**json.loads(written))
+    text = text_config(config)
+    text.num_hidden_layers = 1  # the others are not counted, and take time
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:1]
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config, trust_remote_code=False)
+    return freeze_beside_text(model)
+
+
+def stored_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
+    """The files' name of each weight of the model, where it is another: Gemma 3's files say `language_model.model`, as
+    transformers named it when they were made. The model saves itself under the files' names afterwards."""
+    if not beside_text(model):
+        return {}
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    state = model.state_dict()
+    names: dict[str, str] = {}
+    for key in keys:
+        name, _ = rename_source_key(key, renamings, [], model.base_model_prefix, state)
+        if name != key:
+            names[name] = key
+    model._weight_conversions = [rule for rule in rules if isinstance(rule, WeightConverter) or rule.was_used()]
+    return names
+
+
+def copy_processor_files(model: str, folder: Path) -> None:
+    """What prepares images, beside exported weights that can still read them."""
+    source = model_folder(model)
+    for name in PROCESSOR_FILES:
+        if (source / name).is_file() and not (folder / name).exists():
+            shutil.copy2(source / name, folder / name)
