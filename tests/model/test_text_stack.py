@@ -16,6 +16,7 @@ from pronghorn.memory.sizes import Job, shape_of, static_parts
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.families import ties_embeddings, why_not_fast
 from pronghorn.model.fp8_linear import Fp8Linear
+from pronghorn.model.hf_forward import Output
 from pronghorn.model.load import inspect_model, load_model
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.quantized import NF4Linear
@@ -61,6 +62,8 @@ def test_fast_layers_compute_what_the_whole_model_computes(kind: str) -> None:
     assert not torch.equal(ours, theirs)  # so they are two ways of computing it
     loss, truth = model(input_ids=ids, attention_mask=mask, labels=labels), own(model, input_ids=ids, attention_mask=mask,
                                                                                 labels=labels)
+    assert isinstance(loss, Output)
+    assert not isinstance(truth, Output)
     assert float(loss.loss.detach()) == pytest.approx(float(truth.loss.detach()), rel=1e-6)
     assert model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=2, do_sample=False).shape == (2, 22)
 

@@ -27,6 +27,7 @@ from pronghorn.kernels.rms_norm import rms_norm
 from pronghorn.model.causal_lm import ENGINE, IGNORED, FastCausalLM, head_of, in_use
 from pronghorn.model.changes import OURS, inner_of, is_plain_table, why_called
 from pronghorn.model.expert_load import ExpertLoad
+from pronghorn.model.text_stack import INNER
 
 LOSSES = ("ForCausalLM", "ForConditionalGeneration")  # transformers' names for the shifted cross-entropy
 # What the fast path reads, and what changes nothing for it; any other argument with a value belongs to the own forward.
@@ -261,10 +262,14 @@ def _as_made(engine: FastCausalLM) -> bool:
 def _head_and_backbone_as_made(engine: FastCausalLM) -> bool:
     """Whether nobody wants backbone or head to be called: the loss is computed from the layers' output, without them."""
     model, backbone = engine.model, engine.backbone
-    if backbone not in vars(model)["_modules"].values() or not hasattr(vars(backbone).get("forward"), OURS):
-        return False  # wrapped, or its forward taken off or replaced: it is called, whatever it is now
+    around = vars(model)["_modules"].get("model")  # the backbone itself, or what has it inside
+    if backbone not in (around, getattr(around, INNER, None)):
+        return False  # wrapped: it is called, whatever it is now
+    if not all(hasattr(vars(module).get("forward"), OURS) for module in (around, backbone)):
+        return False  # a forward was taken off or replaced
     head = model.get_output_embeddings()
-    named = {"the backbone": backbone, "the head": head, "the head's trained copy": head_of(model)}
+    named = {"the backbone": backbone, "what is around the backbone": around, "the head": head,
+             "the head's trained copy": head_of(model)}
     if why := next((why for name, module in named.items() if (why := why_called(name, module))), ""):
         say_once(f"{why}: it is called, and logits are computed in training, too")
     return not why
