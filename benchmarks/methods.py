@@ -47,7 +47,7 @@ def recipe_of(model: str, method: str, tokens: int, folder: Path) -> Path:
         "data": {"train": [str(data)], "max_length": 256},
         "train": {"steps": STEPS, "capacity": tokens, "batch_tokens": tokens, "lr": 1e-4 if whole else 1e-3, "warmup": 0.1},
         # Other processes share the GPU, so what is free says nothing.
-        "memory": {"budget": "70GB" if whole and "gpt-oss" in model else "20GB"},
+        "memory": {"budget": "20GB" if not whole else "85GB" if "gpt-oss" in model else "26GB"},
         "output": str(folder / "run"),
     }
     file = folder / "recipe.json"
@@ -64,7 +64,7 @@ def one(model: str, method: str, tokens: int) -> dict[str, Any]:
                               check=False)
         found["exit_code"] = done.returncode
         if done.returncode:
-            return found | {"verdict": "refused" if done.returncode == 2 else "failed", "said": done.stderr.strip()[-1500:]}
+            return found | {"verdict": "refused" if done.returncode == 2 else "failed", "said": done.stderr.strip()[:4000]}
         events = [json.loads(line) for line in (folder / "run" / "run.jsonl").read_text(encoding="utf-8").splitlines()]
         steps = [event for event in events if event["event"] == "step"]
         losses = [event["loss"] for event in steps]
@@ -132,7 +132,7 @@ def main() -> int:
     with ThreadPoolExecutor(options.at_once) as pool:
         for number, found in enumerate(pool.map(lambda pair: one(*pair, options.tokens), pairs), 1):
             losses = found.get("losses", [])
-            curve = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else found.get("said", "").split("\n")[0][:150]
+            curve = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else found.get("said", "")[-150:].replace("\n", " ")
             print(f"[{number}/{len(pairs)}] {found['model']:22s} {found['method']:13s} {found['verdict']:8s} {curve}", flush=True)
             results.append(found)
     content = {"what": "every method on every kind of model through `pronghorn train`", "command": "python -m benchmarks.methods",

@@ -122,6 +122,8 @@ class GraphedStep(Step):
 
     def abandon(self) -> None:
         super().abandon()
+        if self._cuda:
+            self._copies.synchronize()  # before the memory that it writes is another tensor's
         self._micros.clear()
         self._staging.clear()
         self._update, self._sums, self._added_up = None, None, []
@@ -213,6 +215,8 @@ class GraphedStep(Step):
             tensor.copy_(before)
         if self._cuda:
             copies = [batch.map(lambda tensor: torch.empty_like(tensor, device=self.device)) for _ in range(2)]
+            # Their memory may be that of a tensor just freed, which kernels under way on this stream still write.
+            self._copies.wait_stream(torch.cuda.current_stream())
             self._staging[batch.shape] = deque(_Staging(copy, torch.cuda.Event(), torch.cuda.Event()) for copy in copies)
         if self._captures:
             tokens, entries, rows, _ = batch.shape
