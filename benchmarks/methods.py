@@ -2,9 +2,9 @@
 
     python -m benchmarks.methods [--models llama-1b,gemma3-1b] [--methods lora,qlora] [--at-once 3] [--out FILE]
 
-For each pair: the command's exit code, whether the loss fell, the gradient norm, and whether the first, second and third forward
-of the same tokens have the same bits, in a process that has computed nothing before. What does not apply is refused by the
-command itself, and its words are kept.
+For each pair: the command's exit code, whether the loss fell, the gradient norm, and whether the first, second and third
+forward of the same tokens have the same bits, in a process that has computed nothing before. What does not apply is refused by
+the command itself, and its words are kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 STEPS = 20
 FORWARDS = (11, 300)  # tokens: the pack that shows whether documents are apart, and one of several tiles
-WORDS = "the quick brown fox jumps over a lazy dog while seven wise owls watch from the old barn and count to ten".split()
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wise", "owls", "watch", "from")
 
 
 def recipe_of(model: str, method: str, tokens: int, folder: Path) -> Path:
@@ -132,10 +132,13 @@ def main() -> int:
     with ThreadPoolExecutor(options.at_once) as pool:
         for number, found in enumerate(pool.map(lambda pair: one(*pair, options.tokens), pairs), 1):
             losses = found.get("losses", [])
-            curve = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else found.get("said", "")[-150:].replace("\n", " ")
-            print(f"[{number}/{len(pairs)}] {found['model']:22s} {found['method']:13s} {found['verdict']:8s} {curve}", flush=True)
+            told = found.get("said", "")[-150:].replace("\n", " ")
+            curve = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else told
+            print(f"[{number}/{len(pairs)}] {found['model']:22s} {found['method']:13s} {found['verdict']:8s} {curve}",
+                  flush=True)
             results.append(found)
-    content = {"what": "every method on every kind of model through `pronghorn train`", "command": "python -m benchmarks.methods",
+    content = {"what": "every method on every kind of model through `pronghorn train`",
+               "command": "python -m benchmarks.methods",
                "commit": os.environ.get("COMMIT", ""), "machine": machine(), "results": results}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -33,7 +33,7 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--no-cpu-path", action="store_true", help="without the cases of the `device` fixture that are plain torch")
+    parser.addoption("--no-cpu-path", action="store_true", help="leave out cases of the `device` fixture that are plain torch")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

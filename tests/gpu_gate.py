@@ -1,7 +1,7 @@
 """`make gpu-test`: every test that uses a GPU, on a GPU, and what came of it as benchmarks/results/gpu-test.json.
 
-CI has no GPU, so this file is what says that a commit was seen to work on one: counts, failures, device, versions, date, and the
-git tree hashes of src/pronghorn and tests as they were on disk (`git rev-parse HEAD:src/pronghorn` must print the same).
+CI has no GPU, so this file is what says that a commit was seen to work on one: counts, failures, device, versions, date, and
+the git tree hashes of src/pronghorn and tests as they were on disk (`git rev-parse HEAD:src/pronghorn` must print the same).
 
 Chosen are the test files that mention CUDA, without the cases that ask for plain torch on the CPU (`make test` has those). They
 run in several processes; tests marked `alone` follow one by one, because they measure or fill the GPU's memory.

@@ -29,9 +29,7 @@ def product(monkeypatch: pytest.MonkeyPatch) -> Product:
 
 def sample(steep: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
-    hidden, weight = torch.randn(# Where there is a GPU its kernels are compiled, and tests/kernels/test_hopper_product.py has the product itself.
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
-ROWS, WIDTH) * steep, torch.randn(VOCABULARY, WIDTH) * 0.5
+    hidden, weight = torch.randn(ROWS, WIDTH) * steep, torch.randn(VOCABULARY, WIDTH) * 0.5
     labels = torch.randint(0, VOCABULARY, (ROWS,))
     labels[::7] = -100
     return hidden.to(dtype).requires_grad_(), weight.to(dtype), labels

@@ -23,7 +23,8 @@ from pronghorn.train.memory import plan_memory
 from samples import make_model, make_tokenizer
 
 RecipeFor = Callable[..., Recipe]
-pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone,
+              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 
 @pytest.fixture
