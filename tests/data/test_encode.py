@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import textwrap
-import time
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +10,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pronghorn.data import encode
-from pronghorn.data.encode import Encoder, EncodingPool, example_from_json, example_to_json
+from pronghorn.data.encode import Encoder, example_from_json, example_to_json
 from pronghorn.data.formats import Example
-from pronghorn.data.templates import RowError
-from pronghorn.errors import DataError, EnvironmentFault
+from pronghorn.data.rendering import RowError
+from pronghorn.errors import DataError
 from samples import CHATML, make_tokenizer
 
 # The prompt ends with a space, so that the first token of an answer, " yes", would begin inside the prompt.
@@ -162,114 +154,6 @@ def test_examples_survive_the_table() -> None:
         assert example_from_json(example_to_json(example), "a.jsonl:1") == example
 
 
-# Many processes
-
-ROWS = [chat({"role": "user", "content": f"{n} or no?"}, {"role": "assistant", "content": f"yes {n}"}) for n in range(200)]
-CALL = {"type": "function", "function": {"name": "look", "arguments": {}}}
-ROWS[17] = chat({"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [CALL]})  # not in CHATML
-
-
-def encoded(pool: EncodingPool) -> tuple[list[list[int]], int]:
-    done = []
-    with pool:
-        for at in range(0, len(ROWS), 8):
-            done += list(pool.give(ROWS[at : at + 8]))
-        done += list(pool.rest())
-    ids = [row.values.to_numpy().tolist() for batch, _ in done for row in batch.column("ids")]
-    return ids, sum(len(bad) for _, bad in done)
-
-
-def test_all_cores_give_what_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = Encoder(make_tokenizer(CHATML))
-    alone, bad = encoded(EncodingPool(encoder, cores=1))
-    monkeypatch.setattr(encode, "ROWS_WORTH_A_POOL", 20)
-    pool = EncodingPool(encoder, cores=3)
-    assert encoded(pool) == (alone, bad)
-    assert pool._executor is not None
-    assert (len(alone), bad) == (199, 1)
-
-
-def test_a_killed_worker_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "ROWS_WORTH_A_POOL", 0)
-    parent = os.getpid()
-
-    def out_of_memory(self: Encoder, examples: Any) -> Any:
-        assert os.getpid() != parent
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    monkeypatch.setattr(Encoder, "encode_many", out_of_memory)
-    with pytest.raises(EnvironmentFault, match="killed"):
-        encoded(EncodingPool(Encoder(make_tokenizer(CHATML)), cores=2))
-
-
-def test_workers_leave_with_a_killed_parent() -> None:
-    code = textwrap.dedent("""
-        import sys, time; sys.path.insert(0, sys.argv[1])
-        from samples import make_tokenizer
-        from pronghorn.data import encode
-        from pronghorn.data.formats import Example
-        encode.ROWS_WORTH_A_POOL = 0
-        pool = encode.EncodingPool(encode.Encoder(make_tokenizer()), cores=2)
-        list(pool.give([Example("text", "", text="a")])); list(pool.rest())
-        print(*pool._executor._processes, flush=True)
-        time.sleep(60)
-    """)
-    folder = Path(__file__).parent.parent
-    parent = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    workers = [int(pid) for pid in parent.stdout.readline().split()]
-    assert workers
-    parent.kill()
-    parent.wait()
-    deadline = time.monotonic() + 10
-    while any(alive(pid) for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(alive(pid) for pid in workers)
-
-
-def test_an_interrupt_while_workers_are_made_is_not_lost() -> None:
-    """It comes in a function that Python calls after a fork, where whatever it raises would be ignored. Workers end by SIGTERM
-    as ever."""
-    code = textwrap.dedent("""
-        import os, signal, sys, time; sys.path.insert(0, sys.argv[1])
-        from samples import make_tokenizer
-        from pronghorn.data import encode
-        from pronghorn.data.formats import Example
-        encode.ROWS_WORTH_A_POOL = 0
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        interrupts = iter([True])
-        def after_a_fork():
-            if next(interrupts, False):
-                os.kill(os.getpid(), signal.SIGINT)
-                for _ in range(1000):
-                    pass
-        os.register_at_fork(after_in_parent=after_a_fork)
-        pool = encode.EncodingPool(encode.Encoder(make_tokenizer()), cores=2)
-        try:
-            list(pool.give([Example("text", "", text="a")]))
-        except KeyboardInterrupt:
-            print("interrupted", flush=True)
-        one = next(iter(pool._executor._processes.values()))
-        one.terminate()
-        deadline = time.monotonic() + 10
-        while one.exitcode is None and time.monotonic() < deadline:  # the pool's own thread may be the one that is told of it
-            time.sleep(0.01)
-        print(one.exitcode, flush=True)
-        os._exit(0)
-    """)
-    folder = Path(__file__).parent.parent
-    ended = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False, timeout=60)
-    assert (ended.stdout.split(), "ignored" in ended.stderr) == (["interrupted", "-15"], False), ended.stderr
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state != "Z"  # a zombie that nobody reaps is gone
-    except (ProcessLookupError, FileNotFoundError):
-        return False
-
-
 def test_ids_are_small_integers() -> None:
-    assert Encoder(make_tokenizer(CHATML)).encode(ROWS[0]).ids.dtype == np.int32
+    row = chat({"role": "user", "content": "or no?"}, {"role": "assistant", "content": "yes"})
+    assert Encoder(make_tokenizer(CHATML)).encode(row).ids.dtype == np.int32

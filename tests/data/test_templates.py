@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pronghorn.data.templates import ChatTemplate, RowError, render_chat
+from pronghorn.data.rendering import RowError
+from pronghorn.data.templates import ChatTemplate, render_chat
 from pronghorn.errors import DataError
 from samples import CHATML, make_tokenizer
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from pronghorn.data import clean, sources
-from pronghorn.data.encode import CHUNK, Encoder, EncodingPool
+from pronghorn.data.encode import Encoder
+from pronghorn.data.encoding_pool import CHUNK, EncodingPool
 from pronghorn.data.formats import Example, detect_format, to_example
 from pronghorn.data.source_files import BadRow, Source
 from pronghorn.data.sources import RawRow
@@ -154,7 +155,7 @@ class _Tokenizing:
         self.read, self.empty, self.counts, self.bad = 0, 0, list[SourceCount](), list[BadRow]()
 
     def batches(self) -> Iterator[Any]:
-        with EncodingPool(self._encoder) as pool:
+        with EncodingPool(self._encoder, waiting=lambda: self._progress("tokenizing", self.read, 0)) as pool:
             for source in self._found:
                 for examples in self._examples(source):
                     # After a bad row that stops the run, the rest is only read, to count how many more there are.

@@ -3,39 +3,26 @@
 The text is tokenized whole, as it will be when the model is used. The tokens of each span that carries loss must decode
 to exactly that span; where a token straddles its border, the parts are tokenized one by one (which is how a prompt and
 its answer meet at inference), and checked again. Rows that fail come back as bad rows.
-
-Many rows are shared out to one process a core.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
-import multiprocessing.connection
-import os
-import signal
-import sys
-import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from pronghorn.data.formats import Example, asks_to_train, only_read
+from pronghorn.data.rendering import RowError
 from pronghorn.data.source_files import BadRow, excerpt
-from pronghorn.data.templates import ChatTemplate, RowError, chat_template
+from pronghorn.data.templates import ChatTemplate, chat_template
 from pronghorn.data.tokens import Ints, Span, TokenRow, record_batch
-from pronghorn.errors import DataError, EnvironmentFault
+from pronghorn.errors import DataError
 
 LossOn = Literal["auto", "assistant", "completion", "all"]
 
-CHUNK = 256  # rows a worker takes at once: about 0.1 s of work, and one record batch of the file
-ROWS_WORTH_A_POOL = 2000  # 2,000 rows take about a second in one process; starting the others takes 0.1 s
 
 
 class Encoder:
@@ -198,113 +185,3 @@ def example_from_json(text: str, where: str) -> Example:
         if name in fields:
             fields[name] = tuple(fields[name])
     return Example(where=where, **fields)
-
-
-# All cores --------------------------------------------------------------------------------------------------------------
-
-
-class EncodingPool:
-    """Chunks in, record batches out, in the same order; on one process a core once there are enough rows."""
-
-    def __init__(self, encoder: Encoder, cores: int | None = None) -> None:
-        self._encoder = encoder
-        self._cores = cores or _cores()
-        self._given = 0
-        self._executor: ProcessPoolExecutor | None = None
-        self._waiting: deque[Future[tuple[Any, list[BadRow]]]] = deque()
-
-    def __enter__(self) -> EncodingPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
-
-    def give(self, examples: Sequence[Example]) -> Iterator[tuple[Any, list[BadRow]]]:
-        """Take one chunk; returns what is ready, waiting only while more than two chunks a core are under way."""
-        if not examples:
-            return
-        self._encoder.prepare_for(examples[0])
-        self._given += len(examples)
-        if self._executor is None and self._given > ROWS_WORTH_A_POOL and self._cores > 1 and _fork_is_safe():
-            self._executor = ProcessPoolExecutor(
-                self._cores, multiprocessing.get_context("fork"), initializer=_start_worker, initargs=(self._encoder,)
-            )
-            with _signals_waiting():  # all workers are forked now
-                self._waiting.append(self._executor.submit(_encode_in_worker, examples))
-        elif self._executor is None:
-            yield self._encoder.encode_many(examples)
-        else:
-            self._waiting.append(self._executor.submit(_encode_in_worker, examples))
-        while self._waiting and (self._waiting[0].done() or len(self._waiting) > 2 * self._cores):
-            yield self._result()
-
-    def rest(self) -> Iterator[tuple[Any, list[BadRow]]]:
-        while self._waiting:
-            yield self._result()
-
-    def _result(self) -> tuple[Any, list[BadRow]]:
-        try:
-            return self._waiting.popleft().result()
-        except BrokenProcessPool as error:
-            raise EnvironmentFault(
-                "a process that tokenizes was killed", why="most often the machine ran out of memory",
-                fix="free memory and run the same command again",
-            ) from error  # fmt: skip
-
-
-def _cores() -> int:
-    """Cores this process may use, which in a container are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _fork_is_safe() -> bool:
-    """A forked worker starts at once and shares the tokenizer's memory; but CUDA does not survive a fork."""
-    if "fork" not in multiprocessing.get_all_start_methods() or sys.platform == "darwin":
-        return False
-    torch = sys.modules.get("torch")  # never imported for the question
-    return torch is None or not torch.cuda.is_initialized()
-
-
-SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} if hasattr(signal, "pthread_sigmask") else set()
-
-
-@contextmanager
-def _signals_waiting() -> Iterator[None]:
-    """While Python forks, whatever a signal raises is lost: functions that libraries want called after a fork swallow it. So
-    signals wait until it is done."""
-    if not SIGNALS:
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-_worker_encoder: Encoder | None = None
-
-
-def _start_worker(encoder: Encoder) -> None:
-    global _worker_encoder  # noqa: PLW0603 - the one thing a worker process holds
-    _worker_encoder = encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent decides
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if SIGNALS:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # they waited while this process was made
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # of this worker: the cores are taken
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-
-
-def _leave_with_parent() -> None:
-    """A parent that is killed cannot tell its workers; they would wait for the next chunk forever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-
-def _encode_in_worker(examples: Sequence[Example]) -> tuple[Any, list[BadRow]]:
-    assert _worker_encoder is not None
-    return _worker_encoder.encode_many(examples)

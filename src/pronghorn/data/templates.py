@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import jinja2
-
+from pronghorn.data.rendering import RowError, within_limits
 from pronghorn.data.tokens import Span, render_tracked
 from pronghorn.errors import DataError
 
@@ -38,15 +37,6 @@ GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = chr(LAST_MARK)  # a message that is nothing but a mark
 ASK = {"role": "user", "content": "?"}
 CALL_ID = {"tool_call_id": "call00000", "name": "f"}  # nine characters: Mistral's templates insist
-
-# What templates raise on rows they do not expect, besides their own raise_exception (a jinja2.TemplateError).
-TEMPLATE_ERRORS = (
-    jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RecursionError,
-)  # fmt: skip
-
-
-class RowError(DataError):
-    """Something is wrong with one row; others may be fine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +107,10 @@ class ChatTemplate:
     # Rendering
 
     def _render(self, messages: Sequence[Message], tools: Any, where: str, prompt: bool = False) -> str:
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
-            )
-        except TEMPLATE_ERRORS as error:
-            raise _template_fault(error, where) from error
+        def render() -> str:
+            return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt))
+
+        return within_limits(render, messages, where)
 
     def _attempt(self, messages: Sequence[Message], tools: Any = None, prompt: bool = False) -> str | None:
         """For probes and prefixes, which a template may refuse (a lone system message, two users in a row)."""
@@ -222,10 +210,7 @@ class ChatTemplate:
 
     def _from_generation_tags(self, messages: list[Message], tools: Any, where: str) -> Rendered | None:
         """None when the tracked ranges do not hold what the assistant says (a block inside a macro is tracked wrongly)."""
-        try:
-            text, spans = render_tracked(self._tokenizer, messages, tools)
-        except TEMPLATE_ERRORS as error:
-            raise _template_fault(error, where) from error
+        text, spans = within_limits(lambda: render_tracked(self._tokenizer, messages, tools), messages, where)
         turns: list[Turn] = []
         ahead = iter([i for i, message in enumerate(messages) if message.get("role") == "assistant"])
         done = 0
@@ -363,19 +348,6 @@ class ChatTemplate:
 
 def _template_texts(template: Any) -> list[str]:
     return [template] if isinstance(template, str) else [str(text) for text in dict(template).values()]
-
-
-def _template_fault(error: Exception, where: str) -> DataError:
-    if isinstance(error, (jinja2.exceptions.SecurityError, jinja2.TemplateSyntaxError)):
-        broken = isinstance(error, jinja2.TemplateSyntaxError)
-        return DataError(
-            "the chat template is not valid Jinja" if broken else "the chat template tries to leave its sandbox",
-            where="chat template", why=str(error), fix="set data.chat_template to a template you trust",
-        )  # fmt: skip
-    return RowError(
-        "the chat template does not accept this conversation", where=where, why=f"the template says: {error}",
-        fix="change the row to what the template expects, or set data.chat_template to another template",
-    )  # fmt: skip
 
 
 def _cannot_derive(message: int, where: str, why: str) -> RowError:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from pronghorn.data.prepare import prepare
+from pronghorn.data.rendering import within_limits
 from pronghorn.data.tokens import load_tokenizer
 from pronghorn.errors import CommandError
 from pronghorn.model.causal_lm import install
@@ -114,7 +115,8 @@ class Chat:
 
     def answer(self, message: str) -> str:
         self.messages.append({"role": "user", "content": message})
-        ids = self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = within_limits(lambda: self.tokenizer.apply_chat_template(
+            self.messages, add_generation_prompt=True, tokenize=True, return_dict=False), self.messages, "")
         answer = generate_answers(self.model, self.tokenizer, [ids], max_new_tokens=self.max_tokens)[0]
         self.messages.append({"role": "assistant", "content": answer})
         return answer

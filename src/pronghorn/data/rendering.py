@@ -1,0 +1,117 @@
+"""A chat template is a program, and a file may bring any: it runs in its sandbox, and here within limits.
+
+A rendering that takes 10 s of CPU time, a gigabyte beyond what the conversation itself needs, or writes a text out of all
+proportion is stopped, with a sentence. (Real templates take a tenth of a millisecond.) The time is kept by a timer of the
+kernel, whose signal Python looks at between two instructions and inside its arithmetic of long numbers; the memory by the
+process's own limit, which is lowered while the template runs. Both need the main thread of a process, where rows are encoded.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jinja2
+
+from pronghorn.errors import DataError
+
+T = TypeVar("T")
+SECONDS = 10.0  # of CPU time, for one rendering
+MEMORY = 1 << 30  # bytes beyond what the process has
+MEMORY_A_LETTER = 64  # and for each letter of the conversation: texts are copied, and letters may take 4 bytes
+LETTERS, LETTERS_A_LETTER = 1 << 24, 8  # the longest text, likewise
+
+# What templates raise on rows they do not expect, besides their own raise_exception (a jinja2.TemplateError).
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, SyntaxError,
+    AssertionError,
+)  # fmt: skip
+
+
+class RowError(DataError):
+    """Something is wrong with one row; others may be fine."""
+
+
+class _TimeIsUpError(BaseException):
+    """Not an Exception, so that nothing on its way takes it for one of its own."""
+
+
+def within_limits(render: Callable[[], T], messages: Sequence[Any], where: str) -> T:
+    """What `render` returns, within the limits; what it raises, as our errors."""
+    letters = sum(len(str(message.get("content") or "")) for message in messages)
+    memory = MEMORY + MEMORY_A_LETTER * letters
+    try:
+        try:
+            found = _limited(render, memory)
+        except MemoryError:
+            _memory_now.cache_clear()  # the process may have grown since it was last looked at
+            found = _limited(render, memory)
+    except TEMPLATE_ERRORS as error:
+        raise _template_fault(error, where) from error
+    except _TimeIsUpError as error:
+        raise _beyond("does not end", f"it was stopped after {SECONDS:.0f} s of computing", where) from error
+    except MemoryError as error:
+        raise _beyond("wants too much memory", f"it asked for more than {MEMORY >> 30} GB", where) from error
+    text = found[0] if isinstance(found, tuple) else found
+    length = len(text) if isinstance(text, str) else 0
+    if length > LETTERS + LETTERS_A_LETTER * letters:
+        raise _beyond("writes far too much", f"{length:,} letters for a conversation of {letters:,}", where)
+    return found
+
+
+def _limited(work: Callable[[], T], memory: int) -> T:
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        return work()
+    running = True
+
+    def time_is_up(*_: object) -> None:
+        if running:
+            raise _TimeIsUpError
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = _memory_now(os.getpid()) + memory
+    allowed = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
+    before = signal.signal(signal.SIGVTALRM, time_is_up)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (min([limit, *allowed]), hard))
+        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, 1.0)  # and again, if the first one comes where it cannot be raised
+        return work()
+    finally:
+        running = False
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.signal(signal.SIGVTALRM, before)
+
+
+@lru_cache(maxsize=1)
+def _memory_now(process: int) -> int:
+    """Addresses in use, which is what the limit counts; asking takes as long as a rendering, so it is done once a process.
+    Without /proc there is no limit."""
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 1 << 60
+
+
+def _beyond(what: str, why: str, where: str) -> DataError:
+    return DataError(f"the chat template {what}", where=where or "chat template", why=why,
+                     fix="set data.chat_template to a template you trust")
+
+
+def _template_fault(error: Exception, where: str) -> DataError:
+    broken = isinstance(error, (jinja2.TemplateSyntaxError, SyntaxError))
+    if broken or isinstance(error, jinja2.exceptions.SecurityError):
+        return DataError(
+            "the chat template is not valid Jinja" if broken else "the chat template tries to leave its sandbox",
+            where="chat template", why=str(error), fix="set data.chat_template to a template you trust",
+        )  # fmt: skip
+    return RowError(
+        "the chat template does not accept this conversation", where=where, why=f"the template says: {error}",
+        fix="change the row to what the template expects, or set data.chat_template to another template",
+    )  # fmt: skip

@@ -1,0 +1,84 @@
+"""Templates that never end, want all memory or write without end: a sentence, exit code 2, and the process as it was."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from pronghorn.data import rendering
+from pronghorn.data.encode import Encoder
+from pronghorn.data.formats import Example
+from pronghorn.data.rendering import RowError, within_limits
+from pronghorn.data.templates import render_chat
+from pronghorn.errors import DataError
+from samples import CHATML, make_tokenizer
+
+TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+LOOPS = ("{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{{ a }}{% endfor %}{% endfor %}"
+         "{% endfor %}")
+DOUBLING = "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}"
+
+
+@pytest.mark.parametrize(("template", "said"), [
+    (LOOPS, "does not end"),
+    ("{{ 9 ** (9 ** 8) % 7 }}", "does not end"),
+    ("{{ (10 ** 4000) ** (10 ** 4000) }}", "does not end|too much memory"),
+    (DOUBLING, "too much memory"),
+    ("{{ '%9999999999d' % 1 }}", "too much memory"),
+    ("{{ 'a'.center(9999999999) }}", "too much memory"),
+    ("{{ 'a' | center(9999999999) }}", "too much memory"),
+    ("{{ 'x' * 10 ** 11 }}", "too much memory"),
+    ("{{ 'x' * 10 ** 5 }}", "writes far too much"),
+])
+def test_a_template_without_measure_is_stopped(template: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "SECONDS", 0.3)
+    monkeypatch.setattr(rendering, "LETTERS", 1 << 10)
+    state = signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(DataError, match=said) as caught:
+        render_chat(make_tokenizer(template), TALK)
+    assert not isinstance(caught.value, RowError)  # other rows are no better
+    assert (caught.value.exit_code, caught.value.fix) == (2, "set data.chat_template to a template you trust")
+    assert (signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_AS)) == state
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("template", [
+    "{{ 1 / 0 }}", "{{ messages[7].content + 1 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ (10 ** 5000) | string }}", "{{ '%q' % 1 }}",
+])
+def test_what_a_template_does_wrong_is_told_with_the_row(template: str) -> None:
+    with pytest.raises(RowError, match="does not accept this conversation") as caught:
+        render_chat(make_tokenizer(CHATML + template), TALK, where="a.jsonl:17")
+    assert caught.value.where == "a.jsonl:17"
+
+
+def test_a_template_that_python_cannot_compile() -> None:
+    deep = "".join(f"{{% for a{n} in [1] %}}" for n in range(30)) + "{% endfor %}" * 30
+    with pytest.raises(DataError, match=r"not valid Jinja|does not accept"):
+        render_chat(make_tokenizer(deep), TALK)
+
+
+def test_only_one_row_makes_it_run_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "SECONDS", 0.3)
+    encoder = Encoder(make_tokenizer("{% if messages[0].content == 'run' %}" + LOOPS + "{% endif %}" + CHATML))
+    assert len(encoder.encode(Example("chat", "row 0", messages=tuple(TALK))).ids)
+    with pytest.raises(DataError, match="does not end") as caught:
+        encoder.encode(Example("chat", "row 1", messages=({"role": "user", "content": "run"}, TALK[1])))
+    assert caught.value.where == "row 1"
+
+
+def test_a_long_conversation_may_take_what_it_needs() -> None:
+    long = [{"role": "user", "content": "q" * 30_000_000}, {"role": "assistant", "content": "a"}]
+    assert len(within_limits(lambda: long[0]["content"] * 2, long, "")) == 60_000_000
+
+
+def test_in_another_thread_there_is_no_timer_and_no_harm() -> None:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(render_chat(make_tokenizer(CHATML), TALK).text))
+    thread.start()
+    thread.join()
+    assert found[0].startswith("<|im_start|>user")
