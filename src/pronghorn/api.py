@@ -8,7 +8,7 @@ An argument that is not honoured is an error, never silence.
 from __future__ import annotations
 
 import difflib
-import types
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -172,7 +172,7 @@ class FastLanguageModel:
         _check_recompute(use_gradient_checkpointing)
         model.train()
         set_cache(base_of(model), False)
-        _set_recompute(model, use_gradient_checkpointing)
+        _make_fast(model, use_gradient_checkpointing)
         return model
 
     @staticmethod
@@ -317,7 +317,7 @@ def _make_fast(model: Any, recompute: Recompute) -> None:
     if why := install(model):
         say_once(f"{base_of(model).config.model_type} trains on transformers' own layers: {why}")
     _set_recompute(model, recompute)
-    model.save_pretrained_merged = types.MethodType(FastLanguageModel.save_pretrained_merged, model)
+    model.save_pretrained_merged = functools.partial(FastLanguageModel.save_pretrained_merged, model)  # a pickle takes it along
 
 
 def _verify(model: Any, full: bool) -> None:

@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pronghorn.errors import EnvironmentFault
 from pronghorn.kernels import attention_flash, attention_flex, attention_short, attention_torch
@@ -288,6 +289,7 @@ class _Attention(torch.autograd.Function):
         return out  # type: ignore[no-any-return]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         with torch.no_grad():

@@ -82,6 +82,13 @@ def say_once(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def keeps_graph() -> bool:
+    """Whether the backward that runs now leaves the graph for another one (`retain_graph=True`): what forward left for it must
+    stay as it is. Where torch cannot tell, it does not, and the second backward says so."""
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return asked is not None and bool(asked())
+
+
 @cache
 def _capability_of(index: int) -> tuple[int, int]:
     major, minor = torch.cuda.get_device_capability(index)

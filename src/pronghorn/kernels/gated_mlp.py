@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from pronghorn.kernels.dispatch import jit, tl, triton, use_triton
@@ -165,6 +166,7 @@ class _GatedActivation(torch.autograd.Function):
         return gated_activation_forward(gu_TG, kind)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, da_TF: torch.Tensor) -> tuple[torch.Tensor, None]:
         (gu_TG,) = ctx.saved_tensors
         da_TF = da_TF if da_TF.stride(-1) == 1 else da_TF.contiguous()  # autograd may hand over an expanded tensor

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.add_dot import EXACT_INNER, add_dot
 from pronghorn.kernels.dispatch import cuda_capability, jit, tl, triton, use_triton
@@ -310,6 +311,7 @@ class _GroupedLinear(torch.autograd.Function):
         return grouped_linear_forward(x_SD, weight_EOD, offsets_E1, bias_EO)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         dy_SO = grad_outputs[0] if grad_outputs[0].stride(-1) == 1 else grad_outputs[0].contiguous()
         x_SD, weight_EOD, offsets_E1 = ctx.saved_tensors

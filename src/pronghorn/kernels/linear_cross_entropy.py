@@ -25,11 +25,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pronghorn.kernels.cross_entropy_powers import powers_for
 from pronghorn.kernels.cross_entropy_rows import IGNORED, Terms, loss_and_gradient, takes_factors
-from pronghorn.kernels.dispatch import jit, tl, triton, use_triton
+from pronghorn.kernels.dispatch import jit, keeps_graph, tl, triton, use_triton
 from pronghorn.kernels.products import product
 
 # The logits' chunk, at most; the outputs aside it is all the scratch there is. 2,048 rows at V = 128,256: 525 MB, products
@@ -275,10 +276,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return result.loss, result.row_losses
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("linear_cross_entropy gave its gradients away in a first backward: compute the loss again")
-        gradients, ctx.gradients = ctx.gradients, None
+            raise RuntimeError("linear_cross_entropy gave its gradients away in a first backward: compute the loss again, or "
+                               "ask the first backward for retain_graph=True")
+        gradients = ctx.gradients
+        if keeps_graph():
+            gradients = tuple(None if gradient is None else gradient.clone() for gradient in gradients)
+        else:
+            ctx.gradients = None
         results: list[torch.Tensor | None] = []
         for gradient, dtype in zip(gradients, ctx.dtypes, strict=True):
             if gradient is not None:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.dispatch import jit, tl, triton, use_triton
 
@@ -251,6 +252,7 @@ class _ExpertGated(torch.autograd.Function):
         return expert_gated_forward(gu_SG, activation)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         (gu_SG,) = ctx.saved_tensors
         da_SF = grad_outputs[0] if grad_outputs[0].stride(-1) == 1 else grad_outputs[0].contiguous()

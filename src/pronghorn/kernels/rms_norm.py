@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.dispatch import jit, processor_count, tl, triton, use_triton
 
@@ -393,6 +394,7 @@ class _RmsNorm(torch.autograd.Function):
         return y_TD if residual_TD is None else (y_TD, h_TD)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy_TD: torch.Tensor | None, dh_TD: torch.Tensor | None = None) -> tuple[torch.Tensor | None, ...]:
         h_TD, weight_D, rstd_T = ctx.saved_tensors
         if dy_TD is None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.dispatch import jit, tl, triton, use_triton
 
@@ -278,6 +279,7 @@ class _Route(torch.autograd.Function):
         return weights_TK, ids_TK
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         return route_backward(grad_outputs[0], *ctx.saved_tensors, **ctx.options), None, None, None
 

@@ -7,6 +7,7 @@ everything else (generation, output of attentions, unusual masks) runs the famil
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from pronghorn.errors import ModelError
 from pronghorn.kernels.attention_torch import spans
+from pronghorn.kernels.dispatch import say_once
 from pronghorn.kernels.fp8_lora import SplitTable
 from pronghorn.kernels.host_embedding import host_embedding
 from pronghorn.kernels.linear_cross_entropy import linear_cross_entropy
@@ -76,6 +78,17 @@ class FastCausalLM:
             "softcap": float(getattr(config, "final_logit_softcapping", None) or 0.0),
             "logit_scale": scaling if family.logits_times else 1.0 / scaling,
         }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FastCausalLM:
+        """For a copy of the model, beside it."""
+        twin = memo[id(self)] = object.__new__(type(self))
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled model (`torch.save(model)`) is the Hugging Face one, and opens on its own layers: what is set on its
+        instance does not come along."""
+        return left_behind, ()
 
     @property
     def has_pieces(self) -> bool:
@@ -184,16 +197,25 @@ class FastCausalLM:
         return total, each
 
 
+def left_behind() -> None:
+    """In the place of the fast layers of a model that was pickled."""
+    say_once("a model opened from a pickle runs on its own layers; FastLanguageModel.for_training(model) gives it fast ones")
+
+
 def install(model: Any, *, fp8: bool = False) -> str:
     """Give a Hugging Face causal LM instance fast layers. Returns why not, or nothing; the model trains either way. `fp8`:
     as in `FastCausalLM`."""
     base = base_of(model)
     if why := why_not_fast(base.config):
         return why
-    if not hasattr(base, ENGINE):
-        if any("forward" in vars(part) for part in (base, base.model, backbone(base))):
+    if getattr(base, ENGINE, None) is None:
+        parts = (base, base.model, backbone(base))
+        for part in parts:
+            if getattr(vars(part).get("forward"), "__func__", None) is type(part).forward:
+                del part.forward  # its own: a pickle leaves it so
+        if any("forward" in vars(part) for part in parts):
             return "its forward was replaced on the instance already"
-        if others := next((type(module) for module in (base, base.model) if not is_known(type(module).forward)), None):
+        if others := next((type(module) for module in parts if not is_known(type(module).forward)), None):
             return f"{others.__name__} has a forward of its own"
         from pronghorn.model.hf_forward import set_forwards
 

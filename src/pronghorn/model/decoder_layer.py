@@ -30,10 +30,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from pronghorn.kernels.copy_rows import copy_rows
 from pronghorn.kernels.cublaslt import adds_freely
+from pronghorn.kernels.dispatch import keeps_graph
 from pronghorn.kernels.gated_lora import gated_lora_backward, gated_lora_forward, why_not, why_not_thin
 from pronghorn.kernels.gated_mlp import gated_activation_backward, gated_activation_forward
 from pronghorn.kernels.lora_collect import CollectJob
@@ -42,7 +44,7 @@ from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward, rms_
 from pronghorn.model.attending import Attending, scaled_queries
 from pronghorn.model.expert_load import ExpertLoad
 from pronghorn.model.families import ACTIVATIONS, Family, activation_name, rope_kind, window
-from pronghorn.model.kept import Attended, Elsewhere, GradientRoom, Input, Kept, Left, Level, come_back, leave
+from pronghorn.model.kept import Attended, Elsewhere, GradientRoom, Input, Kept, Left, Level, come_back, copied, leave
 from pronghorn.model.mlp_pieces import PlainSteps, again_up_to_the_mlp, backward_in_pieces, forward_in_pieces
 from pronghorn.model.projections import Group, Projections
 from pronghorn.model.rows import rows_like, spread
@@ -449,8 +451,16 @@ class _Layer(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
-        left, ctx.left = ctx.left, None  # what was kept is freed as it is used
+        left = ctx.left
+        if left is None:
+            raise RuntimeError("a layer gave away what it had kept in a first backward: compute the loss again, or ask the "
+                               "first backward for retain_graph=True")
+        if keeps_graph():
+            left = copied(left)  # gradients take the place of what was kept
+        else:
+            ctx.left = None  # what was kept is freed as it is used
         kept = ctx.layer.again(left, ctx.documents, ctx.rows)
         del left
         dh, gradients = ctx.layer.backward(incoming[0], kept, ctx.documents, ctx.rows, ctx.needs_input_grad[0])

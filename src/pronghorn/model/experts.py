@@ -264,8 +264,8 @@ class ExpertStack(Adapted):
     def separate(self) -> None:
         self._built_for = ()
         weight = getattr(self.module(), self.parameter, None)
-        if isinstance(weight, nn.Parameter) and not weight.is_contiguous():
-            del self.group
+        if self.stored() is None and isinstance(weight, nn.Parameter) and not weight.is_contiguous():
+            vars(self).pop("group", None)  # there is none before the first forward
             weight.data = weight.data.contiguous()
 
     # ---- the adapter's gradients over a whole step (model/adapter_sums.py) ------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from pronghorn.model.decoder_layer import Norm
@@ -31,6 +32,7 @@ class _FinalNorm(torch.autograd.Function):
         return y_ND
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         h_ND, weight_D, rstd_N = ctx.saved_tensors
         dy_ND = incoming[0] if incoming[0].stride(-1) == 1 else incoming[0].contiguous()

@@ -51,11 +51,22 @@ def with_adapter(model: Any, *, target_modules: Sequence[str] | str, modules_to_
         raise CommandError(what=f"{option} does not go with an adapter on experts", why="PEFT has no such adapters for experts",
                            fix=f"leave {option} out, or the experts")
     torch.manual_seed(seed)
-    return get_peft_model(model, LoraConfig(
+    adapted: PeftModel = get_peft_model(model, LoraConfig(
         task_type="CAUSAL_LM", target_modules=targets, target_parameters=stacks or None, modules_to_save=whole or None,
         exclude_modules=not_adapted(model),
         layers_to_transform=None if layers is None else list(layers), **config,
     ), autocast_adapter_dtype=True)  # fmt: skip
+    if any(isinstance(module, QUANTIZED) for module in model.modules()):
+        for name in ("merge_adapter", "merge_and_unload"):
+            setattr(adapted.base_model, name, _refuse_to_merge)
+    return adapted
+
+
+def _refuse_to_merge(*_: Any, **__: Any) -> None:
+    """PEFT would add to the bytes."""
+    raise ModelError(what="an adapter cannot be merged into weights in 4 or 8 bits",
+                     why="rounding them again would undo much of the training",
+                     fix="model.save_pretrained_merged(folder): the merged model, in 16 bits")
 
 
 def _targets(model: Any, asked: Sequence[str] | str) -> tuple[list[str] | str, list[str], list[str]]:
@@ -94,7 +105,6 @@ def _inside(name: str, stack: str) -> bool:
 
 def _linear_names(model: Any) -> list[str]:
     return sorted({path.split(".")[-1] for path in text_linears(model)} - set(TRAINED_WHOLE))
-
 
 
 def save_merged(model: Any, folder: Path) -> None:

@@ -43,7 +43,8 @@ def set_forwards(model: Any, engine: FastCausalLM) -> None:
     for module, forward in ((engine.backbone, _backbone_forward), *around, (model, _model_forward)):
         object.__setattr__(module, ENGINE, engine)
         module.forward = types.MethodType(_in_place_of(type(module).forward, forward), module)
-    model.register_state_dict_pre_hook(_separate_weights)
+    if _separate_weights not in model._state_dict_pre_hooks.values():  # as in a model that was pickled
+        model.register_state_dict_pre_hook(_separate_weights)
 
 
 def _in_place_of(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,9 +71,9 @@ def _separate_weights(model: Any, prefix: str, keep_vars: bool) -> None:
     Inside a PEFT model (`prefix` is not empty) nothing happens: its checkpoints hold only the adapter. One group of linears
     is copied at a time, so the peak rises by the largest (0.24 GB of an 8B model); the next training step joins them again.
     """
-    if prefix:
+    engine: FastCausalLM | None = getattr(model, ENGINE, None)
+    if prefix or engine is None:
         return
-    engine: FastCausalLM = getattr(model, ENGINE)
     engine._adapters = None  # holds the buffers, too
     for layer in engine.layers:
         for group in layer.groups:

@@ -11,6 +11,7 @@ Recomputed values are the same bits: the same kernels on the same inputs. With `
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol
@@ -129,6 +130,16 @@ def come_back(left: Left, layer: int, elsewhere: Elsewhere | None) -> Kept | Inp
         return left
     assert elsewhere is not None, "what left needs the place it went to"
     return _with_tensors(left.shape, elsewhere.back(layer))
+
+
+def copied(left: Left) -> Left:
+    """The same in memory of its own; parts of one buffer (q, k, v) stay parts of one."""
+    if isinstance(left, Away):
+        raise RuntimeError("what a layer kept waits in host memory and comes back once: compute the loss again for a second "
+                           "backward")
+    memo: dict[int, Any] = {}
+    tensors = [None if tensor is None else tensor.detach() for tensor in _tensors(left)]
+    return _with_tensors(left, [copy.deepcopy(tensor, memo) for tensor in tensors])
 
 
 def _tensors(left: Kept | Input) -> list[Tensor | None]:
