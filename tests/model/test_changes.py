@@ -285,6 +285,7 @@ ACTS: dict[str, Act] = {
     "attention that looks ahead": assigned("model.layers.1.self_attn", "is_causal", False),
     "rope frequencies": lambda model: base_of(model).model.rotary_emb.inv_freq.mul_(0.5),
     "rope scaling": assigned("model.rotary_emb", "attention_scaling", 1.5),
+    "rope replaced": replaced("model.rotary_emb", copy.deepcopy),
     "number of layers in the config": config("num_hidden_layers", 1),
     "class of an MLP": lambda model: setattr(at("model.layers.1.mlp")(model), "__class__", _OtherMLP),
 }  # fmt: skip
@@ -328,8 +329,8 @@ def fewer_columns(own: nn.Linear) -> nn.Linear:
     return new
 
 
-HARMLESS = {"a layer copied", "attention copied", "the backbone wrapped", "attention that looks ahead", "no eps at all",
-            "only norms train", "one linear trains"}
+HARMLESS = {"a layer copied", "rope replaced", "attention copied", "the backbone wrapped", "attention that looks ahead",
+            "no eps at all", "only norms train", "one linear trains"}
 
 
 GENERATED = {"layers removed", "a linear of a subclass", "forward of attention", "eps of a norm"}
@@ -402,7 +403,6 @@ def test_a_subclass_with_a_forward_of_its_own_keeps_it() -> None:
 def test_every_config_value_that_a_forward_reads_is_looked_at(family: str) -> None:
     """What `self.config` is asked for in the family's own modules: looked at here, or without effect on the result."""
     without_effect = {"_attn_implementation", "vocab_size", "initializer_range", "get_text_config",
-                      "original_max_position_embeddings",  # of a longrope, which is called as it is
                       "image_token_id", "text_config"}  # of the model around a text model
     name = family.removesuffix("_text")
     source = inspect.getsource(importlib.import_module(f"transformers.models.{name}.modeling_{name}"))

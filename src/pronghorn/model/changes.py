@@ -42,7 +42,8 @@ WITHOUT_EFFECT = {"training", "gradient_checkpointing"}  # numbers of a module t
 CONFIG = ("num_hidden_layers", "layer_types", "sliding_window", "attention_chunk_size", "attention_dropout", "is_causal",
           "use_bidirectional_attention", "attn_logit_softcapping", "final_logit_softcapping", "logits_scaling",
           "embedding_multiplier", "num_attention_heads", "num_key_value_heads", "hidden_size", "output_router_logits",
-          "num_experts_per_tok", "norm_topk_prob", "rope_parameters", "layer_rope_theta", "clip_qkv")
+          "num_experts_per_tok", "norm_topk_prob", "clip_qkv", "layer_rope_theta",
+          "rope_parameters", "original_max_position_embeddings")
 OURS = "of_pronghorn"  # attribute of a forward that hf_forward.py set
 KNOWN_PACKAGES = ("torch", "transformers", "peft", "pronghorn")
 CAPTURING = "transformers.utils.output_capturing"  # its hooks stay after one `output_hidden_states`, and do nothing then
@@ -82,7 +83,7 @@ class Changes:
         stacks = {f"mlp.{name}" for name in ("experts", experts.router)} if experts else set()
         self.places = [_place(f"layers.{i}", "", layer, norms, stacks) for i, layer in enumerate(self.layers)]
         self.norm = _place("norm", "", self.backbone.norm, {id(self.backbone.norm)}, set())
-        self.rotary = self.backbone.rotary_emb
+        self.rotary = _rotary_of(self.backbone)
         self.values = copy.deepcopy(self._values())
         self.why = ""  # of the latest look
         self.seen: list[Seen] = []
@@ -105,7 +106,7 @@ class Changes:
         """None: something is not as the latest look saw it. Else whatever has hooks, or a forward of its own."""
         modules, called = self.backbone._modules, []
         if (list(modules["layers"]._modules.values()) != self._stack or modules["norm"] is not self._norm
-                or modules["rotary_emb"] is not self._rotary):
+                or any(modules.get(name) is not module for name, module in self._rotary.items())):
             return None
         if any(cls.forward is not forward for cls, forward in self.forwards.items()):
             return None
@@ -142,7 +143,7 @@ class Changes:
     def _look(self) -> None:
         modules = self.backbone._modules
         self._stack = list(modules["layers"]._modules.values())
-        self._norm, self._rotary = modules["norm"], modules["rotary_emb"]
+        self._norm, self._rotary = modules["norm"], _rotary_of(self.backbone)
         self.seen = []
         whys = [self._why_layers(), *(self._at(place, place.module) for place in self.places),
                 self._at(self.norm, self._norm), self._why_rotary()]
@@ -163,8 +164,11 @@ class Changes:
 
     def _why_rotary(self) -> str:
         """Called as it is, so its numbers count as they are."""
-        self.seen += _whole("rotary_emb", self._rotary)
-        return "" if type(self._rotary) is type(self.rotary) else f"rotary_emb is a {type(self._rotary).__name__} now"
+        for name, module in self._rotary.items():
+            self.seen += _whole(name, module)
+        kinds, were = ([type(part) for module in rotary.values() for part in module.modules()]
+                       for rotary in (self._rotary, self.rotary))
+        return "" if kinds == were else "the modules of RoPE are not those they were"
 
     def _at(self, place: Place, now: Any) -> str:
         """Why what stands in this place is not what the fast layers know."""
@@ -185,6 +189,10 @@ class Changes:
         if place.kind != "fixed":
             return ""
         return next(filter(None, (self._at(child, now._modules.get(name)) for name, child in place.children.items())), "")
+
+
+def _rotary_of(backbone: Any) -> dict[str, nn.Module]:
+    return {name: module for name, module in backbone._modules.items() if name.startswith("rotary")}
 
 
 def _place(path: str, within: str, module: nn.Module, norms: set[int], stacks: set[str]) -> Place:
