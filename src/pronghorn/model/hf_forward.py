@@ -94,6 +94,9 @@ def _backbone_forward(backbone: Any, engine: FastCausalLM, inputs: dict[str, Any
 
 def _around_forward(around: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> Any:
     """Of the module that puts images among the embeddings, called without any."""
+    inner = engine.backbone
+    if getattr(around, INNER, None) is not inner or why_called(INNER, inner) or not hasattr(vars(inner).get("forward"), OURS):
+        return None  # it must be called itself
     found = _backbone_forward(around, engine, inputs)
     if found is not None:
         found.image_hidden_states = found.rope_deltas = None  # as the families' outputs have them
