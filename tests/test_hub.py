@@ -18,8 +18,9 @@ import torch
 
 from pronghorn import hub
 from pronghorn.cli import main
+from pronghorn.data.sources import fingerprint, resolve
 from pronghorn.data.tokens import load_tokenizer
-from pronghorn.errors import EnvironmentFault, ModelError
+from pronghorn.errors import DataError, EnvironmentFault, ModelError
 from pronghorn.hub import model_folder, refusal
 from pronghorn.model.load import load_model
 from samples import chat_rows, write_rows
@@ -185,6 +186,21 @@ def test_one_message_says_what_to_do(server: Hub, status: int, headers: dict[str
     assert all(part in text for part in said), text
     assert "etry" not in err  # no line for a try
     assert len(server.asked) == (3 if code == 3 else 1)
+
+
+@pytest.mark.parametrize(("status", "headers", "kind", "said"), [
+    (403, {"X-Error-Code": "GatedRepo"}, DataError, ["licence", "HF_TOKEN", "/datasets/somebody/rows"]),
+    (404, {"X-Error-Code": "RepoNotFound"}, DataError, ["no such data set", "if it is a file"]),
+    (503, {}, EnvironmentFault, ["answers with 503", "HF_HUB_OFFLINE=1"]),
+])
+def test_data_sets_likewise(server: Hub, status: int, headers: dict[str, str], kind: type[Exception], said: list[str],
+                            capfd: pytest.CaptureFixture[str]) -> None:
+    server.status, server.headers = status, headers
+    with pytest.raises(kind) as caught:
+        fingerprint(resolve("somebody/rows")[0])
+    assert all(part in str(caught.value) for part in said), caught.value
+    assert "etry" not in capfd.readouterr().err
+    assert set(server.asked) == {"GET /api/datasets/somebody/rows"}
 
 
 def test_what_is_in_the_cache_is_used_while_the_hub_has_a_fault(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

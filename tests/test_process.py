@@ -42,6 +42,16 @@ def test_memory_grows_in_pieces_unless_told_otherwise(monkeypatch: pytest.Monkey
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
+def test_the_hub_s_libraries_send_nothing_but_requests_for_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "environ", {"PRONGHORN_CACHE": str(tmp_path)})
+    set_defaults()
+    assert os.environ["HF_HUB_DISABLE_TELEMETRY"] == "1"
+    assert os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] == "0"
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "0"
+    set_defaults()
+    assert os.environ["HF_HUB_DISABLE_TELEMETRY"] == "0"  # whoever has decided
+
+
 def test_the_collector_rests_while_modules_are_imported() -> None:
     set_aside = gc.get_freeze_count()  # by the tests' own collection
     with importing():
@@ -78,12 +88,12 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """Something that listens, as the hub; in a process that has decided nothing and imported nothing yet."""
     for name in (*PROXIES, "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(SILENT, "")
     monkeypatch.delitem(sys.modules, "huggingface_hub", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{listening.getsockname()[1]}")
         yield listening
-    for name in ("HF_HUB_OFFLINE", SILENT):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
 
 
 def test_a_hub_that_answers_is_asked(endpoint: socket.socket) -> None:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pronghorn.errors import EnvironmentFault, ModelError, PronghornError
+from pronghorn.errors import DataError, EnvironmentFault, ModelError, PronghornError
 from pronghorn.folders import folder_of
 
 HUB = "https://huggingface.co"
@@ -48,7 +48,7 @@ def model_folder(name: str, *, weights: bool = False, token: str | None = None) 
 
     if constants.HF_HUB_OFFLINE:
         return _from_cache(name)
-    with _quiet():
+    with quiet():
         try:
             commit, files = _ask(name, token)
             return _fetch(name, commit, files, weights, token)
@@ -57,6 +57,23 @@ def model_folder(name: str, *, weights: bool = False, token: str | None = None) 
             if not isinstance(told, EnvironmentFault) or (cached := _whole_in_cache(name)) is None:
                 raise told from error
             return cached
+
+
+def require_data_set(name: str) -> None:
+    """Refuses a data set that the hub does not have, does not give, or does not answer for. By itself `datasets` tries a silent
+    hub for minutes, and prints every try. Who is offline is not asked: what is in the cache is found there."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    with quiet():
+        try:
+            _tried(lambda: _api(None).dataset_info(name, timeout=PATIENCE))
+        except _hub_errors() as error:
+            told = refusal(error, name, kind="data set")
+            if isinstance(told, EnvironmentFault):
+                told.fix += "; with HF_HUB_OFFLINE=1 a data set that was loaded before is taken from the cache"
+            raise told from error
 
 
 def _from_cache(name: str) -> Path:
@@ -198,27 +215,28 @@ def refusal(error: Exception, name: str, *, token: str | None = None, kind: str 
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
+    wrong = DataError if kind == "data set" else ModelError
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'data set' else ''}{name}"
     given = "this token" if token else "HF_TOKEN"
     answer = getattr(error, "response", None)
     status = int(getattr(answer, "status_code", 0) or 0)
     if isinstance(error, GatedRepoError) or status == 403:
-        return ModelError(what=f"the hub gives this {kind} only to those who may have it ({status or 403})", where=name,
-                          why=f"its licence has to be accepted on {page}, by the owner of the token ({given})",
-                          fix=f"accept it there, then set HF_TOKEN to a token from {constants.ENDPOINT}/settings/tokens")
+        return wrong(what=f"the hub gives this {kind} only to those who may have it ({status or 403})", where=name,
+                     why=f"its licence has to be accepted on {page}, by the owner of the token ({given})",
+                     fix=f"accept it there, then set HF_TOKEN to a token from {constants.ENDPOINT}/settings/tokens")
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
-        return ModelError(what=f"the hub has no such {kind}, or it is private ({status or 404})", where=name,
-                          why=f"without access the hub does not say which; {page} is its page",
-                          fix=f"check the spelling; if it is private or has a licence to accept, set HF_TOKEN to a token from"
-                              f" {constants.ENDPOINT}/settings/tokens")
+        return wrong(what=f"the hub has no such {kind}, or it is private ({status or 404})", where=name,
+                     why=f"without access the hub does not say which; {page} is its page",
+                     fix=f"check the spelling; if it is private or has a licence to accept, set HF_TOKEN to a token from"
+                         f" {constants.ENDPOINT}/settings/tokens")
     first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     if status in BUSY or status >= 500:
         why = "it asks to come back later" if status == 429 else "it has a fault of its own"
         return EnvironmentFault(what=f"the hub answers with {status}", where=name, why=why,
                                 fix="run the same command again later, or give a local folder")
     if status:
-        return ModelError(what=f"the hub refuses the request ({status})", where=name, why=first,
-                          fix="check the name and HF_TOKEN")
+        return wrong(what=f"the hub refuses the request ({status})", where=name, why=first,
+                     fix="check the name and HF_TOKEN")
     return EnvironmentFault(what=f"the hub does not answer, and the {kind} is not in its cache", where=name,
                             why=f"{constants.ENDPOINT}: {first}", fix="check the network, or give a local folder")
 
@@ -243,7 +261,7 @@ def _names() -> dict[str, Any]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Neither bars nor a line for every try; what the caller had set is put back."""
     library: Any = importlib.import_module("huggingface_hub.utils")
     shown, level = not library.are_progress_bars_disabled(), library.logging.get_verbosity()

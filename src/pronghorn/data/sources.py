@@ -34,6 +34,7 @@ from pronghorn.data.source_files import (
 )
 from pronghorn.digests import file_digest
 from pronghorn.errors import CommandError, DataError, counted
+from pronghorn.hub import quiet, require_data_set
 
 KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv",
@@ -413,7 +414,13 @@ def _hub_dataset(source: Source) -> Any:
         raise CommandError(what="no file of this name, and data sets from the hub need the `datasets` library",
                            where=source.name, fix="check the path, or pip install 'pronghorn[hub]'") from error
     try:
-        return datasets.load_dataset(name, config, split=split)
+        require_data_set(name)
+        with quiet():
+            return datasets.load_dataset(name, config, split=split)
+    except DataError as error:
+        fix = f"if it is a file: {_neighbours(name, Path(name))}; if it is a hub data set: {error.fix}"
+        raise DataError(what=f"neither a file nor a hub data set: {error.what}", where=source.name, why=error.why,
+                        fix=fix) from error
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0]
         raise DataError(what=f"neither a file nor a hub data set whose split `{split}` loads", where=source.name,

@@ -14,7 +14,12 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from pronghorn.errors import ModelError
 from pronghorn.folders import folder_of
 from pronghorn.hub import model_folder
-from pronghorn.model.config_check import require_consistent, require_sane_numbers, require_token_ids
+from pronghorn.model.config_check import (
+    require_consistent,
+    require_generation_numbers,
+    require_sane_numbers,
+    require_token_ids,
+)
 from pronghorn.model.text_stack import auto_class
 from pronghorn.model_files import GENERATION, read_json, require_safe_files
 
@@ -54,7 +59,7 @@ def generation_config(name: str, folder: Path) -> GenerationConfig | None:
     """What generation_config.json says, the tokens that end an answer, for one; None: there is no such file."""
     if not (folder / GENERATION).is_file():
         return None
-    require_token_ids(read_json(folder / GENERATION, name), GENERATION, name)
+    require_generation_numbers(read_json(folder / GENERATION, name), GENERATION, name)
     return constructed(name, f"{GENERATION} cannot be used", lambda: GenerationConfig.from_pretrained(str(folder)))
 
 

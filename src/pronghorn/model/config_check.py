@@ -15,7 +15,7 @@ from pronghorn.model.weight_files import Stored
 
 # The most that is believed, about ten times what the largest known model has: 126 layers (Llama 3.1 405B), a width of 18,432,
 # a vocabulary of 262,208 (Gemma 3), 512 experts. A thousand empty layers are built in 2 s.
-LAYERS, WIDTH, HEADS, EXPERTS, VOCABULARY, POSITIONS = 1_000, 1 << 20, 1 << 14, 1 << 13, 1 << 24, 1 << 40
+LAYERS, WIDTH, HEADS, EXPERTS, VOCABULARY, POSITIONS = 1 << 10, 1 << 20, 1 << 14, 1 << 13, 1 << 24, 1 << 40
 SIZES: dict[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers"), LAYERS),
     **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "head_dim",
@@ -30,8 +30,15 @@ MAY_BE_ZERO = {"num_experts", "num_local_experts", "n_routed_experts", "num_expe
 POSITIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "rope_local_base_freq", "norm_eps",
             "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping")
 FINITE = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale",
-          "attention_dropout", "initializer_range", "router_aux_loss_coef")
+          "initializer_range", "router_aux_loss_coef")
+SHARES = ("attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout", "hidden_dropout", "router_jitter_noise")
+REAL = POSITIVE + FINITE + SHARES
 OBJECTS = ("quantization_config", "rope_scaling", "rope_parameters", "text_config")
+NUMBERS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "temperature", "top_k", "top_p", "min_p",
+           "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
+           "diversity_penalty", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "guidance_scale", "max_time")
+COUNTS = {"num_beams": 64, "num_return_sequences": 64}
+SWITCHES = ("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values")
 VALUES_A_BYTE = 8  # no checkpoint packs more
 
 
@@ -41,10 +48,10 @@ def require_sane_numbers(content: Mapping[str, Any], where: str, path: str = "")
         here = f"{path}{key}"
         if key in OBJECTS and not (value is None or isinstance(value, dict)):
             raise _refused(here, value, "it is an object with keys", where)
-        if isinstance(value, dict):
+        if isinstance(value, dict) and key not in REAL:
             require_sane_numbers(value, where, f"{here}.")
         elif isinstance(value, bool) or value is None:
-            if key in SIZES and isinstance(value, bool) and key not in MAY_BE_ZERO:
+            if isinstance(value, bool) and (key in REAL or (key in SIZES and key not in MAY_BE_ZERO)):
                 raise _refused(here, value, "it is a number", where)
         elif key in SIZES and isinstance(value, int):
             lowest = 0 if key in MAY_BE_ZERO else 1
@@ -52,17 +59,19 @@ def require_sane_numbers(content: Mapping[str, Any], where: str, path: str = "")
                 raise _refused(here, value, f"it is from {lowest} to {SIZES[key]:,}", where)
         elif key in SIZES and isinstance(value, str | float):
             raise _refused(here, value, "it is a whole number", where)
-        elif key in POSITIVE and isinstance(value, int | float) and not (_finite(value) and value > 0):
+        elif key in POSITIVE and not (_finite(value) and value > 0):
             raise _refused(here, value, "it is a number above 0", where)
-        elif key in FINITE and isinstance(value, int | float) and not _finite(value):
+        elif key in SHARES and not (_finite(value) and 0 <= value < 1):
+            raise _refused(here, value, "it is a share, from 0 to less than 1", where)
+        elif key in FINITE and not _finite(value):
             raise _refused(here, value, "it is a finite number", where)
         elif isinstance(value, int) and value.bit_length() > 63:
             raise _refused(here, value, "no number there has more than 63 bits", where)
 
 
-def _finite(value: float) -> bool:
+def _finite(value: Any) -> bool:
     try:
-        return math.isfinite(value)
+        return isinstance(value, int | float) and math.isfinite(value)
     except OverflowError:  # an integer beyond all floats
         return False
 
@@ -116,6 +125,19 @@ def require_room(parameters: int, stored: Stored | None, where: str) -> None:
         raise ModelError(what=f"config.json asks for {parameters:,} weights, the weight files have {stored.bytes:,} bytes",
                          where=where, why="the weights do not belong to config.json",
                          fix="get the model's complete files, all from the same version")
+
+
+def require_generation_numbers(content: Mapping[str, Any], file: str, where: str) -> None:
+    """transformers takes any value, and fails over it when the first answer is generated."""
+    require_token_ids(content, file, where)
+    for key, value in content.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < POSITIONS
+        wrong = (key in NUMBERS and not number) or (key in COUNTS and not (number and 1 <= value <= COUNTS[key])) or (
+            key in SWITCHES and not isinstance(value, bool))
+        if value is not None and wrong:
+            raise ModelError(what=f"{file} says {key}: {str(value)[:40]!r}", where=where,
+                             why="it is true or false" if key in SWITCHES else "no answer can be generated with it",
+                             fix=f"get the model's own {file}")
 
 
 def require_token_ids(content: Mapping[str, Any], file: str, where: str) -> None:
