@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pronghorn.recipe import Recipe
+from pronghorn.recipe import Recipe, why_fixed
 
 
 def recipe(**changes: Any) -> Recipe:
@@ -111,10 +111,11 @@ def test_both_misfits_are_told_at_once() -> None:
 def test_what_a_resume_may_not_change_is_named_with_both_values() -> None:
     one = recipe()
     other = recipe(train={"lr": 1e-4}, data={"train": "b.jsonl"}, lora={"targets": ["q_proj"]})
-    assert one.differences(other) == [
-        "data.train: ('a.jsonl',) -> ('b.jsonl',)", "lora.targets: all-linear -> ('q_proj',)", "train.lr: 0.0002 -> 0.0001",
-    ]
-    assert one.differences(recipe()) == []
+    assert one.differences(other) == {
+        "data.train": "('a.jsonl',) -> ('b.jsonl',)", "lora.targets": "all-linear -> ('q_proj',)",
+        "train.lr": "0.0002 -> 0.0001",
+    }
+    assert one.differences(recipe()) == {}
 
 
 @pytest.mark.parametrize("changes", [
@@ -122,7 +123,7 @@ def test_what_a_resume_may_not_change_is_named_with_both_values() -> None:
     {"output": "runs/other"}, {"data": {"train": "a.jsonl", "workers": 0}},
 ], ids=str)
 def test_what_does_not_touch_the_numbers_is_no_difference(changes: dict[str, Any]) -> None:
-    assert recipe().differences(recipe(**changes)) == []
+    assert recipe().differences(recipe(**changes)) == {}
 
 
 @pytest.mark.parametrize("changes", [
@@ -131,3 +132,9 @@ def test_what_does_not_touch_the_numbers_is_no_difference(changes: dict[str, Any
 ], ids=str)
 def test_what_touches_the_numbers_is_a_difference(changes: dict[str, Any]) -> None:
     assert recipe().differences(recipe(**changes))
+
+
+def test_which_keys_a_resumed_run_can_follow() -> None:
+    assert not any(why_fixed(key) for key in ("train.lr", "train.clip", "precision", "lora.dropout", "data.workers", "output"))
+    assert all(why_fixed(key) for key in ("model", "method", "lora.r", "data.train", "data.eval", "train.capacity"))
+    assert {"train.lr", "lora.r", "data.train", "model"} <= set(recipe().keys)

@@ -179,20 +179,41 @@ class Recipe(Section):
         """Whether the linears' products are in FP8."""
         return self.method == "fp8" or self.compute == "fp8"
 
-    def differences(self, other: Recipe) -> list[str]:
-        """Keys whose change would make a resumed run another run: `train.lr: 0.0002 -> 0.0001`."""
+    def differences(self, other: Recipe) -> dict[str, str]:
+        """Keys whose change would make a resumed run another run, each with what changed: `0.0002 -> 0.0001`."""
         old, new = _flat(self.model_dump()), _flat(other.model_dump())
         for flat in (old, new):  # where moments lie does not change them
             flat["train.optimizer"] = flat["train.optimizer"].removeprefix("paged_")
-        return [
-            f"{key}: {old.get(key)} -> {new.get(key)}"
+        return {
+            key: f"{old.get(key)} -> {new.get(key)}"
             for key in sorted(old.keys() | new.keys())
             if old.get(key) != new.get(key) and not key.startswith(MAY_CHANGE_ON_RESUME)
-        ]
+        }
+
+    @property
+    def keys(self) -> list[str]:
+        """All of them, as `train.lr`."""
+        return sorted(_flat(self.model_dump()))
 
 
 # What does not touch the numbers of the run may change between two starts of it.
 MAY_CHANGE_ON_RESUME = ("checkpoint.", "eval.", "memory.", "output", "data.workers", "train.graph")
+# Of the rest, what cannot change in the middle of a run even where --allow-change asks for it: a key or a section, and why.
+_ADAPTER, _PLACE = "the trained adapter has that shape and scale", "the run's place in the data would mean other rows"
+FIXED_ON_RESUME = {
+    "model": "what was trained belongs to that model", "method": "what was trained has the form of that method",
+    "lora.r": _ADAPTER, "lora.alpha": _ADAPTER, "lora.targets": _ADAPTER, "lora.rslora": _ADAPTER, "lora.dora": _ADAPTER,
+    "data.": _PLACE, "train.batch_tokens": _PLACE, "train.capacity": _PLACE, "train.seed": _PLACE,
+    "train.optimizer": "its moments are stored in another form",
+}
+
+
+def why_fixed(key: str) -> str:
+    """Why this key cannot change when a run is resumed; empty where it can."""
+    if key.startswith(MAY_CHANGE_ON_RESUME):
+        return ""
+    whole_section = f"{key.split('.', 1)[0]}."
+    return FIXED_ON_RESUME.get(key) or FIXED_ON_RESUME.get(whole_section, "")
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -74,7 +74,8 @@ def test_the_background_writer_gives_the_folder_that_the_libraries_would_write(
     kind: str, recipe_for: RecipeFor, tmp_path: Path
 ) -> None:
     model, tokenizer = add_adapter(make_model(), recipe_for(lora=KINDS[kind]).lora, seed=1), make_tokenizer()
-    files = adapter_files(model, tokenizer)
+    (tmp_path / "scratch").mkdir()
+    files = adapter_files(model, tokenizer, tmp_path / "scratch")
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data + torch.randn_like(parameter)  # in other memory: the parameter is what counts
@@ -90,7 +91,9 @@ def test_the_background_writer_gives_the_folder_that_the_libraries_would_write(
     assert {"adapter_model.safetensors", "adapter_config.json", "README.md", "tokenizer.json"} <= written.keys()
 
 
-def test_what_peft_would_store_beside_the_parameters_is_refused(recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_peft_would_store_beside_the_parameters_is_refused(
+    recipe_for: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A copy would be written as it was at the start, for the whole run."""
     model = add_adapter(make_model(), recipe_for().lora, seed=1)
     stored = export_file.get_peft_model_state_dict
@@ -100,7 +103,7 @@ def test_what_peft_would_store_beside_the_parameters_is_refused(recipe_for: Reci
 
     monkeypatch.setattr(export_file, "get_peft_model_state_dict", copied)
     with pytest.raises(RuntimeError, match="not parameters of the model"):
-        adapter_files(model, make_tokenizer())
+        adapter_files(model, make_tokenizer(), tmp_path)
 
 
 def test_a_full_run_is_exported_whole_and_has_no_adapter(recipe_for: RecipeFor, tmp_path: Path) -> None:

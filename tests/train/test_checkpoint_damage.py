@@ -163,10 +163,10 @@ def test_too_little_space_is_told_before_writing(tmp_path: Path) -> None:
 
 def test_the_tensors_count_towards_the_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=checkpoint.MARGIN_BYTES + 63))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=checkpoint.LEAST_MARGIN + 63))
     with pytest.raises(EnvironmentFault, match="1 bytes are missing"):
         save(tmp_path, 1)  # 15 + 1 float32
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=checkpoint.MARGIN_BYTES + 64))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=checkpoint.LEAST_MARGIN + 64))
     save(tmp_path, 1)
 
 
@@ -185,7 +185,7 @@ def too_much_model(folder: Path) -> None:
 
 @pytest.mark.parametrize("culprit", ["the model's writer", "the tensors"])
 def test_a_disk_that_fills_up_in_the_middle(culprit: str, tiny_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "MARGIN_BYTES", -10_000_000)  # as with a quota, which disk_usage does not know
+    monkeypatch.setattr(checkpoint, "margin_bytes", lambda _: -10_000_000)  # as with a quota, which disk_usage does not know
     path = save(tiny_disk, 1)
     before = snapshot(path)
     if culprit == "the tensors":

@@ -305,7 +305,7 @@ def test_a_folder_that_cannot_be_written_is_told_with_its_fix_and_the_writer_goe
 
 
 def test_a_full_disk_is_told_with_its_fix(tmp_path: Path) -> None:
-    mount = ["mount", "-t", "tmpfs", "-o", "size=70m", "tmpfs", str(tmp_path)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(tmp_path)]
     if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting a small disk needs root")
     try:

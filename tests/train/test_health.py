@@ -19,7 +19,7 @@ from pronghorn.data.batches import Cursor, StepBatch, build_batch
 from pronghorn.errors import HealthStop, ModelError, RecipeError
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
-from pronghorn.train.health import Offenders, offending_rows, require_sound, require_trainable
+from pronghorn.train.health import BrokenWeights, Offenders, lower_lr, offending_rows, require_sound, require_trainable
 from pronghorn.train.objectives import loss_sum
 from pronghorn.train.setup import set_up
 from samples import ListTable, chat_rows, make_model, write_rows
@@ -48,7 +48,8 @@ def test_a_number_that_is_not_finite_names_the_rows(loss: float, norm: float, sa
     assert (error.exit_code, error.where) == (4, "runs/x")
     assert "weights were not touched" in error.what
     assert error.why == "seen with a.jsonl:3, a.jsonl:9"
-    assert error.fix.endswith("if they are fine, lower train.lr or set precision: fp32")
+    assert "if they are fine, lower train.lr and go on: the same command with train.lr=... --allow-change train.lr" in error.fix
+    assert "precision=fp32 --allow-change precision" in error.fix
 
 
 @pytest.mark.parametrize(("found", "why"), [
@@ -58,7 +59,8 @@ def test_a_number_that_is_not_finite_names_the_rows(loss: float, norm: float, sa
 def test_rows_are_not_blamed_where_all_or_none_of_them_is_bad(found: Offenders, why: str) -> None:
     with pytest.raises(HealthStop) as caught:
         require_sound(math.nan, 1.0, 1, lambda: found, "runs/x", "fp32")
-    assert (caught.value.why, caught.value.fix) == (why, "lower train.lr")  # the precision is what it would advise
+    assert (caught.value.why, caught.value.fix) == (why, lower_lr())  # the precision is what it would advise
+    assert isinstance(caught.value, BrokenWeights) == ("weights" in why)
 
 
 def test_at_most_five_rows_are_named() -> None:

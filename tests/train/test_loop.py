@@ -17,8 +17,8 @@ from pronghorn.errors import CheckpointError, EnvironmentFault, HealthStop, Inte
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.report.stages import Stages
-from pronghorn.train import loop, run_folder, step
-from pronghorn.train.checkpoint import MARGIN_BYTES
+from pronghorn.train import loop, run_folder, setup, step
+from pronghorn.train.checkpoint import LEAST_MARGIN
 from pronghorn.train.loop import train
 from pronghorn.train.setup import prepare_data
 from samples import chat_rows, write_rows
@@ -302,8 +302,9 @@ def test_fast_and_own_layers_give_the_same_run(recipe_for: Callable[..., Recipe]
 
 def test_a_disk_that_no_checkpoint_would_fit_on_is_refused_before_the_first_step(
         recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint keeps MARGIN_BYTES free; a run that leaves fewer would train up to its first one."""
-    room = SimpleNamespace(total=10**9, used=10**9 - MARGIN_BYTES, free=MARGIN_BYTES)
+    """A checkpoint keeps a margin free; a run that leaves less would train up to its first one. Weights were not read yet."""
+    room = SimpleNamespace(total=10**9, used=10**9 - LEAST_MARGIN, free=LEAST_MARGIN)
+    monkeypatch.setattr(setup, "load_model", None)
     monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda _: room)
     recipe, display = recipe_for(), Silent()
     with pytest.raises(EnvironmentFault, match="not enough disk space for this run"):

@@ -142,9 +142,9 @@ def test_a_run_in_8_bits_resumes_bit_for_bit(recipe_for: RecipeFor, tmp_path: Pa
 
 def test_another_number_of_bits_is_another_run(recipe_for: RecipeFor) -> None:
     recipes = {kind: recipe_for(train={"optimizer": kind}) for kind in KINDS}
-    assert recipes["adamw"].differences(recipes["paged_adamw"]) == []
-    assert recipes["paged_adamw_8bit"].differences(recipes["adamw_8bit"]) == []
-    assert recipes["adamw"].differences(recipes["paged_adamw_8bit"]) == ["train.optimizer: adamw -> adamw_8bit"]
+    assert recipes["adamw"].differences(recipes["paged_adamw"]) == {}
+    assert recipes["paged_adamw_8bit"].differences(recipes["adamw_8bit"]) == {}
+    assert recipes["adamw"].differences(recipes["paged_adamw_8bit"]) == {"train.optimizer": "adamw -> adamw_8bit"}
 
 
 def test_8_bits_learn_as_32_do(recipe_for: RecipeFor) -> None:

@@ -120,6 +120,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     one = with_recipe(verb("train", train, "train; goes on by itself where the output folder's last checkpoint stands"))
     one.add_argument("--fresh", action="store_true", help="start over; the old folder is kept aside")
+    one.add_argument("--allow-change", action="append", default=[], metavar="KEY",
+                     help="go on although this key of the recipe changed, as in: train.lr=1e-5 --allow-change train.lr")
 
     def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
         one.add_argument("run", help="a run's output folder")
@@ -260,7 +262,7 @@ def train(arguments: argparse.Namespace) -> None:
         with stages("imports"), _importing(recipe.model):
             from pronghorn.train.loop import train as run
         display.progress(*STARTED)
-        result = run(recipe, display=display, stages=stages, fresh=arguments.fresh)
+        result = run(recipe, display=display, stages=stages, fresh=arguments.fresh, allow=arguments.allow_change)
     if not arguments.json:
         _show_summary(result.folder)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 
-from pronghorn.errors import CommandError, EnvironmentFault
+from pronghorn.errors import CommandError, EnvironmentFault, ModelError
 from pronghorn.model.config import read_config
 from pronghorn.model.families import text_config
 from pronghorn.model.few_bit_experts import dequantize_experts_
@@ -87,18 +88,17 @@ class AdapterFiles:
     small: dict[str, bytes]  # every other file
 
 
-def adapter_files(model: PeftModel, tokenizer: Any) -> AdapterFiles:
-    """Once a run. PEFT writes its files with empty tensors, which says how the true ones are to be called."""
+def adapter_files(model: PeftModel, tokenizer: Any, folder: Path) -> AdapterFiles:
+    """Once a run, before its first step. PEFT writes its files with empty tensors, which says how the true ones are to be
+    called. `folder`: an empty one."""
     empty = {name: torch.empty(0) for name, _ in model.named_parameters()}
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        with without_progress_bars():
-            model.save_pretrained(scratch, save_embedding_layers=False, state_dict=empty)
-        tokenizer.save_pretrained(scratch)
-        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as stored:
-            names, metadata = set(stored.keys()), stored.metadata()
-        files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file != folder / ADAPTER_WEIGHTS]
-        small = {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
+    with without_progress_bars():
+        model.save_pretrained(str(folder), save_embedding_layers=False, state_dict=empty)
+    tokenizer.save_pretrained(str(folder))
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as stored:
+        names, metadata = set(stored.keys()), stored.metadata()
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file != folder / ADAPTER_WEIGHTS]
+    small = {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
     parameters = {(parameter.data_ptr(), parameter.shape): parameter for parameter in model.parameters()}
     places = {
         name: (tensor.data_ptr(), tensor.shape)
@@ -108,6 +108,32 @@ def adapter_files(model: PeftModel, tokenizer: Any) -> AdapterFiles:
     if strange := (names | places.keys()) - (names & tensors.keys()):
         raise RuntimeError(f"PEFT stores tensors that are not parameters of the model: {sorted(strange)}")
     return AdapterFiles(ADAPTER_WEIGHTS, tensors, metadata, small)
+
+
+def save_small_files(model: Any, tokenizer: Any, folder: Path) -> None:
+    """What a whole model's folder has beside its weights."""
+    model.config.save_pretrained(str(folder))
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+
+
+@contextmanager
+def savable(what: str, model: str) -> Iterator[None]:
+    """Around what transformers, PEFT and tokenizers write: each has its own way to say that it cannot."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise EnvironmentFault(what=f"{what} could not be saved", where=str(getattr(error, "filename", None) or ""), why=why,
+                               fix="free some disk space, or repair what the system reports; then run the same command again"
+                               ) from error
+    except Exception as error:
+        if type(error) is not Exception and not isinstance(error, (ValueError, TypeError, KeyError, AttributeError)):
+            raise  # tokenizers has no error of its own: all it raises are plain ones
+        raise ModelError(what=f"{what} cannot be saved, so no checkpoint could be written", where=model,
+                         why=str(error).strip().split("\n")[0] or type(error).__name__,
+                         fix="repair the model's files (tokenizer_config.json, config.json, generation_config.json)") from error
 
 
 def trained_model(checkpoint: Path, recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Any:

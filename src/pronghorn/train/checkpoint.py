@@ -42,8 +42,8 @@ VERSION = 1
 MANIFEST = "manifest.json"
 TENSORS = "training_state.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-# Beyond the estimate: the manifest, tokenizer files, the file system's own blocks, a log that grows meanwhile.
-MARGIN_BYTES = 64_000_000
+# Kept free beyond the estimate: the manifest (40 kB), the file system's own blocks, log and report, which grow meanwhile.
+LEAST_MARGIN, MOST_MARGIN = 1_000_000, 64_000_000
 
 # `.replaced`: complete as well, about to be removed because the same step was saved again.
 _COMPLETE = re.compile(r"(?P<name>checkpoint-(?P<step>0|[1-9]\d*))(?P<replaced>\.replaced)?")
@@ -115,7 +115,7 @@ def write_checkpoint(
     final = run / f"checkpoint-{manifest['step']}"
     with _disk_faults(run, f"{final.name} could not be written"):
         clean_leftovers(run)
-        require_free_disk(run, needed_bytes + MARGIN_BYTES, final.name, then=what_resumes(run))
+        require_free_disk(run, needed_bytes + margin_bytes(needed_bytes), final.name, then=what_resumes(run))
         folder = run / f".{final.name}.tmp-{os.getpid()}"
         try:
             folder.mkdir()
@@ -132,6 +132,11 @@ def write_checkpoint(
     with _disk_faults(run, f"{final.name} is written, but an older checkpoint could not be removed"):
         _prune(run, final, keep, best_step)
     return final
+
+
+def margin_bytes(needed: int) -> int:
+    """A quarter of a checkpoint, within limits: 64 MB for one of 0.4 MB would refuse a disk that holds a hundred of them."""
+    return min(MOST_MARGIN, max(LEAST_MARGIN, needed // 4))
 
 
 def list_checkpoints(run: Path) -> list[Path]:
@@ -155,9 +160,14 @@ def load_checkpoint(path: Path) -> TrainState:
     from safetensors.torch import load_file
 
     manifest = verify_checkpoint(path)
+    try:
+        tensors = load_file(path / TENSORS)
+    except (OSError, SafetensorError) as error:  # its sum is right: it was forged, or the disk fails
+        raise CheckpointError("the checkpoint's tensors cannot be read", where=str(path / TENSORS), why=str(error),
+                              fix=way_out(path)) from error
     return TrainState(
         step=manifest["step"],
-        tensors=load_file(path / TENSORS),
+        tensors=tensors,
         values=manifest["values"],
         recipe=manifest["recipe"],
         rng=manifest["rng"],
@@ -169,7 +179,8 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
     try:
         return _intact_manifest(path)
     except _DamageError as damage:
-        raise CheckpointError(damage.what, where=str(damage.file), why=damage.why, fix=_way_out(path)) from damage
+        kind = OtherVersionError if damage.what == _OTHER_VERSION else CheckpointError
+        raise kind(damage.what, where=str(damage.file), why=damage.why, fix=way_out(path)) from damage
 
 
 def clean_leftovers(run: Path) -> None:
@@ -334,6 +345,14 @@ def _with_checksum(manifest: dict[str, Any]) -> dict[str, Any]:
 
 # Verifying
 
+_OTHER_VERSION = "the checkpoint was written by another version of Pronghorn"
+# What a manifest holds beside its own sum: a file that is whole may still be somebody else's.
+_KINDS = {"step": int, "files": dict, "recipe": dict, "values": dict, "rng": dict}
+
+
+class OtherVersionError(CheckpointError):
+    """Whole, but not for this version to read."""
+
 
 class _DamageError(Exception):
     """Becomes a CheckpointError as soon as the way out is known."""
@@ -369,19 +388,29 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise _DamageError(file, "the checkpoint has no manifest", "each is saved with one: it was removed later") from None
     except OSError as error:
         raise _DamageError(file, "the manifest cannot be read", error.strerror or str(error)) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _DamageError(file, "the manifest is damaged", f"it is not JSON: {error}") from error
     if not isinstance(manifest, dict):
         raise _DamageError(file, "the manifest is damaged", "it is not an object")
     if manifest.get("version", VERSION) != VERSION:
         raise _DamageError(
-            file, "the checkpoint was written by another version of Pronghorn",
+            file, _OTHER_VERSION,
             f"its manifest has version {manifest['version']}, this one reads {VERSION}",
         )
     body = {key: value for key, value in manifest.items() if key != "sha256"}
+    try:
+        same = _as_text(_with_checksum(body)) == text
+    except (ValueError, RecursionError):  # NaN, or nested deeper than we ever write
+        same = False
     # Comparing the text as well finds a changed bit that parses to the same content.
-    if _as_text(_with_checksum(body)) != text:
+    if not same:
         raise _DamageError(file, "the manifest is damaged", "its content does not match its own SHA-256")
+    for key, kind in _KINDS.items():
+        if not isinstance(body.get(key), kind) or isinstance(body[key], bool):
+            raise _DamageError(file, "the manifest is damaged", f"`{key}` is missing, or not what it should be")
+    for listed, facts in {TENSORS: None, **body["files"]}.items():
+        if not isinstance(facts, dict) or not isinstance(facts.get("bytes"), int) or not isinstance(facts.get("sha256"), str):
+            raise _DamageError(file, "the manifest is damaged", f"it does not describe {listed}")
     name = _COMPLETE.fullmatch(path.name)
     if name and int(name["step"]) != body["step"]:
         raise _DamageError(path, "the checkpoint was renamed", f"its manifest says step {body['step']}")
@@ -403,7 +432,7 @@ def _check_file(file: Path, expected: dict[str, Any]) -> None:
         raise _DamageError(file, "the checkpoint is damaged: a file is unreadable", error.strerror or str(error)) from error
 
 
-def _way_out(damaged: Path) -> str:
+def way_out(damaged: Path) -> str:
     """Which earlier checkpoint is intact, and what to move away so that the same command finds it."""
     run, away = damaged.parent, [damaged]
     all_of_them = list_checkpoints(run)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from pronghorn.errors import EnvironmentFault
+from pronghorn.train.health import not_finite
 from pronghorn.train.run_folder import readable_bytes
 
 # In the order in which safetensors stores them, widest first, so that every tensor is aligned.
@@ -100,6 +101,7 @@ class Image:
         self._sources: list[torch.Tensor] = []  # kept until they are copied: their memory must not be used for others
         self._event: torch.cuda.Event | None = None
         self._pinned: int | None = None  # address
+        self._largest: torch.Tensor | None = None  # absolute value in what was taken, in host memory; NaN if one is NaN
 
     def take(self, small: Mapping[str, bytes], files: Sequence[TensorFile]) -> torch.cuda.Event | None:
         """Start to copy; on CUDA, returns the event of its end without waiting for anything, except when the memory has to
@@ -124,6 +126,13 @@ class Image:
         self._event = None
         self._sources = []
 
+    def not_finite(self) -> list[str]:
+        """Names of the tensors that hold NaN or infinity, once it is settled. The device has looked; the host reads one number,
+        and only if that is not finite all of them."""
+        if self._largest is None or bool(torch.isfinite(self._largest).all()):
+            return []
+        return not_finite({name: place for (_, name, _), place in zip(self.layout.tensors, self._places, strict=True)})
+
     def free(self) -> None:
         self.settle()
         if self._pinned is not None:
@@ -137,6 +146,7 @@ class Image:
         with torch.no_grad():
             for place, source in zip(self._places, self._sources, strict=True):
                 place.copy_(source, non_blocking=True)
+            self._largest = _largest(self._sources, pin=self._stream is not None)
         if self._stream is None:
             self._sources = []
 
@@ -182,6 +192,22 @@ class Image:
         # CUDA keeps the error for whoever asks next, which would be some kernel of the run: ask now.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._device)
+
+
+def _largest(tensors: Sequence[torch.Tensor], *, pin: bool) -> torch.Tensor | None:
+    """One a device (moments may be paged into host memory), on the host, once the stream is there. Everything is read once:
+    0.2 ms for the 0.5 GB of an 8B model's adapter and moments (computed, at 3 TB/s). Quantized moments are whole numbers."""
+    of_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel():
+            of_device.setdefault(tensor.device, []).append(tensor)
+    if not of_device:
+        return None
+    found = torch.empty(len(of_device), pin_memory=pin)
+    for place, members in zip(found, of_device.values(), strict=True):
+        norms = torch._foreach_norm(members, float("inf"))
+        place.copy_(torch.stack([norm.float() for norm in norms]).amax(), non_blocking=True)
+    return found
 
 
 def _aligned(position: int) -> int:

@@ -25,7 +25,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from pronghorn.errors import EnvironmentFault, PronghornError
 from pronghorn.train.checkpoint import TENSORS, TrainState, manifest_of, refuse_foreign, what_resumes
 from pronghorn.train.checkpoint_image import Image, TensorFile
 from pronghorn.train.checkpoint_process import END, write_image
+from pronghorn.train.health import refused_checkpoint
 
 PROCESS = "pronghorn.train.checkpoint_process"
 # Up to here two images, so that a snapshot need not wait for the disk. An 8B model with r=16 everywhere takes 0.5 GB each.
@@ -199,6 +199,8 @@ class CheckpointWriter:
     def _hand_over(self, snapshot: Snapshot) -> None:
         snapshot._image.settle()
         self._taken.remove(snapshot)
+        if broken := snapshot._image.not_finite():
+            raise refused_checkpoint(snapshot.step, broken, str(self._run))
         if self._process is None:
             assert snapshot._image.memory is not None
             self._note(write_image(snapshot._job, snapshot._image.memory))
@@ -259,7 +261,8 @@ class _Process:
     def __init__(self) -> None:
         """AttributeError where there is no shared memory of this kind, OSError where there is no process to be had."""
         self.memories = [os.memfd_create(f"checkpoint-{number}") for number in range(2)]  # a file, and empty: no memory yet
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
+        # as long as the process; in memory, since TMPDIR may be full, missing or a file
+        self._errors: IO[bytes] = os.fdopen(os.memfd_create("checkpoint-errors"), "w+b")
         self._pipe: Connection[Any, Any]
         self._pipe, theirs = Pipe()
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)  # it must find what we have found

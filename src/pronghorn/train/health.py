@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +34,27 @@ def refuse_broken_weights(model: torch.nn.Module, name: str) -> None:
                          fix="get the model's files again; if they are meant so, set precision: fp32 (fp16 ends at 65,504)")
 
 
+class BrokenWeights(HealthStop):
+    """The last update spoilt the weights: what it left is worth no checkpoint, and the run goes on from one before it."""
+
+
+def lower_lr(precision: str = "fp32") -> str:
+    """The end of a fix, in words that work: the run goes on with them."""
+    other = "" if precision == "fp32" else " (or precision=fp32 --allow-change precision)"
+    return f"lower train.lr and go on: the same command with train.lr=... --allow-change train.lr{other}"
+
+
+def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of those that hold NaN or infinity."""
+    return [name for name, tensor in tensors.items() if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())]
+
+
+def refused_checkpoint(step: int, broken: Sequence[str], folder: str) -> BrokenWeights:
+    more = f" and {counted(len(broken) - 1, 'more tensor')}" if len(broken) > 1 else ""
+    return BrokenWeights(what=f"checkpoint-{step} is not written: it would hold numbers that are not finite", where=folder,
+                         why=f"an update overflowed: {broken[0]}{more}", fix=lower_lr())
+
+
 class Offenders(NamedTuple):
     rows: list[str]  # whose own loss or gradient is not finite
     of: list[str]  # the step's rows
@@ -50,18 +71,20 @@ def require_sound(loss: float, grad_norm: float, step: int, offenders: Callable[
         )
     broken = "loss" if not math.isfinite(loss) else "gradient" if not math.isfinite(grad_norm) else ""
     if broken:
-        why, fix = _cause(offenders(), "lower train.lr" + " or set precision: fp32" * (precision != "fp32"))
-        raise HealthStop(what=f"step {step}: the {broken} is not finite; the weights were not touched", where=folder, why=why,
-                         fix=fix)
+        what = f"step {step}: the {broken} is not finite; the weights were not touched"
+        raise _cause(offenders(), what, folder, lower_lr(precision))
 
 
-def _cause(found: Offenders, otherwise: str) -> tuple[str, str]:
-    """(why, fix): rows are to blame only if others are not."""
+def _cause(found: Offenders, what: str, folder: str, otherwise: str) -> HealthStop:
+    """Rows are to blame only if others are not."""
     if not found.rows:
-        return f"none of the step's rows is bad alone, only together: {_listed(found.of)}", otherwise
+        why = f"none of the step's rows is bad alone, only together: {_listed(found.of)}"
+        return HealthStop(what=what, where=folder, why=why, fix=otherwise)
     if len(found.rows) == len(found.of) > 1:
-        return f"seen with each of the step's {len(found.of)} rows, so it is the weights and not the data", otherwise
-    return f"seen with {_listed(found.rows)}", f"look at those rows (`pronghorn data show`); if they are fine, {otherwise}"
+        why = f"seen with each of the step's {len(found.of)} rows, so it is the weights and not the data"
+        return BrokenWeights(what=what, where=folder, why=why, fix=otherwise)
+    return HealthStop(what=what, where=folder, why=f"seen with {_listed(found.rows)}",
+                      fix=f"look at those rows (`pronghorn data show`); if they are fine, {otherwise}")
 
 
 def _listed(rows: Iterable[str]) -> str:

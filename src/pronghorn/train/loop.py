@@ -9,7 +9,7 @@ import os
 import platform
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -24,28 +24,19 @@ from pronghorn.data.batches import StepBatch
 from pronghorn.data.prepare import evaluation_prompts
 from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, PronghornError, counted
 from pronghorn.model.causal_lm import engine_of
-from pronghorn.model.export import AdapterFiles, adapter_files, save_model
 from pronghorn.model.generate import generate_answers
 from pronghorn.model.quantized import count_parameters
 from pronghorn.recipe import Recipe
 from pronghorn.report.html import write_html
 from pronghorn.report.run_log import RunLog
 from pronghorn.report.stages import Stages
-from pronghorn.train.checkpoint import (
-    MARGIN_BYTES,
-    TrainState,
-    capture_rng,
-    clean_leftovers,
-    list_checkpoints,
-    restore_rng,
-    save_checkpoint,
-)
-from pronghorn.train.checkpoint_writer import CheckpointWriter, Snapshot
+from pronghorn.train.checkpoint import capture_rng, clean_leftovers, restore_rng
 from pronghorn.train.evaluate import evaluate
-from pronghorn.train.health import Offenders, offending_rows, require_sound
+from pronghorn.train.health import BrokenWeights, Offenders, offending_rows, require_sound
 from pronghorn.train.memory import COMPARED_AFTER, WARM_UP, evaluation_capacity, out_of_memory
-from pronghorn.train.optim import lr_scale, optimizer_tensors, set_lr, trainable
+from pronghorn.train.optim import lr_scale, set_lr, trainable
 from pronghorn.train.run_folder import RunFolder, set_aside
+from pronghorn.train.saving import Saver, try_first_save
 from pronghorn.train.setup import Session, set_up
 from pronghorn.train.signals import StopRequest
 
@@ -70,17 +61,19 @@ class RunResult:
     best_step: int | None
 
 
-def train(recipe: Recipe, *, display: Display, stages: Stages | None = None, fresh: bool = False) -> RunResult:
-    """Train, or go on where the folder's last checkpoint stands. Raises what the command line turns into an exit code."""
+def train(recipe: Recipe, *, display: Display, stages: Stages | None = None, fresh: bool = False,
+          allow: Collection[str] = ()) -> RunResult:
+    """Train, or go on where the folder's last checkpoint stands. Raises what the command line turns into an exit code.
+    `allow`: keys of the recipe that may have changed since that checkpoint."""
     stages = stages or Stages()
     folder = Path(recipe.output)
     old = set_aside(folder) if fresh else None
     started, session = False, None
     try:
-        with RunFolder(folder) as run_folder:
+        with RunFolder(folder):
             clean_leftovers(folder)
-            session = set_up(recipe, folder, report=display.progress, stage=stages)
-            run_folder.require_free(_bytes_still_to_write(session, folder) + MARGIN_BYTES)
+            session = set_up(recipe, folder, report=display.progress, stage=stages, allow=allow,
+                             before_loading=lambda *found: try_first_save(recipe, folder, *found))
             if old:
                 session.notices.insert(0, f"the earlier run was moved to {old}")
             with RunLog(folder, listeners=(display.handle,)) as log, StopRequest() as stop:
@@ -91,13 +84,6 @@ def train(recipe: Recipe, *, display: Display, stages: Stages | None = None, fre
             session.memory.release()
         if old and not started:  # the new run never began: the old one is again what the same command resumes
             old.rename(folder)
-
-
-def _bytes_still_to_write(session: Session, folder: Path) -> int:
-    """Trained weights and AdamW's two moments, for the checkpoints kept, the best one and the one being written."""
-    one = sum(3 * p.nbytes for p in trainable(session.model).values())
-    there = sum(file.stat().st_size for path in list_checkpoints(folder) for file in path.rglob("*"))
-    return max(one, one * (session.recipe.checkpoint.keep + 2) - there)
 
 
 @dataclass(frozen=True)
@@ -112,24 +98,18 @@ class _UnderWay:
 class _Run:
     def __init__(self, session: Session, folder: Path, log: RunLog, stages: Stages, display: Display) -> None:
         self.session, self.folder, self.log, self.stages, self.display = session, folder, log, stages, display
-        self.saved_step = session.resumed_from  # the last step that is on disk, or on its way
         self._under_way: deque[_UnderWay] = deque()
         self._mark = 0.0  # when the last step ended
-        self.checkpoint: Path | None = folder / f"checkpoint-{session.step}" if session.resumed_from else None
-        self._writer: CheckpointWriter | None = None  # full fine-tuning saves without one, and waits
-        self._adapter: AdapterFiles | None = None
-        self._snapshots: deque[Snapshot] = deque()  # of steps that were begun and are not known to be sound yet
+        self._saver = Saver(session, folder, log, stages)
         self._seconds: list[float] = []  # of the first steps under the plan
 
     def go(self, stop: StopRequest) -> RunResult:
         self._log_start()
-        with self._checkpoint_writer(), self._logged_end() as end:
+        with self._saver, self._logged_end() as end:
             reason, why = self._steps(stop)
-            if self.saved_step != self.session.step:
-                self._save()
-            self._wait_for_checkpoints()
+            self._save_what_is_not_saved()
             end.update(reason=reason, why=why)
-        return RunResult(self.folder, self.checkpoint, reason, why, self.session.step, self.session.progress.best_step)
+        return RunResult(self.folder, self._saver.checkpoint, reason, why, self.session.step, self.session.progress.best_step)
 
     def _steps(self, stop: StopRequest) -> tuple[str, str]:
         """Steps are begun ahead of being read (`Step.depth`); where the run looks at itself, all of them are finished first."""
@@ -148,11 +128,11 @@ class _Run:
             last = begun == total
             evaluates = session.data.evaluation is not None and (begun % recipe.eval.every == 0 or last)
             saves = begun % recipe.checkpoint.every == 0
-            if evaluates or last or (saves and self._writer is None):
+            if evaluates or last or (saves and self._saver.waits):
                 verdict = self._pause(evaluates, last)
             else:
                 if saves:
-                    self._snapshot()
+                    self._saver.snapshot([step.step_batch for step in self._under_way])
                 if len(self._under_way) > session.take_step.depth:
                     self._finish()
             if stop.signal_number is not None and not last:
@@ -169,7 +149,7 @@ class _Run:
         verdict = self._evaluate() if evaluates else ""
         best_now = session.progress.best_step == session.step
         if session.step % session.recipe.checkpoint.every == 0 or last or best_now or verdict:
-            self._save()
+            self._saver.save()
         self._mark = time.perf_counter()
         return verdict
 
@@ -227,8 +207,7 @@ class _Run:
     def _forget_what_is_under_way(self) -> None:
         """Steps behind a refused one changed nothing either."""
         self._under_way.clear()
-        while self._snapshots and self._writer is not None:
-            self._writer.drop(self._snapshots.pop())
+        self._saver.forget_snapshots()
 
     def _finish_all(self) -> None:
         while self._under_way:
@@ -260,9 +239,7 @@ class _Run:
         )
         self._compare_with_plan(now - self._mark)
         self._mark = now
-        if self._snapshots and self._snapshots[0].step == session.step:
-            self._hand_over(self._snapshots.popleft())
-        self._tell_written()
+        self._saver.finished(session.step)
 
     def _offenders(self, step_batch: StepBatch) -> Offenders:
         session = self.session
@@ -292,94 +269,30 @@ class _Run:
         )
         return session.progress.verdict(recipe.eval.stop)
 
-    # ---- checkpoints ---------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _checkpoint_writer(self) -> Iterator[None]:
-        session = self.session
-        if session.recipe.method == "full":
-            yield
-            return
-        with CheckpointWriter(self.folder, session.device, say=session.notices.append) as self._writer:
-            yield
-
-    def _save(self) -> None:
-        """Of a run that has finished every step it began."""
-        if self._writer is not None:
-            self._snapshot()
-            self._hand_over(self._snapshots.popleft())
-            return
-        session, began = self.session, time.perf_counter()
-        with self.stages("checkpoint"):
-            self.checkpoint = save_checkpoint(
-                self.folder, self._state(), self._write_model, keep=session.recipe.checkpoint.keep,
-                best_step=session.progress.best_step, needed_bytes=sum(p.nbytes for p in trainable(session.model).values()),
-            )
-        self.saved_step = session.step
-        written = sum(file.stat().st_size for file in self.checkpoint.rglob("*") if file.is_file())
-        self._log_checkpoint(session.step, self.checkpoint, written, time.perf_counter() - began)
-
-    def _state(self) -> TrainState:
-        """As it will be once all steps under way are finished: their updates are queued already."""
-        session = self.session
-        ahead = [step.step_batch for step in self._under_way]
-        return TrainState(
-            step=session.step + len(ahead),
-            tensors=optimizer_tensors(session.optimizer, session.model),
-            values={
-                "cursor": (ahead[-1].after if ahead else session.cursor).as_dict(),
-                "seen_tokens": session.seen_tokens + sum(batch.tokens for batch in ahead),
-                **session.identity,
-                "progress": session.progress.as_dict(), "scaler": session.take_step.scaler.state_dict(),
-            },
-            recipe=session.recipe.model_dump(mode="json"),
-            rng=capture_rng(),
-        )
-
-    def _snapshot(self) -> None:
-        """Queues copies of weights and optimizer; the update after this one waits for them, on the device."""
-        assert self._writer is not None
-        with self.stages("checkpoint"):
-            if self._adapter is None:
-                self._adapter = adapter_files(self.session.model, self.session.tokenizer)
-            snapshot = self._writer.snapshot(self._adapter, self._state())
-            self.session.take_step.hold_update(snapshot.hold)
-            self._snapshots.append(snapshot)
-
-    def _hand_over(self, snapshot: Snapshot) -> None:
-        """The step is sound: what was copied of it may be written."""
-        assert self._writer is not None
-        session = self.session
-        with self.stages("checkpoint"):
-            self._writer.write(snapshot, keep=session.recipe.checkpoint.keep, best_step=session.progress.best_step)
-        self.saved_step, self.checkpoint = snapshot.step, self.folder / f"checkpoint-{snapshot.step}"
-
-    def _tell_written(self, *, wait: bool = False) -> None:
-        if self._writer is not None:
-            for one in self._writer.wait() if wait else self._writer.finished():
-                self._log_checkpoint(one.step, one.path, one.bytes, one.seconds)
-
-    def _wait_for_checkpoints(self) -> None:
-        with self.stages("checkpoint"):
-            self._tell_written(wait=True)
-
-    def _log_checkpoint(self, step: int, path: Path, size: int, seconds: float) -> None:
-        self.log.write("checkpoint", step=step, path=str(path), bytes=size, seconds=seconds)
-        self.log.write("stages", **self.stages.event())
-
-    def _write_model(self, folder: Path) -> None:
-        save_model(self.session.model, folder)
-        self.session.tokenizer.save_pretrained(str(folder))
-
     def _leave_for(self, signal_number: int) -> None:
         self._finish_all()
-        if self.saved_step != self.session.step:
-            self._save()
-        self._wait_for_checkpoints()
+        self._save_what_is_not_saved()
         raise Interrupted(
-            what=f"stopped at step {self.session.step} as asked; everything is saved in {self.checkpoint}",
+            what=f"stopped at step {self.session.step} as asked; everything is saved in {self._saver.checkpoint}",
             signal_number=signal_number, fix="the same command goes on from here",
         )
+
+    def _save_what_is_not_saved(self) -> None:
+        if self._saver.saved_step != self.session.step:
+            self._saver.save()
+        self._saver.wait()
+
+    def _save_after(self, stopped: HealthStop) -> HealthStop:
+        """What is left of the last good step, and what to tell: the worse of two things."""
+        try:
+            if isinstance(stopped, BrokenWeights):
+                self._saver.wait()
+                self._saver.withdraw(self.session.step)
+            elif self.session.step:
+                self._save_what_is_not_saved()
+        except HealthStop as worse:  # the update before this step had overflowed
+            return worse
+        return stopped
 
     def _log_experts(self) -> None:
         """Tokens of each expert since the last look, where the model has experts. Only here, where no step is under way, does
@@ -416,12 +329,10 @@ class _Run:
             yield end
             code = 0
         except HealthStop as stopped:
-            end.update(reason="health", why=stopped.what)
-            code = stopped.exit_code
-            if self.session.step and self.saved_step != self.session.step:
-                self._save()  # the weights are those of the last good step
-            self._wait_for_checkpoints()
-            raise
+            told = self._save_after(stopped)
+            end.update(reason="health", why=told.what)
+            code = told.exit_code
+            raise told from None
         except Interrupted as stopped:
             end.update(reason="signal", why=stopped.what)
             code = stopped.exit_code
@@ -435,7 +346,19 @@ class _Run:
             best = {"step": progress.best_step, "loss": progress.best_loss} if progress.best_step is not None else None
             self.log.write("stages", **self.stages.event())
             self.log.write("end", **end, step=self.session.step, exit_code=code, best=best)
+            self._write_report(must=code == 0)
+
+
+    def _write_report(self, *, must: bool) -> None:
+        """Where the run ends with an error, that is what to tell, and not that the same disk took no report either."""
+        try:
             write_html(self.folder)
+        except (OSError, PronghornError) as error:
+            if must:
+                raise EnvironmentFault(
+                    what="the run's report could not be written", where=str(self.folder), why=str(error),
+                    fix="see that the run's folder is where it was and can be written; then run the same command again",
+                ) from error
 
 
 def _versions() -> dict[str, str]:

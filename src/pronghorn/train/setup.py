@@ -5,7 +5,7 @@ The order is by cost: what can be refused in a second is refused before data is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,11 +38,12 @@ from pronghorn.model.lora import add_adapter, restore_adapter
 from pronghorn.model.text_stack import freeze_beside_text
 from pronghorn.model.weight_files import require_whole_weights
 from pronghorn.recipe import Lora, Recipe
-from pronghorn.train.checkpoint import TrainState, latest_checkpoint, load_checkpoint, restore_rng
+from pronghorn.train.checkpoint import TrainState, restore_rng
 from pronghorn.train.evaluate import Progress
 from pronghorn.train.health import refuse_broken_weights, require_trainable
 from pronghorn.train.memory import RunMemory, plan_memory
 from pronghorn.train.optim import make_optimizer, restore_optimizer
+from pronghorn.train.resume import find_checkpoint, require_allowable
 from pronghorn.train.run_identity import data_key, in_background, require_same_data
 from pronghorn.train.step import StageTimer, Step, autocast, make_step, no_graph
 
@@ -155,22 +156,6 @@ def packs_per_step(recipe: Recipe) -> int:
     return recipe.train.batch_tokens // recipe.train.capacity
 
 
-def find_checkpoint(recipe: Recipe, run: Path) -> tuple[Path, TrainState] | None:
-    """The newest checkpoint, verified, if the folder has one; refused if it belongs to another recipe."""
-    path = latest_checkpoint(run)
-    if path is None:
-        return None
-    state = load_checkpoint(path)
-    changed = Recipe.model_validate(state.recipe).differences(recipe)
-    if changed:
-        raise CheckpointError(
-            what=f"the recipe changed since {path.name}: {'; '.join(changed)}", where=str(run),
-            why="going on with other settings would be another run under the same name",
-            fix="undo the change, choose another output, or start over with --fresh (the old folder is kept aside)",
-        )
-    return path, state
-
-
 def look_ahead(recipe: Recipe) -> tuple[torch.device, Precision, ModelFacts, Any]:
     """Refuses what can be refused before data is read and weights are loaded, for `train` and `check` alike. Returns device,
     precision, what is known of the model, and the tokenizer."""
@@ -206,11 +191,17 @@ def _refuse_adapted_head(recipe: Recipe) -> None:
     raise RecipeError(what="lora.targets: lm_head cannot have an adapter here", why=why, fix=fix)
 
 
-def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> Session:
+def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer, allow: Collection[str] = (),
+           before_loading: Callable[[ModelFacts, Any], None] = lambda facts, tokenizer: None) -> Session:
+    """`allow`: keys that may differ from those of the checkpoint (--allow-change). `before_loading`: refuses, perhaps, what
+    facts and tokenizer tell."""
+    said: list[str] = []
+    require_allowable(allow, recipe)
     with stage("checkpoint"):
-        found = find_checkpoint(recipe, run)
+        found = find_checkpoint(recipe, run, allow=allow, say=said.append)
     with stage("load"):
         device, precision, facts, tokenizer = look_ahead(recipe)
+        before_loading(facts, tokenizer)
     data = prepare_data(recipe, tokenizer, report=report, stage=stage)
     keys, told = data.keys, list[str]()
     if found:
@@ -236,7 +227,7 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer) -> S
             _require_fp8_layers(model, why_own_layers)
         torch.manual_seed(recipe.train.seed)
         optimizer = make_optimizer(model, recipe)
-    said = told + notices(recipe, data, device, precision, facts)
+    said += told + notices(recipe, data, device, precision, facts)
     if why_own_layers:
         said.append(f"training on the model's own layers: {why_own_layers}")
     with stage("load"):
@@ -290,7 +281,7 @@ def _require_fp8_layers(model: Any, why_own_layers: str) -> None:
 def _restore(session: Session, state: TrainState) -> None:
     values = state.values
     restore_optimizer(session.optimizer, session.model, state.tensors)
-    if session.take_step.scaler.is_enabled():
+    if session.take_step.scaler.is_enabled() and values["scaler"]:  # none, where the run was not in fp16 until now
         session.take_step.scaler.load_state_dict(values["scaler"])
     session.step = session.resumed_from = state.step
     session.seen_tokens = values["seen_tokens"]

@@ -20,7 +20,8 @@ from pronghorn.model.load import DTYPES, pick_device, resolve_precision
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.train.checkpoint import list_checkpoints, verify_checkpoint
-from pronghorn.train.evaluate import Progress, evaluate
+from pronghorn.train.evaluate import evaluate
+from pronghorn.train.resume import described
 from pronghorn.train.setup import prepare_data
 
 
@@ -34,7 +35,7 @@ class TrainedRun:
                                fix="give a run's output folder; `pronghorn runs` lists them")
         self.path = self._choose(found, which, run)
         manifest = verify_checkpoint(self.path)
-        self.recipe = _found_again(Recipe.model_validate(manifest["recipe"]), run)
+        self.recipe = _found_again(described(self.path, manifest["recipe"], manifest["values"]).recipe, run)
         self.step: int = manifest["step"]
         if self.recipe.method != "full":
             require_same_base(self.recipe.model, manifest["values"], self.path.name)
@@ -46,7 +47,8 @@ class TrainedRun:
         if which == "last":
             return last
         if which == "best":
-            best = Progress.from_dict(verify_checkpoint(last)["values"]["progress"]).best_step
+            manifest = verify_checkpoint(last)
+            best = described(last, manifest["recipe"], manifest["values"]).progress.best_step
             return steps.get(best, last) if best is not None else last
         if which.isdigit() and int(which) in steps:
             return steps[int(which)]

@@ -1,0 +1,134 @@
+"""Where a run goes on: the newest checkpoint that is intact, if it belongs to this recipe.
+
+A damaged one is set aside as `checkpoint-N.damaged`, and the one before it is taken; the run tells how many steps that costs.
+It refuses only where none is intact. What the recipe may change in between is told by recipe.py: nothing that touches the
+numbers, unless --allow-change names it, and then with the old and the new value in the log.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shlex
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pronghorn.data.batches import Cursor
+from pronghorn.errors import CheckpointError, CommandError, EnvironmentFault, counted
+from pronghorn.recipe import Recipe, why_fixed
+from pronghorn.train.checkpoint import (
+    MANIFEST,
+    OtherVersionError,
+    TrainState,
+    list_checkpoints,
+    load_checkpoint,
+    restore_rng,
+    way_out,
+)
+from pronghorn.train.evaluate import Progress
+
+# What a manifest that fits none of our types raises on its way into them. pydantic's error is a ValueError.
+_MISFITS = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a manifest says of a run, in our own types."""
+
+    recipe: Recipe
+    cursor: Cursor
+    progress: Progress
+    seen_tokens: int
+
+
+def described(path: Path, recipe: dict[str, Any], values: dict[str, Any]) -> Described:
+    """CheckpointError where the sums are right and the content is not ours."""
+    try:
+        cursor = Cursor(**values["cursor"])
+        if not all(isinstance(number, int) and number >= 0 for number in (cursor.epoch, cursor.pack, values["seen_tokens"])):
+            raise ValueError("a count is not a number")
+        if not isinstance(values["scaler"], dict) or not isinstance(values["data"], str):
+            raise ValueError("the loss scale or the data's key is not what it should be")
+        return Described(Recipe.model_validate(recipe), cursor, Progress.from_dict(values["progress"]), values["seen_tokens"])
+    except _MISFITS as error:
+        raise _not_ours(path, error) from error
+
+
+def find_checkpoint(recipe: Recipe, run: Path, *, allow: Collection[str] = (), say: Callable[[str], None] = lambda _: None
+                    ) -> tuple[Path, TrainState] | None:
+    """The newest intact checkpoint, if the folder has one; refused if it belongs to another recipe. With the run's lock."""
+    damaged: list[tuple[Path, CheckpointError]] = []
+    for path in reversed(list_checkpoints(run)):
+        try:
+            state = load_checkpoint(path)
+            before = described(path, state.recipe, state.values).recipe
+            _require_rng(path, state)
+        except OtherVersionError:
+            raise
+        except CheckpointError as error:
+            damaged.append((path, error))
+            continue
+        _refuse_or_tell(before.differences(recipe), allow, path, run, say)
+        for broken, error in damaged:
+            aside = set_aside_damaged(broken)
+            lost = counted(int(broken.name.split("-")[1].split(".")[0]) - state.step, "step")
+            say(f"{broken.name}: {error.what} ({error.where}); it is set aside as {aside.name}, and the run goes on from "
+                f"{path.name}: {lost} lost, to be done again")
+        return path, state
+    if damaged:
+        raise damaged[0][1]
+    return None
+
+
+def require_allowable(allow: Collection[str], recipe: Recipe) -> None:
+    """What --allow-change names is a key, and one that a resumed run can follow."""
+    for key in allow:
+        if key not in recipe.keys:
+            close = difflib.get_close_matches(key, recipe.keys, n=1)
+            raise CommandError(what=f"--allow-change {key}: the recipe has no such key",
+                               fix=f"did you mean `{close[0]}`?" if close else "name a key as in train.lr")
+        if why := why_fixed(key):
+            raise CommandError(what=f"--allow-change {key}: this cannot change in the middle of a run", why=why,
+                               fix="choose another output, or start over with --fresh (the old folder is kept aside)")
+
+
+def _refuse_or_tell(changed: dict[str, str], allow: Collection[str], path: Path, run: Path, say: Callable[[str], None]) -> None:
+    if refused := {key: change for key, change in changed.items() if key not in allow}:
+        listed = "; ".join(f"{key}: {change}" for key, change in refused.items())
+        meant = shlex.join(word for key in refused for word in ("--allow-change", key))
+        go_on = "" if any(why_fixed(key) for key in refused) else f"go on with it, if it is meant: {meant}; or "
+        raise CheckpointError(
+            what=f"the recipe changed since {path.name}: {listed}", where=str(run),
+            why="going on with other settings would be another run under the same name",
+            fix=f"{go_on}undo the change, choose another output, or start over with --fresh (the old folder is kept aside)",
+        )
+    for key, change in changed.items():
+        say(f"{key}: {change} since {path.name}, as --allow-change says")
+
+
+def _require_rng(path: Path, state: TrainState) -> None:
+    """Put back here and, once everything is seeded and built, again."""
+    try:
+        restore_rng(state.rng)
+    except _MISFITS as error:
+        raise _not_ours(path, error) from error
+
+
+def _not_ours(path: Path, error: Exception) -> CheckpointError:
+    text = f"no {error}" if isinstance(error, KeyError) else str(error).split("\n", 1)[0]
+    return CheckpointError("the manifest does not describe a run", where=str(path / MANIFEST), why=text, fix=way_out(path))
+
+
+def set_aside_damaged(path: Path) -> Path:
+    number, aside = 1, path.with_name(f"{path.name}.damaged")
+    while os.path.lexists(aside):
+        number += 1
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+    try:
+        path.rename(aside)
+    except OSError as error:
+        raise EnvironmentFault(what="a damaged checkpoint could not be set aside", where=str(path),
+                               why=error.strerror or str(error), fix="move it away, then run the same command again") from error
+    return aside

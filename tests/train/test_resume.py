@@ -1,0 +1,130 @@
+"""Where a run goes on: past damaged and forged checkpoints, with a changed recipe only where that was asked for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pronghorn.errors import CheckpointError, CommandError
+from pronghorn.recipe import Recipe
+from pronghorn.report.run_log import read_log
+from pronghorn.train.checkpoint import MANIFEST, TENSORS, _as_text, _with_checksum, list_checkpoints
+from pronghorn.train.loop import train
+from pronghorn.train.resume import find_checkpoint
+from pronghorn.train.trained_run import TrainedRun
+
+
+class Silent:
+    def handle(self, event: dict[str, Any]) -> None: ...
+    def progress(self, label: str, done: int, total: int) -> None: ...
+
+
+@pytest.fixture
+def trained(recipe_for: Callable[..., Recipe]) -> tuple[Recipe, Path]:
+    """Four steps, with checkpoints 1 to 4."""
+    recipe = recipe_for(train={"steps": 4}, checkpoint={"every": 1, "keep": 9}, eval={"every": 99, "generations": 0})
+    return recipe, train(recipe, display=Silent()).folder
+
+
+def forge(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """A manifest with other content and the right sum."""
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    del manifest["sha256"]
+    change(manifest)
+    (checkpoint / MANIFEST).write_text(_as_text(_with_checksum(manifest)))
+
+
+FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no step": lambda m: m.pop("step"),
+    "step is a word": lambda m: m.update(step="4"),
+    "no values": lambda m: m.pop("values"),
+    "no cursor": lambda m: m["values"].pop("cursor"),
+    "a cursor of words": lambda m: m["values"]["cursor"].update(pack="x"),
+    "no progress": lambda m: m["values"].pop("progress"),
+    "no recipe": lambda m: m.pop("recipe"),
+    "another recipe": lambda m: m.update(recipe={"model": 7}),
+    "no files": lambda m: m.update(files={}),
+    "files without sums": lambda m: m["files"].update({TENSORS: {}}),
+    "files is a list": lambda m: m.update(files=[1]),
+    "no generators": lambda m: m.update(rng={}),
+    "other generators": lambda m: m["rng"].update(torch="AAAA"),
+}
+
+
+def test_forged_and_damaged_ones_are_passed_over(trained: tuple[Recipe, Path]) -> None:
+    recipe, run = trained
+    newest = run / "checkpoint-4"
+    whole = (newest / MANIFEST).read_bytes()
+    for number, (name, change) in enumerate(FORGERIES.items(), start=1):
+        forge(newest, change)
+        if "generators" not in name:  # an export needs none
+            with pytest.raises(CheckpointError):
+                TrainedRun(run, "4")
+        said: list[str] = []
+        found = find_checkpoint(recipe, run, say=said.append)
+        assert found, name
+        assert found[0].name == "checkpoint-3", name
+        assert "goes on from checkpoint-3: 1 step lost" in said[0], name
+        aside = run / ("checkpoint-4.damaged" if number == 1 else f"checkpoint-4.damaged-{number}")
+        assert str(aside.name) in said[0]
+        shutil.copytree(aside, newest)
+        (newest / MANIFEST).write_bytes(whole)
+    (newest / MANIFEST).write_text("[" * 100_000)
+    (run / "checkpoint-3" / TENSORS).write_bytes(b"x" * (run / "checkpoint-3" / TENSORS).stat().st_size)
+    said = []
+    found = find_checkpoint(recipe, run, say=said.append)
+    assert found
+    assert found[1].step == 2
+    assert ["2 steps lost" in said[0], "1 step lost" in said[1]] == [True, True]
+    assert [path.name for path in list_checkpoints(run)] == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_a_run_falls_back_by_itself_and_ends_with_the_same_bits(trained: tuple[Recipe, Path]) -> None:
+    recipe, run = trained
+    weights = (run / "checkpoint-4" / "adapter_model.safetensors").read_bytes()
+    file = run / "checkpoint-4" / TENSORS
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    result = train(recipe, display=Silent())
+    assert result.step == 4
+    assert (run / "checkpoint-4" / "adapter_model.safetensors").read_bytes() == weights
+    said = [e["text"] for e in read_log(run) if e["event"] == "notice"]
+    assert any("checkpoint-4" in text and "1 step lost" in text for text in said)
+
+
+def test_only_where_none_is_intact_is_it_refused(trained: tuple[Recipe, Path]) -> None:
+    recipe, run = trained
+    for path in list_checkpoints(run):
+        (path / MANIFEST).write_text("{}")
+    with pytest.raises(CheckpointError, match="manifest is damaged") as caught:
+        find_checkpoint(recipe, run)
+    assert "no earlier checkpoint is intact" in caught.value.fix
+    assert len(list_checkpoints(run)) == 4  # nothing was moved
+
+
+def test_a_changed_key_needs_to_be_allowed_and_is_told(trained: tuple[Recipe, Path]) -> None:
+    recipe, run = trained
+    other = recipe.model_copy(update={"train": recipe.train.model_copy(update={"lr": 1e-4, "steps": 5})})
+    with pytest.raises(CheckpointError, match=r"since checkpoint-4: train\.lr: 0\.01 -> 0\.0001\n") as caught:
+        train(other, display=Silent(), allow=["train.steps"])
+    assert "--allow-change train.lr;" in caught.value.fix
+    train(other, display=Silent(), allow=["train.lr", "train.steps"])
+    said = [e["text"] for e in read_log(run) if e["event"] == "notice"]
+    assert any(text.startswith("train.lr: 0.01 -> 0.0001 since checkpoint-4") for text in said)
+    last = [e for e in read_log(run) if e["event"] == "step"][-1]
+    assert last["step"] == 5
+    assert last["lr"] < 1e-4
+    train(other, display=Silent())  # from here on it is the run's own
+
+
+@pytest.mark.parametrize(("key", "said"), [
+    ("train.rl", "did you mean `train.lr`"), ("lora.r", "shape"), ("data.train", "other rows"),
+])
+def test_what_cannot_be_allowed(key: str, said: str, recipe_for: Callable[..., Recipe]) -> None:
+    with pytest.raises(CommandError, match=f"--allow-change {key}") as caught:
+        train(recipe_for(), display=Silent(), allow=[key])
+    assert said in caught.value.why + caught.value.fix

@@ -1,0 +1,170 @@
+"""A run's checkpoints: what the first one needs is tried before step 1, and none holds a number that is not finite."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pronghorn.errors import EnvironmentFault, HealthStop, ModelError
+from pronghorn.recipe import Recipe
+from pronghorn.report.run_log import read_log
+from pronghorn.train import run_folder
+from pronghorn.train.checkpoint import TENSORS
+from pronghorn.train.checkpoint_image import Image, TensorFile
+from pronghorn.train.loop import train
+from pronghorn.train.saving import Saver
+
+
+class Watching:
+    def __init__(self, at_step: Callable[[int], None] = lambda step: None) -> None:
+        self.at_step, self.events = at_step, list[dict[str, Any]]()
+
+    def handle(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+        if event["event"] == "step":
+            self.at_step(event["step"])
+
+    def progress(self, label: str, done: int, total: int) -> None: ...
+
+
+# Numbers that are not finite
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_an_image_knows_what_in_it_is_not_finite(value: float, dtype: torch.dtype) -> None:
+    tensors = {"a": torch.ones(7, dtype=dtype), "b": torch.ones(3, 4, dtype=dtype), "bytes": torch.ones(9).byte()}
+    image = Image(torch.device("cpu"), None, print)
+    image.take({}, [TensorFile("x", tensors), TensorFile("y", {"c": torch.ones(2), "none": torch.empty(0)})])
+    assert image.not_finite() == []
+    tensors["b"][1, 2] = value
+    image.take({}, [TensorFile("x", tensors), TensorFile("y", {"c": torch.ones(2), "none": torch.empty(0)})])
+    assert image.not_finite() == ["b"]
+
+
+def all_finite(checkpoint: Path) -> bool:
+    tensors = [t for file in checkpoint.glob("*.safetensors") for t in load_file(file).values()]
+    return len(tensors) > 4 and all(bool(torch.isfinite(t).all()) for t in tensors)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("every", [1, 100])
+def test_an_absurd_rate_leaves_no_checkpoint_that_is_not_finite_and_its_advice_works(
+    method: str, every: int, recipe_for: Callable[..., Recipe]
+) -> None:
+    """At 1e38 the update makes numbers that no product stands; with a checkpoint every step, one with them is on its way."""
+    def recipe(lr: float) -> Recipe:
+        return recipe_for(method=method, train={"steps": 6, "lr": lr, "schedule": "constant", "warmup": 0.0},
+                          checkpoint={"every": every}, eval={"every": 99, "generations": 0})
+
+    sound = recipe(1e-3)
+    with pytest.raises(HealthStop) as caught:
+        train(recipe(1e38), display=Watching())
+    assert caught.value.exit_code == 4
+    assert "--allow-change train.lr" in caught.value.fix
+    run = Path(sound.output)
+    assert all(all_finite(path) for path in run.glob("checkpoint-*"))
+    result = train(sound, display=Watching(), allow=["train.lr"])
+    assert result.step == 6
+    assert result.checkpoint
+    assert all_finite(result.checkpoint)
+    losses = [e["loss"] for e in read_log(run) if e["event"] == "step"]
+    assert losses[-1] < losses[-6]
+
+
+def test_a_moment_that_is_not_finite_is_named_and_the_checkpoint_before_kept(recipe_for: Callable[..., Recipe],
+                                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    savers: list[Saver] = []
+    made = Saver.__init__
+
+    def remember(self: Saver, *arguments: Any) -> None:
+        made(self, *arguments)
+        savers.append(self)
+
+    def spoil(step: int) -> None:
+        if step == 3:
+            optimizer = savers[0]._session.optimizer
+            next(iter(optimizer.state.values()))["exp_avg_sq"].fill_(math.inf)  # updates of zero: weights stay sound
+
+    monkeypatch.setattr(Saver, "__init__", remember)
+    recipe = recipe_for(train={"steps": 6}, checkpoint={"every": 2}, eval={"every": 99})
+    with pytest.raises(HealthStop, match="checkpoint-4 is not written") as caught:
+        train(recipe, display=Watching(spoil))
+    assert "exp_avg_sq" in caught.value.why
+    assert sorted(path.name for path in Path(recipe.output).glob("checkpoint-*")) == ["checkpoint-2"]
+    assert all_finite(Path(recipe.output) / "checkpoint-2")
+    assert (Path(recipe.output) / "checkpoint-2" / TENSORS).is_file()
+
+
+# Before step 1
+
+
+@pytest.mark.parametrize("kind", ["missing", "a file"])
+def test_the_temporary_folder_is_not_needed(kind: str, recipe_for: Callable[..., Recipe], tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "tmp"
+    if kind == "a file":
+        place.touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))  # what TMPDIR becomes
+    result = train(recipe_for(train={"steps": 2}, checkpoint={"every": 1}), display=Watching())
+    assert result.checkpoint
+    assert not list(result.folder.glob(".checkpoint*"))
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_tokenizer_that_cannot_be_saved_is_refused_before_the_first_step(
+    method: str, tiny_model: Path, recipe_for: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """transformers reads a template of any name, and refuses to write one whose name is a path."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").unlink()
+    config["chat_template"] = [{"name": "default", "template": template}, {"name": "../../x", "template": "y"}]
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    display = Watching()
+    recipe = recipe_for(model=str(model), method=method)
+    with pytest.raises(ModelError, match="cannot be saved") as caught:
+        train(recipe, display=display)
+    assert caught.value.where == str(model)
+    assert display.events == []
+    assert not Path(recipe.output).exists()
+
+
+def test_a_disk_of_a_few_megabytes_is_enough_for_a_small_adapter(recipe_for: Callable[..., Recipe],
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda _: SimpleNamespace(total=4 * 10**6, used=0, free=4 * 10**6))
+    assert train(recipe_for(train={"steps": 1}), display=Watching()).checkpoint
+
+
+# While it runs
+
+
+@pytest.mark.parametrize(("method", "harm"), [("lora", "removed"), ("lora", "moved"), ("lora", "a file"), ("full", "removed")])
+def test_an_output_folder_that_is_gone_ends_in_a_sentence(method: str, harm: str, recipe_for: Callable[..., Recipe]) -> None:
+    recipe = recipe_for(method=method, train={"steps": 5}, checkpoint={"every": 2}, eval={"every": 99})
+    run = Path(recipe.output)
+
+    def do(step: int) -> None:
+        if step == 3:
+            run.rename(run.with_name("elsewhere"))
+            if harm == "removed":
+                shutil.rmtree(run.with_name("elsewhere"))
+            elif harm == "a file":
+                run.touch()
+
+    with pytest.raises(EnvironmentFault, match="checkpoint-4 could not be written") as caught:
+        train(recipe, display=Watching(do))
+    assert caught.value.exit_code == 3
+    assert caught.value.where == str(run)
