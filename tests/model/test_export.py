@@ -241,3 +241,40 @@ def test_the_model_card_says_where_it_comes_from(to: str, library: str, recipe_f
     assert "| tokens trained on | 1234 |" in card
     assert recipe.data.train[0] in card
     assert ("PeftModel" in card) is (to == "adapter")
+
+
+def test_of_two_exports_to_one_target_one_is_refused(recipe_for: RecipeFor, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second comes while the first writes; what it says is true, and the first is whole."""
+    said: list[CommandError] = []
+    checkpoint = checkpoint_of(recipe_for(), tmp_path / "checkpoint")
+    write = export_file._write
+
+    def meanwhile(*arguments: Any) -> None:
+        with pytest.raises(CommandError, match="another export is writing this target") as caught:
+            export(checkpoint, recipe_for(), tmp_path / "out", "adapter", {"which": "second"})
+        said.append(caught.value)
+        write(*arguments)
+
+    monkeypatch.setattr(export_file, "_write", meanwhile)
+    export(checkpoint, recipe_for(), tmp_path / "out", "adapter", {"which": "first"})
+    assert len(said) == 1
+    assert "first" in (tmp_path / "out" / "README.md").read_text()
+    monkeypatch.undo()
+    with pytest.raises(CommandError, match="exists already"):
+        export(checkpoint, recipe_for(), tmp_path / "out", "adapter", {})
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".out")) == []
+
+
+def test_what_a_killed_export_left_is_not_in_the_next(recipe_for: RecipeFor, tmp_path: Path) -> None:
+    (tmp_path / ".out.tmp" / "deep").mkdir(parents=True)
+    (tmp_path / ".out.tmp" / "model-00007.safetensors").touch()
+    export(checkpoint_of(recipe_for(), tmp_path / "checkpoint"), recipe_for(), tmp_path / "out", "adapter", {})
+    assert not (tmp_path / "out" / "model-00007.safetensors").exists()
+    assert not (tmp_path / "out" / "deep").exists()
+
+
+def test_a_target_that_is_a_loop_of_links(recipe_for: RecipeFor, tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "out")
+    with pytest.raises(CommandError, match="cannot write there"):
+        export(checkpoint_of(recipe_for(), tmp_path / "checkpoint"), recipe_for(), tmp_path / "out", "adapter", {})

@@ -11,9 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from synthetic_run import synthetic_events, write_run
 
 from pronghorn.errors import DataError, EnvironmentFault
+from pronghorn.report.html import render_page
 from pronghorn.report.run_log import TAIL_BLOCK, RunLog, as_number, history, plain, read_log
+from pronghorn.report.runs import compare, comparison_table, list_runs, runs_table
+from pronghorn.report.summary import render, summary
 
 
 def test_every_event_has_its_kind_time_and_session_and_listeners_get_what_was_written(tmp_path):
@@ -165,3 +169,64 @@ def test_history_drops_what_a_resume_does_again():
 def test_history_after_a_start_without_checkpoint_begins_anew_and_keeps_step_zero_of_a_resume():
     assert history([start(1), step(1, 0, "eval"), step(1, 1), start(2), step(2, 1)]) == [start(1), start(2), step(2, 1)]
     assert step(1, 0, "eval") in history([start(1), step(1, 0, "eval"), start(2, 3)])
+
+
+HARMS = {
+    "a directory": lambda path: path.mkdir(), "a pipe": os.mkfifo,
+    "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
+    "brackets": lambda path: path.write_bytes(b"[" * 100_000 + b"\n" + b'{"event":"end","session":1}\n'),
+    "zeros": lambda path: path.write_bytes(b"\0" * 5000 + b"\n" + b'{"event":"end","session":1}\n'),
+    "not UTF-8": lambda path: path.write_bytes(b'{"event":"notice","text":"\xff"}\n{"event":"end"}\n'),
+    "a list": lambda path: path.write_bytes(b'[1]\n{"event":"end"}\n'),
+    "a number where a word is": lambda path: path.write_bytes(b'{"event":7}\n{"event":"end"}\n'),
+    "a session of words": lambda path: path.write_bytes(b'{"event":"start","session":"x"}\n{"event":"end"}\n'),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_log_is_one_sentence(harm, tmp_path):
+    HARMS[harm](tmp_path / "run.jsonl")
+    with pytest.raises(DataError) as caught:
+        read_log(tmp_path)
+    assert "run.jsonl" in caught.value.where
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("harm", ["a pipe", "a link to /dev/zero", "a directory"])
+def test_a_log_that_is_no_file_is_not_written_to(harm, tmp_path):
+    HARMS[harm](tmp_path / "run.jsonl")
+    with pytest.raises(DataError):
+        RunLog(tmp_path)
+
+
+def test_whatever_stands_in_a_log_its_readers_refuse_it_or_understand_it(tmp_path):
+    """Every value of every kind of event, replaced by every kind of value."""
+    samples = {}
+    for event in [*synthetic_events(200, resume_at=150), {"event": "experts", "step": 100, "counts": {"0": [1, 2]}},
+                  {"event": "plan", "text": ["a"]}, {"event": "rewind", "to": 3}]:
+        samples.setdefault(event["event"], event)
+    places = [(kind, (key,)) for kind, event in samples.items() for key in event]
+    places += [(kind, (key, inner)) for kind, event in samples.items() for key, value in event.items()
+               if isinstance(value, dict) and key not in ("recipe", "versions") for inner in value]
+    refused = read = 0
+    for kind, place in places:
+        for value in (None, 1e300, "x", {"a": None}):
+            changed = json.loads(json.dumps(list(samples.values())))
+            section = next(event for event in changed if event["event"] == kind)
+            for part in place[:-1]:
+                section = section[part]
+            section[place[-1]] = value
+            path = write_run(tmp_path / "run", changed)
+            try:
+                events = read_log(path)
+            except DataError:
+                refused += 1
+                continue
+            read += 1
+            print(kind, place, value)  # shown if a reader fails
+            render(summary(events))
+            render_page(events)
+            runs_table(list_runs(tmp_path))
+            comparison_table(compare([path, path]))
+    assert refused > 100
+    assert read > 100

@@ -322,6 +322,56 @@ def test_a_full_disk_is_told_with_its_fix(tmp_path: Path) -> None:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+def test_a_process_that_stands_still_is_given_up_after_a_stated_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the run does not wait for it: each look of the run's counts."""
+    monkeypatch.setattr(checkpoint_writer, "STOPPED_S", 0.2)
+    monkeypatch.setattr(checkpoint_writer, "_LOOK_S", 0.05)
+    with writer_at(tmp_path) as writer:
+        save(writer, 1)
+        writer.wait()
+        process = pid(writer)
+        os.kill(process, signal.SIGSTOP)
+        save(writer, 2)
+        with pytest.raises(EnvironmentFault, match="stands still; checkpoint-2 is not written") as fault:
+            until(writer.finished)
+        assert "SIGSTOP" in fault.value.why
+        assert fault.value.exit_code == 3
+        assert "resumes from checkpoint-1" in fault.value.fix
+        with pytest.raises(EnvironmentFault, match="stands still"):
+            writer.wait()
+        writer.close()
+    assert not is_alive(process)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-1"]
+
+
+def test_who_waits_for_a_process_that_stands_still_does_not_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_writer, "STOPPED_S", 0.2)
+    monkeypatch.setattr(checkpoint_writer, "_LOOK_S", 0.05)
+    with writer_at(tmp_path) as writer:
+        os.kill(pid(writer), signal.SIGSTOP)
+        for step in (1, 2):
+            save(writer, step)
+        with pytest.raises(EnvironmentFault, match="stands still"):
+            save(writer, 3)  # there is memory for two
+        writer.close()
+
+
+def test_a_process_that_is_silent_is_given_up_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a disk that answers no more; here nobody sees that it was stopped."""
+    monkeypatch.setattr(checkpoint_writer, "SILENT_S", 0.2)
+    monkeypatch.setattr(checkpoint_writer, "_LOOK_S", 0.05)
+    monkeypatch.setattr(checkpoint_writer._Process, "is_stopped", lambda self: False)
+    with writer_at(tmp_path) as writer:
+        os.kill(pid(writer), signal.SIGSTOP)
+        save(writer, 1)
+        with pytest.raises(EnvironmentFault, match="stands still") as fault:
+            writer.wait()
+        writer.close()
+    assert "has not answered" in fault.value.why
+
+
 def test_an_error_of_the_run_lets_the_checkpoint_finish(tmp_path: Path) -> None:
     writer = writer_at(tmp_path)
 

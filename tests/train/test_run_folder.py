@@ -310,3 +310,11 @@ def test_message_while_the_holder_has_not_written_its_name_yet(tmp_path: Path, m
         with pytest.raises(CommandError, match="process unknown"), RunFolder(tmp_path):
             pass
         assert 0.3 <= time.monotonic() - started < 20
+
+
+def test_a_loop_of_links_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    for path in (tmp_path / "a", tmp_path / "a" / "run"):
+        with pytest.raises(CommandError, match="cannot be written"), RunFolder(path):
+            pass

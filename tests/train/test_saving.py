@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import resource
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -168,3 +170,31 @@ def test_an_output_folder_that_is_gone_ends_in_a_sentence(method: str, harm: str
         train(recipe, display=Watching(do))
     assert caught.value.exit_code == 3
     assert caught.value.where == str(run)
+
+
+def test_main_memory_that_runs_out_in_a_step_is_told_with_what_to_lower(recipe_for: Callable[..., Recipe]) -> None:
+    """In a fork, whose address space may grow by 0.6 GB: so many tokens take 0.25 GB wherever they are kept."""
+    capacity = 2**21
+    recipe = recipe_for(train={"batch_tokens": capacity, "capacity": capacity, "steps": 2}, data={"eval": None})
+    heard, told = os.pipe()
+    child = os.fork()
+    if not child:
+        text = b"no error"
+        try:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 600_000_000,) * 2)
+            train(recipe, display=Watching())
+        except EnvironmentFault as fault:
+            text = f"{fault.exit_code} {fault}".encode()
+        except BaseException as error:  # noqa: BLE001  (told by the parent)
+            text = repr(error).encode()
+        finally:
+            os.write(told, text)
+            os._exit(0)
+    os.close(told)
+    with os.fdopen(heard, "rb") as stream:
+        text = stream.read().decode()
+    os.waitpid(child, 0)
+    assert text.startswith("3 ")
+    assert "out of main memory" in text
+    assert f"lower train.capacity (now {capacity:,})" in text

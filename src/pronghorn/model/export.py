@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,34 +33,69 @@ NOT_EXPORTED = ("manifest.json", "training_state.safetensors", "README.md")
 def export(checkpoint: Path, recipe: Recipe, target: Path, to: Literal["adapter", "merged"],
            figures: dict[str, Any]) -> None:
     """`figures` go into the model card. The target is complete or not there: it is written beside itself first."""
-    target = target.resolve()  # `.` has no name that a temporary sibling could be called after
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CommandError(what="the target exists already", where=str(target), why="an export never overwrites",
-                           fix="choose another folder, or remove this one")
+    try:
+        target = target.resolve()  # `.` has no name that a temporary sibling could be called after
+    except RuntimeError as error:  # Python's word, until 3.12, for a link to itself
+        raise CommandError(what="cannot write there: a loop of links", where=str(target),
+                           fix="choose another folder with --target") from error
+    _refuse_existing(target)
     if to == "adapter" and recipe.method == "full":
         raise CommandError(what="this run has no adapter", why="method: full trains the whole model", fix="use --to merged")
     if recipe.method != "full":
         require_adapter(checkpoint)
+    with _beside(target) as beside:
+        _refuse_existing(target)  # another export may just have ended
+        try:
+            merged = merged_model(checkpoint, recipe) if to == "merged" and recipe.method != "full" else None
+            config = read_config(recipe.model)
+            _write(merged, checkpoint, beside, model_card(recipe, to, figures, auto_class(config).__name__))
+            if to == "merged" and text_config(config) is not config:
+                copy_processor_files(recipe.model, beside)
+            beside.replace(target)
+        except (OSError, SafetensorError) as error:
+            why = getattr(error, "strerror", None) or str(error).removeprefix("Error while serializing: ")
+            raise EnvironmentFault(what="the export could not be written", where=str(target), why=why,
+                                   fix="free some disk space, or choose another folder with --target") from error
+
+
+def _refuse_existing(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CommandError(what="the target exists already", where=str(target), why="an export never overwrites",
+                           fix="choose another folder, or remove this one")
+
+
+@contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """An empty sibling to write into, held by a lock (flock) on the folder itself: of two exports to one target the second is
+    refused, and what a killed one left is used again."""
     beside = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(beside, ignore_errors=True)
+    lock = -1
     try:
-        beside.mkdir(parents=True)
+        while True:
+            beside.mkdir(parents=True, exist_ok=True)
+            lock = os.open(beside, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), beside.stat()):
+                    break
+            os.close(lock)  # its holder has just put it in place
+    except BlockingIOError as error:
+        os.close(lock)
+        raise CommandError(what="another export is writing this target", where=str(target), why="two would mix their files",
+                           fix="wait for it, or choose another folder with --target") from error
     except OSError as error:
         raise CommandError(what=f"cannot write there: {error.strerror}", where=str(target),
                            fix="choose another folder with --target") from error
     try:
-        merged = merged_model(checkpoint, recipe) if to == "merged" and recipe.method != "full" else None
-        config = read_config(recipe.model)
-        _write(merged, checkpoint, beside, model_card(recipe, to, figures, auto_class(config).__name__))
-        if to == "merged" and text_config(config) is not config:
-            copy_processor_files(recipe.model, beside)
-        beside.replace(target)
-    except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or str(error).removeprefix("Error while serializing: ")
-        raise EnvironmentFault(what="the export could not be written", where=str(target), why=why,
-                               fix="free some disk space, or choose another folder with --target") from error
+        for left in beside.iterdir():
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
+        yield beside
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+        os.close(lock)
 
 
 def _write(merged: Any, checkpoint: Path, folder: Path, card: str) -> None:

@@ -23,6 +23,20 @@ FILE_NAME = "run.jsonl"
 BELONGS_TO_A_STEP = ("step", "eval", "checkpoint", "experts")  # events that a resume from an earlier step makes void
 SYNCED = ("checkpoint", "end")  # rare, and what a resume relies on: these also survive a power cut
 TAIL_BLOCK = 1 << 16  # bytes read at a time when looking for the last line
+# What readers count on. An event where one of these is of another kind is none that we wrote.
+ANY = ("count", "number", "text", "map", "list", "truth", "nothing", "too large")
+_COUNT, _NUMBER, _MAP = ("count",), ("count", "number"), ("map", "nothing")
+_FIGURE = ("count", "number", "text")  # "nan" is written as text
+KINDS: dict[str, tuple[str, ...]] = {
+    "session": _COUNT, "step": _COUNT, "tokens": _COUNT, "loss_tokens": _COUNT, "seen_tokens": _COUNT, "bytes": _COUNT,
+    "steps": _COUNT, "resumed_from": ("count", "nothing"), "eval_documents": _COUNT, "exit_code": _COUNT,
+    "time": _NUMBER, "epoch": _NUMBER, "loss": _FIGURE, "grad_norm": _FIGURE, "lr": _FIGURE, "perplexity": _FIGURE,
+    "total": _NUMBER, "recipe": _MAP, "data": _MAP, "parameters": _MAP, "versions": _MAP, "counts": _MAP,
+    "generations": ("list", "nothing"), "text": ("text", "list", "nothing"), "seconds": (*_FIGURE, *_MAP),
+    "data.efficiency": (*_NUMBER, "nothing"), "data.documents": _COUNT, "data.tokens": _COUNT, "parameters.total": _COUNT,
+    "parameters.trainable": _COUNT,
+}
+LONGEST_TIME = 1e11  # seconds since 1970: the year 5138; beyond it there is no date to show
 
 
 class RunLog:
@@ -34,6 +48,7 @@ class RunLog:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # Unbuffered: a kill between two steps loses nothing, and one write is one line.
+            _require_file(self.path)
             self._file = self.path.open("a+b", buffering=0)
             self._end, self.session = _repair(self._file.fileno())
         except OSError as error:
@@ -78,6 +93,7 @@ class RunLog:
 def read_log(path: Path) -> list[dict[str, Any]]:
     """All events of a run.jsonl (or of the folder that holds one), as written. A torn last line is overlooked."""
     path = path / FILE_NAME if path.is_dir() else path
+    _require_file(path)
     lines = path.read_bytes().split(b"\n")  # not splitlines: an answer may hold other line separators
     lines.pop()  # what follows the last line break: nothing, or a torn line
     events: list[dict[str, Any]] = []
@@ -93,6 +109,12 @@ def read_log(path: Path) -> list[dict[str, Any]]:
                 fix="remove the line: the rest of the log stays usable",
             )
     return events
+
+
+def _require_file(path: Path) -> None:
+    """A pipe would be waited at for ever, and /dev/zero never ends."""
+    if path.exists() and not path.is_file():
+        raise DataError("the run's log is not a file", where=str(path), fix="move it away; the next start writes a new one")
 
 
 def history(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -138,9 +160,37 @@ def plain(value: Any) -> Any:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         event = json.loads(line)
-    except ValueError:  # covers broken JSON and broken UTF-8
+    except (ValueError, RecursionError):  # covers broken JSON, broken UTF-8, and a hundred thousand brackets
         return None
-    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+    return event if isinstance(event, dict) and _as_written(event) else None
+
+
+def _as_written(event: dict[str, Any]) -> bool:
+    """Whether everything that readers count on is of its kind."""
+    kind = event.get("event")
+    if not isinstance(kind, str) or not all(_kind(value) in KINDS.get(key, ANY) for key, value in event.items()):
+        return False
+    for section in ("data", "parameters"):
+        if not all(_kind(value) in KINDS.get(f"{section}.{key}", ANY) for key, value in (event.get(section) or {}).items()):
+            return False
+    seconds = event.get("seconds")
+    if isinstance(seconds, dict) != (kind == "stages") and seconds is not None:
+        return False
+    if isinstance(seconds, dict) and not all(_kind(value) in _NUMBER for value in seconds.values()):
+        return False
+    rows = (event.get("counts") or {}).items()
+    experts = all(layer.isdecimal() and _kind(row) == "list" and all(_kind(n) == "count" for n in row) for layer, row in rows)
+    return experts and 0 <= event.get("time", 0) < LONGEST_TIME
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "truth"
+    if isinstance(value, int):
+        return "count" if 0 <= value < 2**63 else "too large"
+    if isinstance(value, float):
+        return "number" if math.isfinite(value) else "too large"  # JSON's 1e999
+    return {str: "text", list: "list", dict: "map", type(None): "nothing"}[type(value)]
 
 
 def _write_all(descriptor: int, line: bytes) -> None:
@@ -160,7 +210,7 @@ def _repair(descriptor: int) -> tuple[int, int]:
             os.ftruncate(descriptor, whole)
         end = whole
         if last is not None:
-            return end, int(last.get("session", 0)) + 1
+            return end, int(last.get("session", 0)) + 1  # a count, or it would be no event
         if end:  # complete, yet no event: a power cut can leave a line of zeros
             os.ftruncate(descriptor, start)
             end = start
@@ -181,7 +231,7 @@ def _after_last_break(descriptor: int, end: int) -> int:
 def base_model(folder: Path) -> str:
     """The model that a run's log names, or nothing; what is wrong with the log is told by who needs more of it. A folder counts
     from where the run was started, which is above the run's own."""
-    with contextlib.suppress(PronghornError, OSError, KeyError, TypeError):
+    with contextlib.suppress(PronghornError, OSError, KeyError, TypeError, RuntimeError):  # a loop of links, the last one
         if names := [str(event["recipe"]["model"]) for event in read_log(folder) if event.get("event") == "start"]:
             places = (above / names[-1] for above in folder.resolve().parents)
             return next((str(place) for place in places if place.is_dir()), names[-1])

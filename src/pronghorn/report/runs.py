@@ -60,7 +60,7 @@ def _info(folder: Path) -> RunInfo:
     try:
         run = figures(read_log(folder))
     except (DataError, OSError) as error:
-        when = (folder / run_log.FILE_NAME).stat().st_mtime
+        when = (folder / run_log.FILE_NAME).lstat().st_mtime  # of a dangling link, too
         return RunInfo(str(folder), folder.name, "", "", "unreadable", 0, 0, None, None, 0.0, when, str(error))
     return RunInfo(
         folder=str(folder),

@@ -25,6 +25,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,6 +46,10 @@ PROCESS = "pronghorn.train.checkpoint_process"
 # Up to here two images, so that a snapshot need not wait for the disk. An 8B model with r=16 everywhere takes 0.5 GB each.
 TWO_IMAGES_UP_TO = 2_000_000_000
 _PATIENCE_S = 5.0  # for a process that was told to end, or that has closed its pipe
+# How long it may be stopped (SIGSTOP, a debugger), and how long it may be silent beside the time that its bytes take on the
+# slowest disk there is. Then it is killed, and the run ends; the checkpoint before stays.
+STOPPED_S, SILENT_S, SLOWEST_DISK = 30.0, 300.0, 1_000_000
+_LOOK_S = 1.0  # between two looks at it
 
 
 class ModelFiles(Protocol):
@@ -96,6 +101,7 @@ class CheckpointWriter:
         self._taken: list[Snapshot] = []  # neither handed over nor dropped
         self._done: list[Written] = []
         self._broken: PronghornError | None = None
+        self._looked = self._stopped_for = self._silent_for = 0.0
         self._process: _Process | None = None
         self._closed = False
         try:
@@ -191,8 +197,13 @@ class CheckpointWriter:
             return
         if self._broken:
             raise self._broken
-        if self._process is not None and ((wait and self._in_flight) or self._process.has_answer()):
-            self._take_in(self._process)
+        if self._process is not None:
+            while wait and self._in_flight and not self._process.has_answer(_LOOK_S):
+                self._watch(self._process)
+            if self._process.has_answer():
+                self._take_in(self._process)
+            elif self._in_flight and time.monotonic() > self._looked + _LOOK_S:
+                self._watch(self._process)
         if self._waiting and not self._in_flight and (wait or self._waiting[0].copied()):
             self._hand_over(self._waiting.popleft())
 
@@ -206,10 +217,31 @@ class CheckpointWriter:
             self._note(write_image(snapshot._job, snapshot._image.memory))
             return
         self._in_flight = snapshot
+        self._looked, self._stopped_for, self._silent_for = time.monotonic(), 0.0, 0.0
         try:
             self._process.send(snapshot._job)
         except OSError:
             raise self._death(self._process) from None
+
+    def _watch(self, process: _Process) -> None:
+        """No answer yet. A look counts for two seconds at most: a machine that slept is no fault of the writer's."""
+        assert self._in_flight is not None
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, 2 * _LOOK_S), now
+        self._silent_for += passed
+        self._stopped_for = self._stopped_for + passed if process.is_stopped() else 0.0
+        step, size = self._in_flight.step, self._in_flight._job["size"]
+        if self._stopped_for >= STOPPED_S:
+            why = f"it was stopped, by a signal (SIGSTOP) or a debugger, and nobody let it go on for {STOPPED_S:.0f} s"
+        elif self._silent_for >= SILENT_S + size / SLOWEST_DISK:
+            why = f"it has not answered for {self._silent_for:.0f} s; does the disk?"
+        else:
+            return
+        process.kill()
+        self._in_flight = None
+        self._broken = EnvironmentFault(f"the process that writes checkpoints stands still; checkpoint-{step} is not written",
+                                        where=str(self._run), why=why, fix=what_resumes(self._run))
+        raise self._broken
 
     def _take_in(self, process: _Process) -> None:
         try:
@@ -284,16 +316,25 @@ class _Process:
     def send(self, job: dict[str, Any] | str) -> None:
         self._pipe.send_bytes(json.dumps(job).encode())
 
-    def has_answer(self) -> bool:
+    def has_answer(self, within: float = 0.0) -> bool:
         """Or the news of its death."""
         try:
-            return self._pipe.poll()
+            return self._pipe.poll(within)
         except OSError:
             return True
 
     def receive(self) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(self._pipe.recv_bytes())
         return answer
+
+    def is_stopped(self) -> bool:
+        with contextlib.suppress(OSError):
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return state in ("T", "t")
+        return False
+
+    def kill(self) -> None:
+        self._popen.kill()
 
     def last_words(self) -> str:
         code = self._end_of(self._popen)

@@ -33,7 +33,7 @@ from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint import capture_rng, clean_leftovers, restore_rng
 from pronghorn.train.evaluate import evaluate
 from pronghorn.train.health import BrokenWeights, Offenders, offending_rows, require_sound
-from pronghorn.train.memory import COMPARED_AFTER, WARM_UP, evaluation_capacity, out_of_memory
+from pronghorn.train.memory import COMPARED_AFTER, WARM_UP, evaluation_capacity, main_memory, out_of_memory
 from pronghorn.train.optim import lr_scale, set_lr, trainable
 from pronghorn.train.run_folder import RunFolder, set_aside
 from pronghorn.train.saving import Saver, try_first_save
@@ -72,8 +72,9 @@ def train(recipe: Recipe, *, display: Display, stages: Stages | None = None, fre
     try:
         with RunFolder(folder):
             clean_leftovers(folder)
-            session = set_up(recipe, folder, report=display.progress, stage=stages, allow=allow,
-                             before_loading=lambda *found: try_first_save(recipe, folder, *found))
+            with main_memory(recipe, lambda: "before the first step"):
+                session = set_up(recipe, folder, report=display.progress, stage=stages, allow=allow,
+                                 before_loading=lambda *found: try_first_save(recipe, folder, *found))
             if old:
                 session.notices.insert(0, f"the earlier run was moved to {old}")
             with RunLog(folder, listeners=(display.handle,)) as log, StopRequest() as stop:
@@ -105,7 +106,7 @@ class _Run:
 
     def go(self, stop: StopRequest) -> RunResult:
         self._log_start()
-        with self._saver, self._logged_end() as end:
+        with self._saver, self._logged_end() as end, main_memory(self.session.recipe, self._doing):
             reason, why = self._steps(stop)
             self._save_what_is_not_saved()
             end.update(reason=reason, why=why)
@@ -276,6 +277,9 @@ class _Run:
             what=f"stopped at step {self.session.step} as asked; everything is saved in {self._saver.checkpoint}",
             signal_number=signal_number, fix="the same command goes on from here",
         )
+
+    def _doing(self) -> str:
+        return f"step {self.session.step + max(1, len(self._under_way))}"
 
     def _save_what_is_not_saved(self) -> None:
         if self._saver.saved_step != self.session.step:

@@ -7,9 +7,11 @@ Without a GPU there is a plan only where a budget is given: then the host's memo
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +41,8 @@ EVALUATION_TOKENS = 4096  # of a pack without gradients: enough to keep a GPU bu
 COMPARED_AFTER = 10  # steps: then the plan is held against what was measured
 HARD_LIMIT = 1.06  # of a budget that was asked for: fragments included, the allocator takes no more
 SMALL_BLOCKS = 100 * 2**20  # nor this, in which it rounds up, 2 to 20 MiB at a time, and which a tiny model would notice
+# How torch and Python say that the host's memory, or its limit for this process, is at its end.
+NO_MEMORY = ("can't allocate memory", "not enough memory: you tried", "can't start new thread")
 WARM_UP = 3  # of them, in which kernels are compiled and graphs captured
 
 
@@ -270,6 +274,22 @@ class RunMemory:
                     f"budget {plan.problem.budget / 1e9:.2f}", f"with driver and fragments about "
                     f"{facts['device_bytes'] / 1e9:.2f} GB ({plan.device_bytes / 1e9:.2f} planned)", *told]
         return facts | {"text": [f"memory measured: {', '.join(told)}"]}
+
+
+@contextmanager
+def main_memory(recipe: Recipe, doing: Callable[[], str]) -> Iterator[None]:
+    """Around everything that computes: where the host's memory ends, torch, numpy and Arrow each say it in their own way."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        text = str(error).split("DefaultCPUAllocator: ")[-1].split("\n")[0]
+        if not (isinstance(error, MemoryError) or any(words in text for words in NO_MEMORY)
+                or getattr(error, "errno", None) == errno.ENOMEM):
+            raise
+        raise EnvironmentFault(
+            what=f"{doing()}: out of main memory", where=recipe.output, why=text or "no memory is left",
+            fix=f"free some, or lower train.capacity (now {recipe.train.capacity:,}) and start with --fresh",
+        ) from error
 
 
 def out_of_memory(step: int, where: str, why: str, recipe: Recipe) -> EnvironmentFault:

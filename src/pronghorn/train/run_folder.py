@@ -54,7 +54,7 @@ class RunFolder:
 
     def __enter__(self) -> Self:
         try:
-            real = self.path.resolve()  # a link to a bigger disk stays a link
+            real = _resolved(self.path)  # a link to a bigger disk stays a link
             self._make(real)
             with tempfile.TemporaryFile(dir=real):  # permission bits do not tell a read-only mount; writing does
                 pass
@@ -100,7 +100,7 @@ def set_aside(path: str | Path) -> Path | None:
     """For --fresh: rename a run's folder to `<name>.old-1`, -2, ... and return the new name; None if there was nothing."""
     path = Path(path)
     try:
-        real = path.resolve()
+        real = _resolved(path)
         if not real.exists():
             return None
         if not any(next(real.glob(trace), None) for trace in _TRACES_OF_A_RUN):
@@ -150,6 +150,13 @@ def readable_bytes(count: int) -> str:
             return f"{count} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+def _resolved(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except RuntimeError as error:  # Python's word, until 3.12, for a link to itself
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
 
 
 def _lock(path: Path) -> int:
