@@ -71,10 +71,10 @@ def find_checkpoint(recipe: Recipe, run: Path, *, allow: Collection[str] = (), s
             damaged.append((path, error))
             continue
         _refuse_or_tell(before.differences(recipe), allow, path, run, say)
-        for broken, error in damaged:
+        for broken, damage in damaged:
             aside = set_aside_damaged(broken)
             lost = counted(int(broken.name.split("-")[1].split(".")[0]) - state.step, "step")
-            say(f"{broken.name}: {error.what} ({error.where}); it is set aside as {aside.name}, and the run goes on from "
+            say(f"{broken.name}: {damage.what} ({damage.where}); it is set aside as {aside.name}, and the run goes on from "
                 f"{path.name}: {lost} lost, to be done again")
         return path, state
     if damaged:

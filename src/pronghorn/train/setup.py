@@ -17,7 +17,7 @@ from pronghorn.data.batches import BatchLoader, Cursor, Shapes, build_batch, ste
 from pronghorn.data.packing import Packs, pack
 from pronghorn.data.prepare import hold_out, prepare
 from pronghorn.data.tokens import TokenTable, load_tokenizer
-from pronghorn.errors import CheckpointError, DataError, ModelError, RecipeError, counted
+from pronghorn.errors import DataError, ModelError, RecipeError, counted
 from pronghorn.model.causal_lm import engine_of, install, require_isolated_documents
 from pronghorn.model.config import read_config
 from pronghorn.model.families import ties_embeddings, why_not_fast
