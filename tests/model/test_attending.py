@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Phi3Config, Qwen3Config
 
 from pronghorn.data.batches import build_batch
 from pronghorn.kernels import attention
@@ -20,6 +20,8 @@ from samples import random_table
 
 SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
                          "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "initializer_range": 0.15}
+SCALED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
+          "llama_4_scaling_beta": 0.5}
 
 
 class TurnsBack(PlainTorch):
@@ -54,7 +56,9 @@ def gradients(model: Any) -> dict[str, Tensor]:
     (LlamaConfig(**SMALL), 2),  # in each of two layers
     (Qwen3Config(**SMALL, head_dim=16), 0),  # its norm comes before RoPE, so its gradient comes after
     (Phi3Config(**SMALL, partial_rotary_factor=0.5), 0),
-], ids=["llama", "qk-norm", "partial rotary"])
+    (AutoConfig.for_model("smollm3", **SMALL, no_rope_layers=[1, 0]), 2),  # one of them by nothing
+    (AutoConfig.for_model("ministral3", **SMALL, head_dim=16, rope_parameters=SCALED), 2),
+], ids=["llama", "qk-norm", "partial rotary", "a layer without rope", "queries scaled by position"])
 def test_gradients_are_turned_back_once(config: Any, turned: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).double().train()

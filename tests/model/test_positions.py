@@ -70,3 +70,20 @@ def test_queries_grow_with_their_place_in_their_own_document() -> None:
     torch.testing.assert_close(scale, 1 + 0.5 * torch.log(1.0 + positions() // 8))
     assert scale[16] == scale[40] == 1.0  # documents begin there
     assert tables_of("llama")[2] is None
+
+
+@pytest.mark.parametrize(("kind", "values"), [
+    ("phi3", {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "rope_parameters": LONG}),
+    ("granite_swa", {"layer_rope_theta": [0, 500.0, 1e4]}),
+    ("ministral3", {"head_dim": 8}),
+    ("gemma3_text", {"head_dim": 8}),
+])
+def test_the_host_asks_the_device_for_nothing(kind: str, values: dict[str, Any]) -> None:
+    """So a captured step may have all of it inside. Tensors without values have no answer to give."""
+    backbone = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **values)).model.to("meta")
+    found = Positions(backbone, backbone.config, 8)
+    place = positions().to("meta")
+    tables = found.rotary(place, torch.zeros(2, 48, dtype=torch.int32, device="meta"))
+    assert {tuple(table.shape) for both in tables.values() for table in both} == {(48, 4)}
+    scale = found.query_scale(place)
+    assert (scale is not None) == (kind == "ministral3")
