@@ -92,7 +92,7 @@ def verify(model: Any, seed: int = 0) -> Verdict:
     """Raises ModelError that names what is wrong. The model's own gradients are put back as they were."""
     if why := install(model):
         raise ModelError(what="there is nothing to verify: this model trains on its own layers", why=why,
-                         fix="train it as it is, or choose a model type of the list in README.md, with a config that has no such key")
+                         fix="train it as it is; README.md lists the model types that have fast layers")
     engine = engine_of(model)
     assert engine is not None
     config = base_of(model).config.get_text_config()
