@@ -19,7 +19,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "phi3": {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "full_attn_mod": 1, "interpolate_factor": 1,
              "lm_head_bias": None, "partial_rotary_factor": 0.75, "sliding_window": 262144, "embd_pdrop": 0.0},
     "gemma": {"hidden_activation": None},
-    "gemma2": {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh"},
+    "gemma2": {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 4096},
+    "mistral": {"attention_bias": False, "mlp_bias": False},
+    "smollm3": {"max_window_layers": 28, "pretraining_tp": 2, "sliding_window": None},
     "gemma3_text": {"rope_local_base_freq": 10000, "rope_theta": 1000000, "cache_implementation": "hybrid"},
     "granite": {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
                 "residual_multiplier": 0.22},
@@ -31,6 +33,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window_pattern": "LLLG", "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
                 "num_hidden_layers": 4},
 }
+
+
+def test_smollm2_stays_fast() -> None:
+    """Its trainer left keys of its own."""
+    left = {"is_llama_config": True, "rope_interleaved": False, "rope_scaling": None, "pretraining_tp": 1}
+    assert why_not_fast(AutoConfig.for_model("llama", **left)) == ""
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -50,6 +58,8 @@ def test_the_activation_is_the_one_that_the_class_reads() -> None:
 @pytest.mark.parametrize(("kind", "values", "named"), [
     ("llama", {"residual_multiplier": 0.5}, "residual_multiplier"),  # transformers' Llama does not read it, ours would
     ("llama", {"attention_sinks": True}, "attention_sinks"),
+    ("llama", {"is_causal": False}, "is_causal"),  # transformers' masks look for it in any config
+    ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob"),  # Mixtral normalises whatever this says
     ("mistral", {"layer_types": ["full_attention"] * 32}, "layer_types"),  # Mistral's window is in all layers
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}},
      "llama_4_scaling_beta"),

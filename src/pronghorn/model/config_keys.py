@@ -2,9 +2,11 @@
 
 A config class of transformers has fields with defaults; a config.json may bring more keys, which the object carries along. Of
 the fields, those in HONOURED are read by the fast layers, or by modules of the model that these use; those in HARMLESS change
-no loss and no gradient; any other must have the class's default, with which the family was compared with transformers. A key
-that is no field must be in HARMLESS: it was written for other code, and a fast layer that read it (`residual_multiplier` of a
-Llama) would compute what transformers does not.
+no loss and no gradient; any other must have the class's default, with which the family was compared with transformers.
+
+A key that is no field was written for other code, and transformers does not read it. So a fast layer must not either: keys that
+these look up by name (LOOKED_UP, `residual_multiplier` of a Llama) are refused. So is what nobody knows and is not empty: code
+of others may read it.
 """
 
 from __future__ import annotations
@@ -56,11 +58,17 @@ HARMLESS = frozenset({
     "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor",
     # carried by published models and left by other tools, read by no model of the table
     "initial_context_length", "experts_per_token", "use_mrope", "full_attn_mod", "interpolate_factor", "unsloth_fixed",
-    "unsloth_version", "unsloth_processed", "transformers.js_config",
+    "unsloth_version", "unsloth_processed", "transformers.js_config", "is_llama_config", "is_qwen2_config", "rope_interleaved",
+    "sliding_window_size", "layer_norm_epsilon", "neftune_noise_alpha", "pixel_shuffle_factor",
+})
+# The fast layers find these in the config, not in the model's modules; so do transformers' masks with `is_causal`.
+LOOKED_UP = frozenset({
+    "sliding_window", "layer_types", "attn_logit_softcapping", "final_logit_softcapping", "residual_multiplier", "is_causal",
+    "embedding_multiplier", "logits_scaling", "rope_parameters", "no_rope_layers", "layer_rope_theta", "norm_topk_prob",
+    "num_experts_per_tok",
 })
 # Fields in some versions of transformers; in the others the modules have these numbers in them.
 WRITTEN_IN = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
-READ_ANYWAY = {"head_dim"}  # by every model's attention, a field or not; the fast layers ask the module
 ACTIVATION = ("hidden_activation", "hidden_act")  # the first that is a field; the other, in old configs, is not read
 # transformers' own module makes cos and sin of them.
 ROPE_KEYS = frozenset({
@@ -81,13 +89,22 @@ def unknown_key(config: Any) -> str:
         if key.startswith("_") or key in HARMLESS or (key in fields and key in HONOURED):
             continue
         if key not in fields:
-            if value is None or key in READ_ANYWAY or key in ACTIVATION or value == WRITTEN_IN.get(key):
-                continue
-            return f"the config's key {key} belongs to no {config.model_type} that the fast layers know"
+            if value is not None and _may_count(key, value):
+                return f"the config's key {key} belongs to no {config.model_type} that the fast layers know"
+            continue
         usual = getattr(default, key, None)
         if value != usual and (value or usual):
             return f"the config's {key} is {value}, and the fast layers know {usual} only"
     return ""
+
+
+def _may_count(key: str, value: Any) -> bool:
+    """Whether a key that is no field may change what the model computes, or what the fast layers would."""
+    if key in LOOKED_UP:
+        return True
+    if key in WRITTEN_IN:
+        return bool(value != WRITTEN_IN[key])
+    return bool(value) and key not in HONOURED  # a size or a bias: the fast layers ask the module
 
 
 def fields_of(config: Any) -> set[str]:
