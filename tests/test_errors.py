@@ -16,6 +16,7 @@ from pronghorn.errors import (
     PronghornError,
     RecipeError,
     counted,
+    printable,
     raise_all,
 )
 
@@ -77,3 +78,14 @@ def test_problems_are_plain_json() -> None:
 ])
 def test_things_are_counted_as_people_do(count: int, nouns: tuple[str, ...], text: str) -> None:
     assert counted(count, *nouns) == text
+
+
+def test_nothing_in_a_message_is_obeyed_by_a_terminal() -> None:
+    hostile = DataError("the column `a\x1b[2Jb` \x9b31m\r", where="x\x1b]0;title\x07\nError: y.jsonl:1",
+                        why="row: \u202egnp", fix="\x00\ud800")
+    shown = str(hostile)
+    assert shown.splitlines()[0] == r"x\x1b]0;title\x07\nError: y.jsonl:1: the column `a\x1b[2Jb` \x9b31m\x0d"
+    assert (r"\u202egnp" in shown, r"\x00\ud800" in shown, len(shown.splitlines())) == (True, True, 3)
+    assert all(line.isprintable() for line in str(Problems([hostile, hostile])).splitlines())
+    usual = "naïve 日本語\u3000👨\u200d👩\u200d👧\ta\nb\u00a0c"
+    assert printable(usual) == usual

@@ -263,3 +263,12 @@ def test_every_recipe_of_the_project_loads(path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe.output == f"runs/{path.stem}"  # two recipes never write into one folder
     assert path.read_text().startswith("#")  # it says what it is for
+
+
+@pytest.mark.parametrize("word", ["train.steps=" + "9" * 5000, "train.steps=2020-02-30", "train.lr=" + "[" * 5000])
+def test_an_override_that_is_no_value_is_a_text_and_judged_as_one(word: str) -> None:
+    """Python makes no number of more than 4,300 digits, YAML no 30 February, and neither nests without end."""
+    text = "model: m\ndata: {train: a.jsonl}\n"
+    with pytest.raises(RecipeError, match=word.partition("=")[0]):
+        parse_recipe(text, [word])
+    assert parse_recipe(text, ["output=2020-02-30"]).output == "2020-02-30"

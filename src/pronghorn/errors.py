@@ -6,7 +6,17 @@ Anything else that escapes is our bug (exit code 1) and keeps its traceback.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+# What a terminal would obey instead of showing it: escape sequences, carriage returns, other line ends, letters that turn the
+# direction of reading, and halves of surrogate pairs, which nothing can print.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text of unknown origin (names of files and columns, rows, answers) for a terminal: ESC is shown as \\x1b, not obeyed."""
+    return _OBEYED.sub(lambda found: f"\\x{ord(found[0]):02x}" if ord(found[0]) < 256 else f"\\u{ord(found[0]):04x}", text)
 
 
 class PronghornError(Exception):
@@ -19,12 +29,13 @@ class PronghornError(Exception):
         self.what, self.where, self.why, self.fix = what, where, why, fix
 
     def __str__(self) -> str:
-        lines = [f"{self.where}: {self.what}" if self.where else self.what]
+        where = self.where.replace("\n", "\\n")  # a name is no place to write lines of one's own
+        lines = [f"{where}: {self.what}" if where else self.what]
         if self.why:
             lines.append(f"  why: {self.why}")
         if self.fix:
             lines.append(f"  fix: {self.fix}")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
     def as_dict(self) -> dict[str, object]:
         """For `--json`."""

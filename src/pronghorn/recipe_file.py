@@ -228,7 +228,7 @@ def _apply_override(values: dict[str, Any], places: dict[KeyPath, str], word: st
         return
     try:
         value = YAML(typ="safe", pure=True).load(text)
-    except YAMLError:
+    except (YAMLError, ValueError, RecursionError):  # no YAML, or no value: 30 February, a number of 5,000 digits
         value = text
     *parents, last = key.split(".")
     section = values

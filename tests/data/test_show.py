@@ -6,13 +6,17 @@ import io
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from pronghorn.data.encode import Encoder
 from pronghorn.data.formats import Example
 from pronghorn.data.show import LOSS_STYLES, render_row, row_as_dict, row_as_text
-from pronghorn.data.tokens import TokenTable
+from pronghorn.data.tokens import TokenRow, TokenTable
+from pronghorn.report.console import SafeConsole
 from samples import make_tokenizer
 
 MESSAGES = ({"role": "user", "content": "hé\t1\x07"}, {"role": "assistant", "content": "ça va 👍\nyes"})
@@ -58,3 +62,26 @@ def test_machines_get_every_token(tokenizer: Any, table: TokenTable) -> None:
 def test_the_first_token_is_never_learned(tokenizer: Any) -> None:
     table = TokenTable.of([Encoder(tokenizer).encode(Example("text", "a.txt:1", text="abc"))])
     assert render_row(tokenizer, table, 0, coloured=False).plain == "a«bc<|im_end|>»"
+
+
+def test_the_spaces_of_sentencepiece_are_shown() -> None:
+    """Its decoder takes the space of the first token away, and each token by itself is a first one."""
+    words = ["<s>", "</s>", "<unk>", "▁Natalia", "▁sold", "▁48", "▁", "clip", "s", "▁friends", "<0xC3>", "<0xA9>"]
+    numbers = {word: n for n, word in enumerate(words)}
+    core = Tokenizer(models.BPE(vocab=numbers, merges=[], unk_token="<unk>", byte_fallback=True))
+    strip = decoders.Strip(" ", 1, 0)
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    ids = np.array([0, 3, 4, 6, 7, 8, 5, 10, 11, 9, 1], np.int32)
+    table = TokenTable.of([TokenRow(ids, ((3, 11),), "a:1")])
+    text = render_row(tokenizer, table, 0, coloured=False).plain
+    assert text == "<s> Natalia sold« clips 48é friends</s>»"
+    assert row_as_dict(tokenizer, table, 0)["trained_on"] == [" clips 48é friends</s>"]
+
+
+def test_a_file_name_cannot_speak_to_the_terminal(tokenizer: Any) -> None:
+    table = TokenTable.of([Encoder(tokenizer).encode(Example("text", "a\x1b[2J.jsonl:1", text="abc"))])
+    out = io.StringIO()
+    SafeConsole(file=out, force_terminal=False, width=200).print(row_as_text(tokenizer, table, 0, coloured=False))
+    assert "a\\x1b[2J.jsonl:1: 4 tokens" in out.getvalue()
+    assert "\x1b" not in out.getvalue()

@@ -436,3 +436,18 @@ def test_a_hub_data_set_is_read_from_the_cache_without_a_network(here: Path) -> 
     assert slice_ == "True " + str([("someone/tiny:default:train[1:][0]", {"prompt": "c", "completion": "d"})])
     assert split.startswith("someone/tiny:test | neither a file nor a hub data set whose split `test` loads | Unknown spl")
     assert missing.startswith("someone/else | neither a file nor a hub data set")
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    (b"PK\x03\x04\x14\x00\x06\x00xl/workbook.xml", "zip file"), (b"%PDF-1.7", "PDF"), (b"SQLite format 3\x00", "SQLite"),
+    (b"PAR1\x15\x04", "Parquet"), (b"\x28\xb5\x2f\xfd\x04", "zstd"), (b"\x80\x04\x95", "pickle"), (b"BZh91AY", "bzip2"),
+])
+@pytest.mark.parametrize("name", ["rows.xlsx", "rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "rows.jsonl.gz"])
+def test_a_file_is_called_what_it_is(here: Path, name: str, content: bytes, said: str) -> None:
+    data = gzip.compress(content + bytes(100)) if name.endswith(".gz") else content + bytes(100)
+    (here / name).write_bytes(data)
+    if name == "rows.parquet" and said == "Parquet":
+        said = "damaged"
+    with pytest.raises(DataError, match=said) as caught:
+        list(read(resolve(name)[0], lambda _: None))
+    assert caught.value.fix

@@ -27,7 +27,7 @@ from pronghorn.cli.output import (
     show,
     show_error,
 )
-from pronghorn.errors import CommandError, EnvironmentFault, Interrupted, PronghornError, counted
+from pronghorn.errors import CommandError, EnvironmentFault, Interrupted, PronghornError, counted, printable
 from pronghorn.process import importing, offline_without_hub, set_defaults
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ def chat(arguments: argparse.Namespace) -> None:
         if not message:
             return
         _require_letters(message)
-        print(f"model: {talk.answer(message)}")
+        print(f"model: {printable(talk.answer(message))}")
 
 
 def _require_letters(text: str) -> None:

@@ -45,12 +45,13 @@ def show_error(error: PronghornError, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(error.as_dict()))
         return
-    from rich.console import Console
     from rich.text import Text
+
+    from pronghorn.report.console import SafeConsole
 
     style = "yellow" if isinstance(error, Interrupted) else "bold red"
     with suppress(OSError):  # the terminal is gone; the exit code still tells
-        Console(stderr=True, soft_wrap=True).print(Text(str(error), style=style))
+        SafeConsole(stderr=True, soft_wrap=True).print(Text(str(error), style=style))
 
 
 @contextmanager
@@ -76,13 +77,9 @@ def say(arguments: argparse.Namespace, as_dict: dict[str, Any], for_people: Any)
 
 
 def show(renderable: Any) -> None:
-    from rich.console import Console
+    from pronghorn.report.console import result_console
 
-    class Pipe(Console):
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # rich would leave with exit code 1; `main` decides
-
-    Pipe(soft_wrap=isinstance(renderable, str), highlight=False, markup=False).print(renderable)
+    result_console(soft_wrap=isinstance(renderable, str)).print(renderable)
 
 
 def coloured() -> bool:

@@ -32,17 +32,26 @@ class Piece:
 def pieces(tokenizer: Any, table: TokenTable, i: int) -> Iterator[Piece]:
     ids, loss = table.ids(i).tolist(), table.loss(i)
     loss[:1] = False  # nothing predicts the first token
-    decode = tokenizer.backend_tokenizer.decode
     special = set(tokenizer.all_special_ids) | {n for n, token in tokenizer.added_tokens_decoder.items() if token.special}
-    at = 0
+    before, at = 0, 0  # where the piece before this one begins
     while at < len(ids):
         stop = at + 1
-        text = decode(ids[at:stop], skip_special_tokens=False)
+        text = _spelt(tokenizer, ids, before, at, stop)
         while "\ufffd" in text and stop < len(ids) and stop - at < LONGEST_CHARACTER and ids[stop] not in special:
             stop += 1
-            text = decode(ids[at:stop], skip_special_tokens=False)
+            text = _spelt(tokenizer, ids, before, at, stop)
         yield Piece(text, tuple(ids[at:stop]), bool(loss[at:stop].any()), ids[at] in special)
-        at = stop
+        before, at = at, stop
+
+
+def _spelt(tokenizer: Any, ids: list[int], before: int, at: int, stop: int) -> str:
+    """What the tokens at:stop spell in their place: alone, a SentencePiece decoder takes the first one's space away."""
+    decode = tokenizer.backend_tokenizer.decode
+    alone = str(decode(ids[at:stop], skip_special_tokens=False))
+    earlier = str(decode(ids[before:at], skip_special_tokens=False)) if before < at else ""
+    together = str(decode(ids[before:stop], skip_special_tokens=False))
+    placed = together[len(earlier) :] if together.startswith(earlier) else alone
+    return placed if placed.endswith(alone) else alone
 
 
 def render_row(tokenizer: Any, table: TokenTable, i: int, *, coloured: bool = True) -> Text:

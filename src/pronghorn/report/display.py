@@ -27,9 +27,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pronghorn.errors import counted
+from pronghorn.errors import counted, printable
 from pronghorn.report import wording
 from pronghorn.report.bars import sparkline, stage_bar, stage_legend
+from pronghorn.report.console import SafeConsole
 from pronghorn.report.run_log import as_number
 from pronghorn.report.stages import Stages
 from pronghorn.report.throughput import Throughput
@@ -56,7 +57,7 @@ def make_display(json: bool, stages: Stages | None = None) -> Display:
     """The display that fits standard output. `stages`: for the live view of where the time goes."""
     if json:
         return JsonDisplay()
-    console = Console()  # reads NO_COLOR, TERM and the like
+    console = SafeConsole()  # reads NO_COLOR, TERM and the like
     return LiveDisplay(console, stages) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay()
 
 
@@ -338,7 +339,7 @@ class _Line:
             return
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         try:
-            sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+            sys.stdout.write(printable(text).encode(encoding, "replace").decode(encoding) + "\n")
             sys.stdout.flush()
         except OSError:  # nobody reads the pipe any more, the terminal is gone, or the disk of the file is full
             self._silent = True
