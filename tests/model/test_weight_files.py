@@ -170,6 +170,23 @@ def test_our_error_is_the_only_thing_said(single: Path, printed: list[str], capf
     assert "LOAD REPORT" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.parametrize("name", ["weights.bin", "../outside.safetensors", "/outside.safetensors", "a/b.safetensors", "\0", 3,
+                                  ".safetensors", ["a"]])
+def test_an_index_names_safetensors_files_of_its_folder(single: Path, name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would open a pickle that it names."""
+    opened: list[Any] = []
+    monkeypatch.setattr(torch, "load", lambda *arguments, **_: opened.append(arguments))
+    names = list(load_file(single / "model.safetensors"))
+    (single / "model.safetensors").rename(single / "weights.bin")
+    (single / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, name)}))
+    (single / "other.safetensors").write_bytes(b"")  # not a folder without any
+    for load in (lambda: require_whole_weights(str(single)), lambda: load_model(str(single), torch.float32, CPU),
+                 lambda: load_model(str(single), torch.float32, CPU, four_bit=True)):
+        with pytest.raises(ModelError, match="does not say which file holds which weight"):
+            load()
+    assert opened == []
+
+
 def test_experts_of_several_shapes(tmp_path: Path, printed: list[str]) -> None:
     """transformers stacks them, and its error would point at the report that is not shown."""
     config = Qwen3MoeConfig(vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,

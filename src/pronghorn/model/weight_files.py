@@ -19,6 +19,7 @@ from pronghorn.model.fingerprint import local_files
 LONGEST_HEADER = 100_000_000  # safetensors' own limit; a made-up length must not make us allocate what it says
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LAYER = re.compile(r"\.([0-9]{1,9})\.")
+FILE_NAME = re.compile(r"[\w-][\w.-]*\.safetensors")
 LFS_POINTER = b"version https://git-lfs"  # what git leaves in place of a large file it did not fetch
 
 
@@ -63,6 +64,8 @@ def files_to_load(folder: Path) -> list[Path]:
             names = set(json.loads(file.read(LONGEST_HEADER))["weight_map"].values())
         if not names:
             raise ValueError("it names no file")
+        if strange := [name for name in names if not (isinstance(name, str) and FILE_NAME.fullmatch(name))]:
+            raise ValueError(f"{str(strange[0])[:80]!r} is no safetensors file of this folder")  # a pickle, or another folder's
         return [folder / name for name in sorted(names)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(what=f"{INDEX} does not say which file holds which weight", where=str(folder),
