@@ -150,7 +150,22 @@ def _tried(model: Path, folder: Path, rows: Path) -> str:
         "train": {"steps": 1, "batch_tokens": 256, "capacity": 256},
     })  # fmt: skip
     check_run(recipe, report=lambda *_: None)
-    return _wrong_tokenizer(str(model)) or _wrong_loss(str(model))
+    return _wrong_tokenizer(str(model)) or _wrong_loss(str(model)) or _used(str(model), folder / "saved")
+
+
+def _used(model: str, target: Path) -> str:
+    """What a run does with it later: an answer, in 4 bits, and a checkpoint's tokenizer."""
+    import torch
+
+    from pronghorn.data.tokens import load_tokenizer
+    from pronghorn.model.generate import generate_answers
+    from pronghorn.model.load import load_model
+
+    tokenizer = load_tokenizer(model)
+    generate_answers(load_model(model, torch.float32, torch.device("cpu"), four_bit=True), tokenizer, [[5, 6, 7]],
+                     max_new_tokens=2)
+    tokenizer.save_pretrained(str(target))
+    return ""
 
 
 def _wrong_tokenizer(model: str) -> str:
