@@ -119,6 +119,11 @@ class Eval(Section):
     generations: NonNegativeInt = 3  # held-out prompts answered at each evaluation, to be read by a person
 
 
+class Health(Section):
+    # a loss far above those before it: warn; skip the update; or rewind to the last checkpoint, without those rows (spikes.py)
+    spike: Literal["warn", "skip", "rewind"] = "warn"
+
+
 class Recipe(Section):
     model: Annotated[str, Field(min_length=1)]  # hub name or local folder
     # lora: adapters on a frozen model; qlora: the same with its linears in 4 bits (NF4; 4-bit checkpoints are read); fp8: with
@@ -135,6 +140,7 @@ class Recipe(Section):
     memory: Memory = Memory()
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
+    health: Health = Health()
     output: Annotated[str, Field(min_length=1)] = "runs/default"
 
     @model_validator(mode="after")

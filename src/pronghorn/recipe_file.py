@@ -65,6 +65,7 @@ eval:
   every: 200
   generations: 3
   # stop: {patience: 3, min_delta: 0.002}    # early stopping
+health: {spike: warn}                        # a loss that stands out: warn | skip (no update) | rewind (to the last checkpoint)
 output: runs/default
 """
 

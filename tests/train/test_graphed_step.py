@@ -243,6 +243,46 @@ def test_an_unsound_step_changes_nothing_nor_does_the_next(broken: str) -> None:
             assert step.optimizer.state[p]["step"] == 2
 
 
+@pytest.mark.parametrize("options", [{}, {"eight_bit": True}], ids=str)
+def test_a_loss_above_its_limit_is_left_out_and_the_next_step_counts(options: dict[str, bool]) -> None:
+    """As if its batch had never come; the step after it was begun before the host could know."""
+    batches = steps_of(mixed_table(100), 4)
+    with_it, without = graphed(guarded := model_of(), **options), graphed(plain := model_of(), **options)
+    with_it.guards_loss = True
+    losses(with_it, batches[:2])
+    losses(without, batches[:2])
+    with_it.loss_limit = 1.0
+    with_it.begin(batches[2])
+    with_it.loss_limit = 1e6
+    with_it.begin(batches[3])
+    assert with_it.finish().loss > 1.0
+    assert with_it.finish().grad_norm > 0
+    losses(without, batches[3:])
+    expected = weights(plain)
+    assert all(torch.equal(p, expected[name]) for name, p in weights(guarded).items())
+    assert with_it._adamw.skipped is not None
+    assert int(with_it._adamw.skipped) == 0
+
+
+def test_a_gradient_that_is_unsound_stops_the_run_above_the_limit_too() -> None:
+    model = model_of()
+    step = graphed(model)
+    step.guards_loss = True
+    batches = steps_of(mixed_table(100), 4)
+    losses(step, batches[:2])
+    before, last = weights(model), model.get_base_model().model.norm.weight
+    good = last.detach().clone()
+    last.data.fill_(0.0)  # no gradient reaches an adapter, and the loss is finite
+    step.loss_limit = 1.0
+    step.begin(batches[2])
+    last.data.copy_(good)
+    step.loss_limit = 1e6
+    step.begin(batches[3])
+    assert step.finish().grad_norm == 0
+    step.finish()
+    assert all(torch.equal(p, before[name]) for name, p in weights(model).items())
+
+
 def test_a_step_resumed_from_its_state_goes_on_bit_for_bit() -> None:
     batches = steps_of(mixed_table(200), 10 if DEVICE.type == "cuda" else 6)
     whole = model_of()

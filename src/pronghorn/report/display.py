@@ -302,6 +302,7 @@ _SAYINGS: dict[str, Callable[[_Run, dict[str, Any], int], list[str]]] = {
     "eval": _say_evaluation,
     "checkpoint": _say_checkpoint,
     "notice": _say_notice,
+    "rewind": _say_notice,
     "plan": _say_text,
     "measured": _say_text,
     "end": _say_end,

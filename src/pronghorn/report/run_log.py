@@ -21,7 +21,7 @@ from pronghorn.errors import DataError, EnvironmentFault, PronghornError
 
 FILE_NAME = "run.jsonl"
 BELONGS_TO_A_STEP = ("step", "eval", "checkpoint", "experts")  # events that a resume from an earlier step makes void
-SYNCED = ("checkpoint", "end")  # rare, and what a resume relies on: these also survive a power cut
+SYNCED = ("checkpoint", "rewind", "end")  # rare, and what a resume relies on: these also survive a power cut
 TAIL_BLOCK = 1 << 16  # bytes read at a time when looking for the last line
 # What readers count on. An event where one of these is of another kind is none that we wrote.
 ANY = ("count", "number", "text", "map", "list", "truth", "nothing", "too large")
@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "total": _NUMBER, "recipe": _MAP, "data": _MAP, "parameters": _MAP, "versions": _MAP, "counts": _MAP,
     "generations": ("list", "nothing"), "text": ("text", "list", "nothing"), "seconds": (*_FIGURE, *_MAP),
     "data.efficiency": (*_NUMBER, "nothing"), "data.documents": _COUNT, "data.tokens": _COUNT, "parameters.total": _COUNT,
-    "parameters.trainable": _COUNT,
+    "parameters.trainable": _COUNT, "to": _COUNT, "epoch_after": _COUNT, "pack_after": _COUNT,
 }
 LONGEST_TIME = 1e11  # seconds since 1970: the year 5138; beyond it there is no date to show
 
@@ -177,6 +177,8 @@ def _as_written(event: dict[str, Any]) -> bool:
     if isinstance(seconds, dict) != (kind == "stages") and seconds is not None:
         return False
     if isinstance(seconds, dict) and not all(_kind(value) in _NUMBER for value in seconds.values()):
+        return False
+    if kind == "rewind" and not {"to", "epoch_after", "pack_after"} <= event.keys():  # a resumed run relies on them
         return False
     rows = (event.get("counts") or {}).items()
     experts = all(layer.isdecimal() and _kind(row) == "list" and all(_kind(n) == "count" for n in row) for layer, row in rows)

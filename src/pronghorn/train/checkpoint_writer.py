@@ -129,13 +129,15 @@ class CheckpointWriter:
         self._taken.append(snapshot)
         return snapshot
 
-    def write(self, snapshot: Snapshot, *, keep: int, best_step: int | None) -> None:
-        """As `save_checkpoint` would, as soon as it is copied and the one before is written."""
+    def write(self, snapshot: Snapshot, *, keep: int, best_step: int | None, values: Mapping[str, Any] | None = None) -> None:
+        """As `save_checkpoint` would, as soon as it is copied and the one before is written. `values`: what is known only now,
+        in plain JSON."""
         if keep < 1:
             raise ValueError(f"keep is {keep}; the checkpoint just written always stays")
         if snapshot not in self._taken or snapshot in self._waiting:
             raise ValueError(f"the snapshot of step {snapshot.step} was written or dropped already")
         snapshot._job.update(keep=keep, best_step=best_step)
+        snapshot._job["manifest"]["values"] |= values or {}
         self._waiting.append(snapshot)
         self._advance()
 

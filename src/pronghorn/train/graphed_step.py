@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -83,6 +84,8 @@ class GraphedStep(Step):
         self._loss = torch.zeros((), device=device)
         self._share = torch.ones((), device=device)  # 1 / trained tokens of the step
         self._report = torch.zeros(2, device=device)  # loss, gradient norm
+        self._limit = torch.full((), math.inf, device=device)  # of the step's loss, where it is guarded
+        self._spiked = torch.zeros((), dtype=torch.int32, device=device)
         if self._cuda:
             self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
             self._copies = torch.cuda.Stream()
@@ -96,6 +99,8 @@ class GraphedStep(Step):
                 self._set_up(step_batch.batches[0])
             self._adamw.refresh_lr()
             self._share.fill_(1.0 / step_batch.loss_tokens)
+            if self.guards_loss:
+                self._limit.fill_(self.loss_limit)
             self._accumulated = False
             for batch in step_batch.batches:
                 micro = self._micros.get(batch.shape) or self._prepare(batch)
@@ -151,11 +156,26 @@ class GraphedStep(Step):
     def _clip_and_update(self) -> None:
         assert self._sums is not None
         self._sums.collect()
+        if self.guards_loss:
+            self._raise_guard()
         self._adamw.step()
         assert self._adamw.grad_norm is not None
+        if self.guards_loss:
+            self._lower_guard(self._adamw.grad_norm)
         self._report[0].copy_(self._loss)
         self._report[1].copy_(self._adamw.grad_norm)
         self._clear()
+
+    def _raise_guard(self) -> None:
+        """A loss above its limit counts as a refused step before this one, which makes the update refuse this one, too."""
+        assert self._adamw.skipped is not None
+        self._spiked.copy_((self._loss > self._limit) & (self._loss < math.inf))
+        self._adamw.skipped += self._spiked
+
+    def _lower_guard(self, norm: torch.Tensor) -> None:
+        """Both are taken back, so that the next step counts; not if the gradient is unsound: then the run is to stop."""
+        assert self._adamw.skipped is not None
+        self._adamw.skipped -= 2 * self._spiked * ((norm > 0) & (norm < math.inf))
 
     def _compile(self, inputs: PackedBatch) -> None:
         """All kernels, together. Where that fails they are compiled as they are needed; whatever is wrong shows then."""

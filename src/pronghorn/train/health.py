@@ -78,16 +78,16 @@ def require_sound(loss: float, grad_norm: float, step: int, offenders: Callable[
 def _cause(found: Offenders, what: str, folder: str, otherwise: str) -> HealthStop:
     """Rows are to blame only if others are not."""
     if not found.rows:
-        why = f"none of the step's rows is bad alone, only together: {_listed(found.of)}"
+        why = f"none of the step's rows is bad alone, only together: {listed(found.of)}"
         return HealthStop(what=what, where=folder, why=why, fix=otherwise)
     if len(found.rows) == len(found.of) > 1:
         why = f"seen with each of the step's {len(found.of)} rows, so it is the weights and not the data"
         return BrokenWeights(what=what, where=folder, why=why, fix=otherwise)
-    return HealthStop(what=what, where=folder, why=f"seen with {_listed(found.rows)}",
+    return HealthStop(what=what, where=folder, why=f"seen with {listed(found.rows)}",
                       fix=f"look at those rows (`pronghorn data show`); if they are fine, {otherwise}")
 
 
-def _listed(rows: Iterable[str]) -> str:
+def listed(rows: Iterable[str]) -> str:
     rows = list(rows)
     more = f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
     return ", ".join(rows[:NAMED]) + more

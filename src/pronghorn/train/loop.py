@@ -5,6 +5,7 @@ Nothing here knows how a step is computed, how data is read or how anything is s
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import time
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -32,13 +33,14 @@ from pronghorn.report.run_log import RunLog
 from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint import capture_rng, clean_leftovers, restore_rng
 from pronghorn.train.evaluate import evaluate
-from pronghorn.train.health import BrokenWeights, Offenders, offending_rows, require_sound
+from pronghorn.train.health import BrokenWeights, Offenders, listed, offending_rows, require_sound
 from pronghorn.train.memory import COMPARED_AFTER, WARM_UP, evaluation_capacity, main_memory, out_of_memory
 from pronghorn.train.optim import lr_scale, set_lr, trainable
 from pronghorn.train.run_folder import RunFolder, set_aside
 from pronghorn.train.saving import Saver, try_first_save
 from pronghorn.train.setup import Session, set_up
 from pronghorn.train.signals import StopRequest
+from pronghorn.train.spikes import GaveUp, LeftOut, Rewind
 
 FIRST_STEP = "first step"  # a progress of its own
 ANSWER_TOKENS = 64  # of each held-out generation: enough to see what the model does, short enough not to hold the run up
@@ -72,19 +74,33 @@ def train(recipe: Recipe, *, display: Display, stages: Stages | None = None, fre
     try:
         with RunFolder(folder):
             clean_leftovers(folder)
-            with main_memory(recipe, lambda: "before the first step"):
-                session = set_up(recipe, folder, report=display.progress, stage=stages, allow=allow,
-                                 before_loading=lambda *found: try_first_save(recipe, folder, *found))
+            LeftOut.of(folder)  # a log that cannot be read is told now
+            session = _ready(recipe, folder, display, stages, allow)
             if old:
                 session.notices.insert(0, f"the earlier run was moved to {old}")
             with RunLog(folder, listeners=(display.handle,)) as log, StopRequest() as stop:
                 started = True
-                return _Run(session, folder, log, stages, display).go(stop)
+                while True:
+                    try:
+                        return _Run(session, folder, log, stages, display).go(stop)
+                    except Rewind:
+                        pass  # from here on, nothing but `session` holds on to the model
+                    if session.memory is not None:
+                        session.memory.release()
+                    session = None
+                    gc.collect()  # as in a process that has just begun
+                    session = _ready(recipe, folder, display, stages, allow)
     finally:
         if session is not None and session.memory is not None:
             session.memory.release()
         if old and not started:  # the new run never began: the old one is again what the same command resumes
             old.rename(folder)
+
+
+def _ready(recipe: Recipe, folder: Path, display: Display, stages: Stages, allow: Collection[str]) -> Session:
+    with main_memory(recipe, lambda: "before the first step"):
+        return set_up(recipe, folder, report=display.progress, stage=stages, allow=allow,
+                      before_loading=lambda *found: try_first_save(recipe, folder, *found))
 
 
 @dataclass(frozen=True)
@@ -94,6 +110,7 @@ class _UnderWay:
     step_batch: StepBatch
     lr: float
     rng: dict[str, Any]  # before it began
+    limit: float  # of its loss
 
 
 class _Run:
@@ -102,6 +119,7 @@ class _Run:
         self._under_way: deque[_UnderWay] = deque()
         self._mark = 0.0  # when the last step ended
         self._saver = Saver(session, folder, log, stages)
+        self._left_out = LeftOut.of(folder)
         self._seconds: list[float] = []  # of the first steps under the plan
 
     def go(self, stop: StopRequest) -> RunResult:
@@ -124,12 +142,15 @@ class _Run:
         while session.step < total and not verdict:
             with self.stages("wait"):
                 step_batch = next(batches)
-            self._begin(step_batch)
+            if step_batch.after in self._left_out.steps:
+                self._pass_over(step_batch)
+            else:
+                self._begin(step_batch)
             begun = session.step + len(self._under_way)
             last = begun == total
             evaluates = session.data.evaluation is not None and (begun % recipe.eval.every == 0 or last)
             saves = begun % recipe.checkpoint.every == 0
-            if evaluates or last or (saves and self._saver.waits):
+            if evaluates or last or (saves and (self._saver.waits or not self._under_way)):
                 verdict = self._pause(evaluates, last)
             else:
                 if saves:
@@ -165,7 +186,8 @@ class _Run:
         number = session.step + len(self._under_way)
         lr = set_lr(session.optimizer, lr_scale(number, session.data.total_steps, session.recipe.train))
         # 160 µs: a step that is refused leaves no trace, not even in the random numbers
-        self._under_way.append(_UnderWay(step_batch, lr, capture_rng()))
+        limit = session.take_step.loss_limit = session.spikes.limit(number + 1)
+        self._under_way.append(_UnderWay(step_batch, lr, capture_rng(), limit))
         try:
             session.take_step.begin(step_batch, self.stages)
             return True
@@ -227,6 +249,8 @@ class _Run:
             restore_rng(done.rng)
             self._forget_what_is_under_way()
             raise
+        if not result.skipped:
+            self._look_at_loss(done, result.loss)
         session.step += 1
         session.cursor = step_batch.after
         session.seen_tokens += step_batch.tokens
@@ -241,6 +265,41 @@ class _Run:
         self._compare_with_plan(now - self._mark)
         self._mark = now
         self._saver.finished(session.step)
+
+    def _look_at_loss(self, done: _UnderWay, loss: float) -> None:
+        """Where it stands out, the run says so and does what the recipe wants (spikes.py)."""
+        session, step = self.session, self.session.step + 1
+        try:
+            if not session.spikes.add(step, loss, done.limit, str(self.folder)):
+                return
+            if session.spikes.policy == "rewind":
+                self._left_out.require_one_more(self._saver.saved_step or 0, step, loss, str(self.folder))
+        except GaveUp:
+            self._forget_what_is_under_way()
+            raise
+        rows = [session.data.train.where(row) for batch in done.step_batch.batches for row in batch.documents]
+        text = f"step {step}: the loss spiked to {loss:.4g}, and {done.limit:.4g} is the limit; its rows are {listed(rows)}"
+        if session.spikes.policy == "rewind":
+            self._rewind(done, text, step=step, loss=loss, rows=rows)
+        self.log.write("notice", text=text + "; the update is left out" * (session.spikes.policy == "skip"))
+
+    def _rewind(self, done: _UnderWay, text: str, **facts: Any) -> NoReturn:
+        """To the last checkpoint that is on disk, or on its way there. From then on the step is left out, after a kill as well:
+        the log says so."""
+        to, after = self._saver.saved_step or 0, done.step_batch.after
+        self._forget_what_is_under_way()
+        back = f"checkpoint-{to}" if to else "the start"
+        self.log.write("rewind", **facts, limit=done.limit, to=to, epoch_after=after.epoch, pack_after=after.pack,
+                       text=f"{text}; back to {back}, and on without them")
+        raise Rewind
+
+    def _pass_over(self, step_batch: StepBatch) -> None:
+        """A step that a rewind left out: it is counted, and nothing is computed."""
+        session = self.session
+        self._finish_all()
+        session.step += 1
+        session.cursor = step_batch.after
+        self.log.write("notice", text=f"step {session.step}: left out, since the loss spiked there")
 
     def _offenders(self, step_batch: StepBatch) -> Offenders:
         session = self.session
@@ -292,6 +351,8 @@ class _Run:
             if isinstance(stopped, BrokenWeights):
                 self._saver.wait()
                 self._saver.withdraw(self.session.step)
+            elif isinstance(stopped, GaveUp):
+                self._saver.wait()
             elif self.session.step:
                 self._save_what_is_not_saved()
         except HealthStop as worse:  # the update before this step had overflowed
@@ -328,10 +389,13 @@ class _Run:
     def _logged_end(self) -> Iterator[dict[str, str]]:
         """However the run ends, its log says so and its report is written."""
         end = {"reason": "error", "why": ""}
-        code = 1
+        code, goes_on = 1, False
         try:
             yield end
             code = 0
+        except Rewind:
+            goes_on = True
+            raise
         except HealthStop as stopped:
             told = self._save_after(stopped)
             end.update(reason="health", why=told.what)
@@ -346,11 +410,15 @@ class _Run:
             code = stopped.exit_code
             raise
         finally:
-            progress = self.session.progress
-            best = {"step": progress.best_step, "loss": progress.best_loss} if progress.best_step is not None else None
-            self.log.write("stages", **self.stages.event())
-            self.log.write("end", **end, step=self.session.step, exit_code=code, best=best)
-            self._write_report(must=code == 0)
+            if not goes_on:
+                self._log_end(end, code)
+
+    def _log_end(self, end: dict[str, str], code: int) -> None:
+        progress = self.session.progress
+        best = {"step": progress.best_step, "loss": progress.best_loss} if progress.best_step is not None else None
+        self.log.write("stages", **self.stages.event())
+        self.log.write("end", **end, step=self.session.step, exit_code=code, best=best)
+        self._write_report(must=code == 0)
 
 
     def _write_report(self, *, must: bool) -> None:

@@ -28,6 +28,7 @@ from pronghorn.train.checkpoint import (
     way_out,
 )
 from pronghorn.train.evaluate import Progress
+from pronghorn.train.spikes import losses_of
 
 # What a manifest that fits none of our types raises on its way into them. pydantic's error is a ValueError.
 _MISFITS = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError)
@@ -51,6 +52,7 @@ def described(path: Path, recipe: dict[str, Any], values: dict[str, Any]) -> Des
             raise ValueError("a count is not a number")
         if not isinstance(values["scaler"], dict) or not isinstance(values["data"], str):
             raise ValueError("the loss scale or the data's key is not what it should be")
+        losses_of(values)
         return Described(Recipe.model_validate(recipe), cursor, Progress.from_dict(values["progress"]), values["seen_tokens"])
     except _MISFITS as error:
         raise _not_ours(path, error) from error

@@ -152,7 +152,9 @@ class Saver:
         assert self._writer is not None
         session = self._session
         with self._stages("checkpoint"):
-            self._writer.write(snapshot, keep=session.recipe.checkpoint.keep, best_step=session.progress.best_step)
+            # the loss of the step itself was read after the snapshot
+            self._writer.write(snapshot, keep=session.recipe.checkpoint.keep, best_step=session.progress.best_step,
+                               values={"losses": session.spikes.losses})
         self.saved_step, self.checkpoint = snapshot.step, self._folder / f"checkpoint-{snapshot.step}"
 
     def _state(self, ahead: Sequence[StepBatch]) -> TrainState:
@@ -165,6 +167,7 @@ class Saver:
                 "seen_tokens": session.seen_tokens + sum(batch.tokens for batch in ahead),
                 **session.identity,
                 "progress": session.progress.as_dict(), "scaler": session.take_step.scaler.state_dict(),
+                "losses": session.spikes.losses,
             },
             recipe=session.recipe.model_dump(mode="json"),
             rng=capture_rng(),

@@ -45,6 +45,7 @@ from pronghorn.train.memory import RunMemory, plan_memory
 from pronghorn.train.optim import make_optimizer, restore_optimizer
 from pronghorn.train.resume import find_checkpoint, require_allowable
 from pronghorn.train.run_identity import data_key, in_background, require_same_data
+from pronghorn.train.spikes import Spikes, losses_of
 from pronghorn.train.step import StageTimer, Step, autocast, make_step, no_graph
 
 Report = Callable[[str, int, int], None]
@@ -99,6 +100,7 @@ class Session:
     seen_tokens: int = 0
     progress: Progress = field(default_factory=Progress)
     resumed_from: int | None = None
+    spikes: Spikes = field(default_factory=Spikes)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -242,7 +244,8 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer, allo
                              seed=recipe.train.seed, workers=recipe.data.workers, start=cursor, pad_id=data.pad_id,
                              pin=device.type == "cuda", shapes=shapes)
     session = Session(recipe, data, tokenizer, model, optimizer, step, loader, device, precision, notices=said,
-                      keys=keys, base=base, memory=memory if planned else None, cursor=cursor)
+                      keys=keys, base=base, memory=memory if planned else None, cursor=cursor,
+                      spikes=Spikes(recipe.health.spike))
     if found:
         _restore(session, found[1])
     return session
@@ -250,8 +253,10 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer, allo
 
 def _step(recipe: Recipe, model: Any, optimizer: torch.optim.Optimizer, device: torch.device, precision: Precision,
           said: list[str]) -> Step:
-    return make_step(model, optimizer, device=device, precision=precision, clip=recipe.train.clip, graph=recipe.train.graph,
+    step = make_step(model, optimizer, device=device, precision=precision, clip=recipe.train.clip, graph=recipe.train.graph,
                      say=said.append)
+    step.guards_loss = recipe.health.spike != "warn"
+    return step
 
 
 def _build_model(recipe: Recipe, precision: Precision, device: torch.device, checkpoint: Path | None, report: Report
@@ -286,6 +291,7 @@ def _restore(session: Session, state: TrainState) -> None:
     session.step = session.resumed_from = state.step
     session.seen_tokens = values["seen_tokens"]
     session.progress = Progress.from_dict(values["progress"])
+    session.spikes = Spikes(session.recipe.health.spike, losses_of(values))
     restore_rng(state.rng)
 
 

@@ -38,6 +38,8 @@ class StepResult:
 
 class Step(ABC):
     depth = 0  # steps that may be under way when the next one begins
+    guards_loss = False  # whether `loss_limit` counts; set before the first step
+    loss_limit = math.inf  # of the step that begins next: above it, nothing is updated, and the steps after it are
     updating = False  # the weights are changing: a step that fails now cannot be repeated
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, *, device: torch.device, precision: Precision,
@@ -102,6 +104,8 @@ class EagerStep(Step):
         with stage("optimizer"):
             if self.scaler.is_enabled() and not math.isfinite(grad_norm) and math.isfinite(loss):
                 self._result = self._lower_scale(loss)
+            elif self.guards_loss and self.loss_limit < loss < math.inf:
+                self.scaler.update()  # no overflow; nothing else changes
             elif math.isfinite(loss) and math.isfinite(grad_norm) and grad_norm > 0:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, self.clip, norm)
                 self._release_holds()
