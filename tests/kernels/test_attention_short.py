@@ -58,7 +58,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks a document at sizes an interpreter can do; unequal, so that a mix-up of the two shows."""
     if not CUDA:
         small = Config(Tiles(32, 16, 4, 1), Tiles(16, 32, 4, 1), Tiles(16, 32, 4, 1))
-        monkeypatch.setattr(attention_short, "config_for", lambda width, dtype: small)
+        monkeypatch.setattr(attention_short, "config_for", lambda *_: small)
 
 
 @pytest.fixture

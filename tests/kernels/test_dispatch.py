@@ -81,3 +81,40 @@ def test_a_text_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_device_that_is_not_cuda_has_no_capability() -> None:
     assert dispatch.cuda_capability("cpu") < (8, 0)
     assert dispatch.processor_count(torch.device("cpu")) == 2
+
+
+@pytest.mark.parametrize(("capability", "taken"), [
+    ((9, 0), 90), ((8, 7), 86), ((10, 3), 100), ((12, 1), 120), ((7, 5), 86), ((0, 0), 86),
+])
+def test_a_chip_that_is_not_in_the_table_has_what_an_older_one_has(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], taken: int
+) -> None:
+    monkeypatch.setattr(dispatch, "cuda_capability", lambda device: capability)
+    assert dispatch.chip_of("cuda").sm == taken
+
+
+def test_chips_offer_what_nvidia_says() -> None:
+    """Technical specifications by compute capability: shared memory of a block and of a multiprocessor, resident warps."""
+    said = {chip.sm: (chip.shared / 1024, chip.all_shared / 1024, chip.warps) for chip in dispatch.CHIPS.values()}
+    small = (99, 100, 48)
+    assert said == {80: (163, 164, 64), 86: small, 89: small, 90: (227, 228, 64), 100: (227, 228, 64), 120: small}
+
+
+def test_ops_can_do_what_they_would_do_on_a_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pronghorn.kernels.attention import pick_backend
+    from pronghorn.kernels.fp8_cast import fp8_supported
+    from pronghorn.kernels.grouped_fp8 import fp8_grouped_supported
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    cpu = torch.device("cpu")
+    for sm, chip in ((chip.sm, chip) for chip in dispatch.CHIPS.values()):
+        with dispatch.as_on(chip):
+            assert dispatch.use_triton(torch.ones(1)) == dispatch.HAS_TRITON
+            assert not dispatch.use_triton(torch.ones(1, dtype=torch.float64))
+            assert dispatch.chip_of(cpu) is chip
+            assert (fp8_supported(cpu) is None) == (sm >= 89)
+            assert (fp8_grouped_supported(cpu) is None) == (sm in (90, 100))
+            assert pick_backend(cpu, torch.bfloat16, 128, typical=100) == ("short" if dispatch.HAS_TRITON else "torch")
+    assert not dispatch.use_triton(torch.ones(1))
+    assert fp8_supported(cpu) is None
+    assert pick_backend(cpu, torch.bfloat16, 128, typical=100) == "torch"

@@ -3,12 +3,18 @@ from __future__ import annotations
 import pytest
 
 from pronghorn.errors import CommandError
+from pronghorn.kernels.dispatch import CHIPS
 from pronghorn.memory.gpus import GPUS, find_gpu
 
 
 @pytest.mark.parametrize(("said", "found"), [
     ("rtx4090", "rtx4090"), ("RTX 4090", "rtx4090"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("H200", "h200"),
     ("NVIDIA H200", "h200"), ("a100-80", "a100-80"), ("A100 80GB", "a100-80"),
+    ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA A100-PCIE-40GB", "a100-40"), ("NVIDIA A100-SXM4-40GB", "a100-40"),
+    ("NVIDIA A100 80GB PCIe", "a100-80"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"),
+    ("NVIDIA GeForce RTX 3090", "rtx3090"), ("NVIDIA GeForce RTX 5090", "rtx5090"), ("NVIDIA L4", "l4"),
+    ("NVIDIA B200", "b200"),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
 ])
 def test_a_gpu_is_found_by_any_of_its_names(said: str, found: str) -> None:
     assert find_gpu(said).name == found
@@ -26,3 +32,12 @@ def test_the_table_has_no_holes() -> None:
         assert name == gpu.name
         assert min(gpu.memory_gb, gpu.bandwidth_gbs, gpu.bf16_tflops, gpu.link_gbs, gpu.price or 1.0) > 0
         assert gpu.fp8_tflops == 0 or gpu.fp8_tflops > gpu.bf16_tflops
+
+
+def test_gpus_and_chips_say_the_same() -> None:
+    """kernels/dispatch.py names the GPUs that have a chip: the planner knows them, and whether they have FP8."""
+    for chip in CHIPS.values():
+        for name in chip.gpus.split(", "):
+            known = [gpu for gpu in GPUS.values() if gpu.title.removeprefix("GeForce ").startswith(name)]
+            assert known, name
+            assert all((gpu.fp8_tflops > 0) == (chip.capability >= (8, 9)) for gpu in known)

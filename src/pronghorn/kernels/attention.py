@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from pronghorn.errors import EnvironmentFault
 from pronghorn.kernels import attention_flash, attention_flex, attention_short, attention_torch
 from pronghorn.kernels.attention_torch import Backend, Packed
-from pronghorn.kernels.dispatch import HAS_TRITON, cuda_capability, say_once
+from pronghorn.kernels.dispatch import HAS_TRITON, Chip, cuda_capability, on_gpu, pretended, say_once
 
 MAX_FLASH_WIDTH = 256  # widest head of FlashAttention-2, and of flash-attn-4 on Hopper
 HALF = (torch.bfloat16, torch.float16)
@@ -92,7 +92,7 @@ def pick_backend(
     `typical`: the documents' mean length, each token counted, where the host knows it.
     """
     length: Length = "long" if typical is None or typical > MIDDLE else "middle" if typical > SHORT else "short"
-    return _pick(_Case(device, dtype, head_width, softcap, sinks, length))
+    return _pick(_Case(device, dtype, head_width, softcap, sinks, length), pretended())
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,8 @@ class _Case:
 
 
 @cache
-def _pick(case: _Case) -> Backend:
+def _pick(case: _Case, chip: Chip | None) -> Backend:
+    """`chip`: that of the device, where it is another than it really has."""
     reasons: list[str] = []
     for backend, why_not in REFUSALS.items():
         reason = why_not(case)
@@ -127,7 +128,7 @@ def _pick(case: _Case) -> Backend:
 
 
 def _no_short(case: _Case) -> str | None:
-    if case.device.type != "cuda" or not HAS_TRITON:
+    if not on_gpu(case.device) or not HAS_TRITON:
         return "it needs an NVIDIA GPU and Triton"
     if case.dtype not in (*HALF, torch.float32) or case.head_width > attention_short.MAX_WIDTH:
         return f"it takes bf16, fp16 and fp32, and heads up to {attention_short.MAX_WIDTH} wide"

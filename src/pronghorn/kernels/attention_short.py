@@ -35,7 +35,7 @@ from torch import Tensor
 from pronghorn.kernels.add_dot import add_dot, halves
 from pronghorn.kernels.attention_softmax import LOG2E, as_power, capped, powers, weights_by
 from pronghorn.kernels.attention_torch import Packed, sink_gradients
-from pronghorn.kernels.dispatch import jit, tl, triton
+from pronghorn.kernels.dispatch import HOPPER, Chip, chip_of, jit, tl, triton
 
 MAX_WIDTH = 128  # of a head: wider accumulators do not fit the registers
 _LEAST = tl.constexpr(-1e38)  # the largest score of a row that has seen nothing yet: below all others, but -inf - -inf is NaN
@@ -96,9 +96,16 @@ CONFIGS = {
 FP32_CONFIGS = {64: Config(*[Tiles(32, 32, 8, 1)] * 3), 128: Config(*[Tiles(16, 16, 4, 1)] * 3)}
 
 
-def config_for(width: int, dtype: torch.dtype) -> Config:
+# Small chips give an instruction of the tensor cores a tile in registers, and not in shared memory: at width 128 dk and dv need
+# more than a thread of four warps can have (compiled for 12.0: 8 to 40 bytes spilled; 180 registers with eight).
+SMALL_CONFIGS = {64: CONFIGS[64][0], 128: CONFIGS[128][0]._replace(dkdv=Tiles(32, 64, 8, 2))}
+
+
+def config_for(width: int, dtype: torch.dtype, chip: Chip = HOPPER) -> Config:
     size = 64 if width <= 64 else 128
-    return FP32_CONFIGS[size] if dtype == torch.float32 else CONFIGS[size][0]
+    if dtype == torch.float32:
+        return FP32_CONFIGS[size]
+    return CONFIGS[size][0] if chip.large else SMALL_CONFIGS[size]
 
 
 # ---- Triton -------------------------------------------------------------------------------------------------
@@ -385,7 +392,7 @@ class Short:
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device) if out is None else out
         lse_NT = torch.empty(heads, T, dtype=torch.float32, device=q_TNH.device)
         options = Short._options(q_TNH, k_TKH, packed)
-        tiles = config_for(width, q_TNH.dtype).forward
+        tiles = config_for(width, q_TNH.dtype, chip_of(q_TNH.device)).forward
         pack, pair = tiles.pack(options["GROUP"]), tiles.pairs(options["GROUP"], k_TKH.shape[1])
         _forward_kernel[(heads // (2 * pack if pair else pack) * triton.cdiv(T, tiles.rows // pack),)](
             q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0), out_TNH, out_TNH.stride(0), lse_NT,
@@ -414,7 +421,7 @@ class Short:
         options = Short._options(q_TNH, k_TKH, packed)
         options["TURN"] = turned is not None
         cos, sin = turned or (None, None)
-        config, softcap = config_for(width, q_TNH.dtype), packed.softcap or 1.0
+        config, softcap = config_for(width, q_TNH.dtype, chip_of(q_TNH.device)), packed.softcap or 1.0
         inputs = (dout_TNH, dout_TNH.stride(0), q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0))
         tiles = config.dq
         pack = tiles.pack(options["GROUP"])

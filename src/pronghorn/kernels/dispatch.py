@@ -3,16 +3,20 @@
 `jit`, `triton` and `tl` exist on every machine, so that kernel files import everywhere; the kernels themselves are only
 called where `use_triton` says so. With TRITON_INTERPRET=1 set both when this file is imported and when an op is called,
 the Triton kernels run on CPU tensors through Triton's interpreter: slow, and meant for tests.
+
+What a GPU offers is said here and nowhere else (`CHIPS`): tiles are chosen by `chip_of(device)`. Within `as_on(chip)` every op
+does what it would do on that chip, wherever its tensors are: for compiling kernels without having one (compile_for.py).
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +34,38 @@ except ImportError:  # CPU-only builds and platforms without Triton: names that 
     HAS_TRITON = False
 
 _said: set[str] = set()
+
+
+class Chip(NamedTuple):
+    """What a GPU's multiprocessor has for our programs, of the tables in NVIDIA's CUDA programming guide."""
+
+    capability: tuple[int, int]
+    gpus: str
+    shared: int  # bytes of shared memory that one program may have
+    all_shared: int  # and all of them together; each takes 1 KB more than it asks for
+    warps: int  # of all of them together
+
+    @property
+    def sm(self) -> int:
+        return 10 * self.capability[0] + self.capability[1]
+
+    @property
+    def large(self) -> bool:
+        """Room for tiles of 128 x 256 in three stages (144 KB), which the tensor cores of these chips read from there."""
+        return self.shared >= 200 * 1024
+
+
+CHIPS = {chip.capability: chip for chip in (
+    Chip((8, 0), "A100", 163 * 1024, 164 * 1024, 64),
+    Chip((8, 6), "RTX 3090, A10", 99 * 1024, 100 * 1024, 48),
+    Chip((8, 9), "RTX 4090, L4, L40S", 99 * 1024, 100 * 1024, 48),
+    Chip((9, 0), "H100, H200", 227 * 1024, 228 * 1024, 64),
+    Chip((10, 0), "B200", 227 * 1024, 228 * 1024, 64),
+    Chip((12, 0), "RTX 5090, RTX PRO 6000", 99 * 1024, 100 * 1024, 48),
+)}
+HOPPER = CHIPS[9, 0]
+_SMALLEST = CHIPS[8, 6]
+_as_on: list[Chip] = []
 
 
 def _interpreting() -> bool:
@@ -70,7 +106,7 @@ def use_triton(tensor: torch.Tensor) -> bool:
     """Whether an op on this tensor runs through its Triton kernels; they compute in fp32, so float64 never does."""
     if tensor.dtype == torch.float64:
         return False
-    if tensor.is_cuda:
+    if tensor.is_cuda or _as_on:
         return HAS_TRITON
     return KERNELS_ARE_INTERPRETED and _interpreting() and tensor.device.type == "cpu"
 
@@ -98,9 +134,36 @@ def _capability_of(index: int) -> tuple[int, int]:
 def cuda_capability(device: torch.device | str) -> tuple[int, int]:
     """(9, 0) on Hopper; (0, 0) where the device is not a CUDA one, so that comparisons with a minimum just fail."""
     device = torch.device(device)
+    if _as_on:
+        return _as_on[-1].capability
     if device.type != "cuda":
         return 0, 0
     return _capability_of(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def on_gpu(device: torch.device | str) -> bool:
+    return bool(_as_on) or torch.device(device).type == "cuda"
+
+
+def chip_of(device: torch.device | str) -> Chip:
+    """One that is not in the table is taken for the newest there that is not newer. The interpreter has small tiles, too."""
+    capability = cuda_capability(device)
+    return CHIPS[max((known for known in CHIPS if known <= capability), default=_SMALLEST.capability)]
+
+
+def pretended() -> Chip | None:
+    """The chip of `as_on`."""
+    return _as_on[-1] if _as_on else None
+
+
+@contextmanager
+def as_on(chip: Chip) -> Iterator[None]:
+    """Ops launch what they would launch on this chip. The kernels cannot run: see compile_for.py."""
+    _as_on.append(chip)
+    try:
+        yield
+    finally:
+        _as_on.pop()
 
 
 @cache
@@ -112,5 +175,5 @@ def processor_count(device: torch.device | str) -> int:
     """Multiprocessors of the GPU, for grids of a fixed size; 2 for the interpreter, so that tests see more than one."""
     device = torch.device(device)
     if device.type != "cuda":
-        return 2
+        return 100 if _as_on else 2
     return _processors_of(torch.cuda.current_device() if device.index is None else device.index)

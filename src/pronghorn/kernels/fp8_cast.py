@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.dispatch import cuda_capability, jit, tl, triton, use_triton
+from pronghorn.kernels.dispatch import cuda_capability, jit, on_gpu, tl, triton, use_triton
 from pronghorn.kernels.rms_norm import _blocks, _give, _take
 from pronghorn.kernels.rms_norm import _tile as _norm_tile
 
@@ -29,11 +29,9 @@ SMALLEST = 2.0**-100  # rows whose largest value is below are scaled as if it we
 def fp8_supported(device: torch.device | str) -> str | None:
     """Why this device cannot multiply in FP8; None where it can. The CPU can, slowly: it multiplies in fp32, for tests."""
     device = torch.device(device)
-    if device.type == "cpu":
-        return None
-    if device.type != "cuda":
-        return f"FP8 products need an NVIDIA GPU, this is {device.type}"
-    if torch.version.cuda is None:
+    if not on_gpu(device):
+        return None if device.type == "cpu" else f"FP8 products need an NVIDIA GPU, this is {device.type}"
+    if device.type == "cuda" and torch.version.cuda is None:
         return "FP8 products need a CUDA build of torch: the e4m3 format of other GPUs differs"
     if (have := cuda_capability(device)) < (8, 9):
         return f"FP8 products need compute capability 8.9 (Ada, Hopper, Blackwell), this GPU has {have[0]}.{have[1]}"

@@ -23,7 +23,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.dispatch import KERNELS_ARE_INTERPRETED, jit, processor_count, tl, triton, use_triton
+from pronghorn.kernels.dispatch import (
+    HOPPER,
+    KERNELS_ARE_INTERPRETED,
+    Chip,
+    chip_of,
+    jit,
+    processor_count,
+    tl,
+    triton,
+    use_triton,
+)
 from pronghorn.kernels.gated_lora_thin import COLUMNS as THIN_COLUMNS
 from pronghorn.kernels.gated_lora_thin import WIDTH, ThinSums, _give_thin, _thin_product, _thin_weight
 from pronghorn.kernels.gated_mlp import (
@@ -106,14 +116,15 @@ FORWARD_CONFIGS = [Tile(*config) for config in (
 )]  # fmt: skip
 
 
-def _backward_tile(rank: int, itemsize: int) -> Tile:
+def _backward_tile(rank: int, itemsize: int, chip: Chip = HOPPER) -> Tile:
     """At rank 16: 48 KB of loads are under way for each of two programs, 31 instructions a value, 128 registers. With the ranks
     first it is 28 and 126, and yet a 1B step takes 0.6 ms more (benchmarks/results/step-choices-llama-1b.json). Higher ranks
-    have larger sums, so fewer columns: 162 registers at rank 32, 111 at 64. In fp32 the products are not the tensor cores'."""
+    have larger sums, so fewer columns: 162 registers at rank 32, 111 at 64, where other chips than
+    Hopper take more than 128. In fp32 the products are not the tensor cores'."""
     if itemsize > 2:
         return Tile(16, 64, 4, 2, 3, False)
     if rank > 32:
-        return Tile(32, 64, 8, 3, 2)
+        return Tile(32, 64, 8, 3, 2 if chip == HOPPER else 1)
     return Tile(32, 64, 4, 3, 3, False) if rank > 16 else BACKWARD_CONFIGS[0]
 
 
@@ -122,11 +133,12 @@ def _thin_tile() -> Tile | None:
     return THIN_CONFIGS[0]
 
 
-def _forward_tile(rank: int, itemsize: int) -> Tile:
-    """32 rows, so that 16,384 are 512 programs: four on each of 128 multiprocessors, 40 KB of loads under way for each."""
+def _forward_tile(rank: int, itemsize: int, chip: Chip = HOPPER) -> Tile:
+    """32 rows, so that 16,384 are 512 programs: four on each of 128 multiprocessors, 40 KB of loads under way for each. Rank 64
+    takes all of 128 registers on Hopper, and elsewhere a few more."""
     if itemsize > 2:
         return Tile(16, 64, 4, 2, 4)
-    return Tile(32, 128, 4, 2, 4) if rank > 32 else FORWARD_CONFIGS[0]
+    return Tile(32, 128, 4, 2, 4 if chip == HOPPER else 3) if rank > 32 else FORWARD_CONFIGS[0]
 
 
 # ---- Triton ----------------------------------------------------------------------------------------------------------------
@@ -358,7 +370,7 @@ def gated_lora_forward(gu_TG: Tensor, kind: Kind, A_RF: Tensor, *, out_ext: Tens
         product(gated_activation_forward(gu_TG, kind, out=out_ext[:, :F]), A_RF.T, out=out_ext[:, F:])
         return out_ext
     block = _rank_block(R)
-    tile = _forward_tile(block, gu_TG.element_size())
+    tile = _forward_tile(block, gu_TG.element_size(), chip_of(gu_TG.device))
     _forward_kernel[(triton.cdiv(T, tile.rows),)](
         gu_TG, gu_TG.stride(0), A_RF, A_RF.stride(0), out_ext, out_ext.stride(0), T, F=F, R=R, R_BLOCK=block, ROWS=tile.rows,
         COLUMNS=tile.columns, STAGES=tile.stages, GELU=kind == "gelu_tanh", NARROW=_narrow(gu_TG.dtype), num_warps=tile.warps,
@@ -426,7 +438,8 @@ def _launch_backward(
     T, F = da_TF.shape
     ranks = [0 if part is None else part.rank for part in (down, gate, up)]
     blocks = [_rank_block(rank) for rank in ranks]
-    tile = (None if sB_GR is None else _thin_tile()) or _backward_tile(max(16, *blocks), gu_TG.element_size())
+    chip = chip_of(gu_TG.device)
+    tile = (None if sB_GR is None else _thin_tile()) or _backward_tile(max(16, *blocks), gu_TG.element_size(), chip)
     rows = _rows_of_a_program(T, F, tile, processor_count(gu_TG.device))
     programs = max(1, triton.cdiv(T, rows))
     partial = torch.empty(programs, max(1, sum(ranks)), F, dtype=torch.float32, device=gu_TG.device)

@@ -22,7 +22,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.dispatch import cuda_capability, jit, tl, triton, use_triton
+from pronghorn.kernels.dispatch import cuda_capability, jit, on_gpu, tl, triton, use_triton
 from pronghorn.kernels.fp8_cast import (
     E4M3,
     _give_part,
@@ -43,7 +43,7 @@ WIDTH_MULTIPLE = 16  # of both dimensions of an expert's weight
 def fp8_grouped_supported(device: torch.device | str) -> str | None:
     """Why this device cannot multiply stacks in FP8; None where it can."""
     device = torch.device(device)
-    if device.type == "cpu":
+    if device.type == "cpu" and not on_gpu(device):
         return None
     major, minor = cuda_capability(device)
     if major in (9, 10):

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.add_dot import EXACT_INNER, add_dot
-from pronghorn.kernels.dispatch import cuda_capability, jit, tl, triton, use_triton
+from pronghorn.kernels.dispatch import Chip, chip_of, cuda_capability, jit, tl, triton, use_triton
 
 THIN = 64  # outputs up to here are a product bound by memory
 
@@ -55,24 +55,24 @@ CONFIGS = [Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 4), Tile(128, 128, 64
            Tile(256, 128, 64, 8, 3), Tile(64, 256, 64, 8, 4)]  # fmt: skip
 
 
-def _tile(S: int, E: int, outputs: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tile:
+def _tile(S: int, E: int, outputs: int, dtype: torch.dtype, chip: Chip) -> Tile:
     if dtype == torch.float32:
         return Tile(64, 64, EXACT_INNER, 4, 2)
     if outputs <= THIN:  # reads x once: long pieces of its rows
-        return Tile(64, max(16, triton.next_power_of_2(outputs)), 128, 4, 4 if capability >= (9, 0) else 2)
+        return Tile(64, max(16, triton.next_power_of_2(outputs)), 128, 4, 4 if chip.large else 2)
     rows = 128 if S > 64 * E else 64
-    if capability[0] in (9, 10) and outputs > 128:
+    if chip.large and outputs > 128:
         return CONFIGS[0]._replace(rows=rows)
     return Tile(rows, 128, 64, 8 if rows == 128 else 4, 3)  # 96 kB: Ada and small Blackwell have 99
 
 
-def _weight_tile(outputs: int, D: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tile:
+def _weight_tile(outputs: int, D: int, dtype: torch.dtype, chip: Chip) -> Tile:
     """rows: of O, columns: of D, inner: tokens."""
     if dtype == torch.float32:
         return Tile(64, 64 if D > 32 else max(16, triton.next_power_of_2(D)), EXACT_INNER, 4, 2)
     if D <= THIN:
-        return Tile(128, max(16, triton.next_power_of_2(D)), 64, 4, 4 if capability >= (9, 0) else 3)
-    if capability[0] in (9, 10):
+        return Tile(128, max(16, triton.next_power_of_2(D)), 64, 4, 4 if chip.large else 3)
+    if chip.large:
         return Tile(128, 256, 64, 8, 3)
     return Tile(128, 128, 64, 8, 3)
 
@@ -237,7 +237,7 @@ def grouped_linear_forward(
             y = y if bias_EO is None else y + bias_EO[expert]
             y_SO[start:stop] = y_SO[start:stop] + y if add else y
         return y_SO
-    tile = _tile(S, E, outputs, x_SD.dtype, cuda_capability(x_SD.device))
+    tile = _tile(S, E, outputs, x_SD.dtype, chip_of(x_SD.device))
     _product_kernel[((triton.cdiv(S, tile.rows) + E) * triton.cdiv(outputs, tile.columns),)](
         x_SD, x_SD.stride(0), offsets_E1 if order_S is None else order_S, weight_EOD, *weight_EOD.stride(),
         weight_EOD if bias_EO is None else bias_EO, y_SO, y_SO.stride(0), offsets_E1, D, outputs, K, E=E,
@@ -273,7 +273,7 @@ def grouped_linear_backward_weight(
             sums = dy_SO[start:stop].to(wide).T @ x_SD[start:stop].to(wide)
             dW_EOD[expert] = dW_EOD[expert] + sums if add else sums
         return dW_EOD
-    tile = _weight_tile(outputs, D, x_SD.dtype, cuda_capability(x_SD.device))
+    tile = _weight_tile(outputs, D, x_SD.dtype, chip_of(x_SD.device))
     _weight_kernel[(E * triton.cdiv(outputs, tile.rows) * triton.cdiv(D, tile.columns),)](
         dy_SO, dy_SO.stride(0), x_SD, x_SD.stride(0), dW_EOD, *dW_EOD.stride(), offsets_E1, outputs, D, ROWS=tile.rows,
         COLUMNS=tile.columns, INNER=tile.inner, ADD=add, PRECISION=precision_of(x_SD.dtype), num_warps=tile.warps,

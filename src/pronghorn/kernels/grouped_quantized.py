@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.add_dot import EXACT_INNER, add_dot
-from pronghorn.kernels.dispatch import KERNELS_ARE_INTERPRETED, cuda_capability, jit, tl, triton, use_triton
+from pronghorn.kernels.dispatch import KERNELS_ARE_INTERPRETED, Chip, chip_of, jit, tl, triton, use_triton
 from pronghorn.kernels.grouped_gemm import (
     expert_tile,
     grouped_linear_backward_input,
@@ -95,11 +95,11 @@ CONFIGS = [Tile(128, 128, 64, 8, 3), Tile(256, 128, 64, 8, 3), Tile(128, 128, 64
            Tile(64, 128, 64, 4, 4), Tile(128, 64, 64, 4, 4)]  # fmt: skip
 
 
-def _tile(S: int, E: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tile:
+def _tile(S: int, E: int, dtype: torch.dtype, chip: Chip) -> Tile:
     if dtype == torch.float32:
         return Tile(32, 64, EXACT_INNER, 4, 1)
-    if capability < (9, 0):
-        return Tile(128 if S > 64 * E else 64, 64, 64, 4, 2)
+    if not chip.large:
+        return Tile(128, 64, 64, 8, 2) if S > 64 * E else Tile(64, 64, 64, 4, 2)
     return CONFIGS[0] if S > 64 * E else CONFIGS[4]
 
 
@@ -240,7 +240,7 @@ def grouped_quantized_forward(
         y = grouped_linear_forward(x_ext[:, :D], stack.dequantized_reference(x_ext.dtype), offsets_E1)
         return y_SO.copy_(y if sB_EOR is None else y + grouped_linear_forward(x_ext[:, D:], sB_EOR, offsets_E1))
     assert D % DEPTH == 0, f"a row of {D} values is not made of blocks of {DEPTH}"
-    tile = _tile(S, E, x_ext.dtype, cuda_capability(x_ext.device))
+    tile = _tile(S, E, x_ext.dtype, chip_of(x_ext.device))
     thin = x_ext if sB_EOR is None else sB_EOR
     _forward_kernel[((triton.cdiv(S, tile.rows) + E) * triton.cdiv(outputs, tile.outputs),)](
         x_ext, x_ext.stride(0), *_stored(stack), thin, thin.stride(0), thin.stride(1), y_SO, y_SO.stride(0), offsets_E1, D,
@@ -261,7 +261,7 @@ def grouped_quantized_backward(
         dx = grouped_linear_backward_input(dy_ext[:, :outputs].contiguous(), weight_EOD, offsets_E1)
         return dx_SD.copy_(dx if A_ERD is None else dx + grouped_linear_backward_input(dy_ext[:, outputs:], A_ERD, offsets_E1))
     assert D % DEPTH == 0, f"a row of {D} values is not made of blocks of {DEPTH}"
-    tile = _tile(S, E, dy_ext.dtype, cuda_capability(dy_ext.device))
+    tile = _tile(S, E, dy_ext.dtype, chip_of(dy_ext.device))
     thin = dy_ext if A_ERD is None else A_ERD
     _backward_kernel[((triton.cdiv(S, tile.rows) + E) * triton.cdiv(D, tile.outputs),)](
         dy_ext, dy_ext.stride(0), *_stored(stack), thin, thin.stride(0), thin.stride(1), dx_SD, dx_SD.stride(0), offsets_E1, D,

@@ -16,9 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.dispatch import jit, tl, triton, use_triton
+from pronghorn.kernels.dispatch import HOPPER, chip_of, jit, tl, triton, use_triton
 
 BLOCK = 1024  # columns a program: 8 a thread with 4 warps, K rows of them
+REGISTERS = 64  # not told, ptxas for 12.0 keeps to 48 and spills
 
 
 def combine_reference(
@@ -75,7 +76,7 @@ def combine(
         y_SD, y_SD.stride(0), inverse_TK, inverse_TK if weights_TK is None else weights_TK,
         y_SD if bias_ED is None else bias_ED, inverse_TK if ids_TK is None else ids_TK, added, added.stride(0), out_TD,
         out_TD.stride(0), D=D, K=K, BLOCK=block, WEIGHTED=weights_TK is not None, BIAS=bias_ED is not None,
-        ADD=add_TD is not None, num_warps=4,
+        ADD=add_TD is not None, num_warps=4, maxnreg=None if chip_of(y_SD.device) == HOPPER else REGISTERS,
     )  # fmt: skip
     return out_TD
 

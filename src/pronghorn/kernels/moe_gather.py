@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.add_dot import EXACT_INNER, add_dot
-from pronghorn.kernels.dispatch import cuda_capability, jit, tl, triton, use_triton
+from pronghorn.kernels.dispatch import Chip, chip_of, jit, tl, triton, use_triton
 from pronghorn.kernels.grouped_gemm import Tile, expert_tile, grouped_linear_reference, precision_of, sorted_rows
 
 BLOCK = 2048  # columns a program of the plain copy: 16 bytes for each of 256 threads in bf16
@@ -79,11 +79,11 @@ def _gather_lora_kernel(
 CONFIGS = [Tile(64, 16, 128, 4, 3), Tile(64, 16, 128, 4, 4), Tile(32, 16, 256, 4, 3), Tile(128, 16, 64, 4, 4)]
 
 
-def _lora_tile(dtype: torch.dtype, capability: tuple[int, int]) -> Tile:
+def _lora_tile(dtype: torch.dtype, chip: Chip) -> Tile:
     """64 rows: enough programs (S / 64 + E) to fill a GPU, and A, R x D a program, is read from L2."""
     if dtype == torch.float32:
         return Tile(32, 16, EXACT_INNER, 4, 2)
-    return CONFIGS[0] if capability >= (9, 0) else CONFIGS[0]._replace(stages=2)
+    return CONFIGS[0] if chip.large else CONFIGS[0]._replace(stages=2)
 
 
 def gather_rows(
@@ -102,7 +102,7 @@ def gather_rows(
             x_TD, x_TD.stride(0), order_S, rows, rows.stride(0), K, D=D, BLOCK=block, num_warps=4 if block <= 1024 else 8
         )
         return rows
-    E, tile = len(A_ERD), _lora_tile(x_TD.dtype, cuda_capability(x_TD.device))
+    E, tile = len(A_ERD), _lora_tile(x_TD.dtype, chip_of(x_TD.device))
     _gather_lora_kernel[(triton.cdiv(S, tile.rows) + E,)](
         x_TD, x_TD.stride(0), order_S, A_ERD, *A_ERD.stride(), rows, rows.stride(0), offsets_E1, K, D, R=R, E=E,
         E_BLOCK=triton.next_power_of_2(E), ROWS=tile.rows, R_BLOCK=max(16, triton.next_power_of_2(R)), INNER=tile.inner,

@@ -19,7 +19,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.dispatch import KERNELS_ARE_INTERPRETED, jit, processor_count, tl, triton, use_triton
+from pronghorn.kernels.dispatch import (
+    HOPPER,
+    KERNELS_ARE_INTERPRETED,
+    Chip,
+    chip_of,
+    jit,
+    processor_count,
+    tl,
+    triton,
+    use_triton,
+)
 
 MOST_RANKS = 64  # of all adapters of a group: their sums are in registers
 MOST_JOBS = 2
@@ -60,13 +70,19 @@ class Tile(NamedTuple):
     stages: int
     rounds: int
 
-    def programs(self, ranks: int) -> int:
-        """That a multiprocessor has room for: 64 warps, and 228 KB of shared memory, of which 1 KB more goes with each."""
-        return max(1, min(64 // self.warps, 233472 // (self.stages * self.rows * (self.columns + ranks) * 2 + 2048)))
+    def fitted(self, chip: Chip) -> Tile:
+        """Where the wide tile goes through registers (see `programs`), four stages are more than there are."""
+        return self if chip.large else self._replace(stages=min(3, self.stages))
 
-    def registers(self, ranks: int) -> int | None:
+    def programs(self, ranks: int, chip: Chip = HOPPER) -> int:
+        """That a multiprocessor has room for. Two at least: where there is little shared memory the wide tile goes through
+        registers instead (33 KB in all at most, compiled for 8.6 and 12.0 at 16 to 64 ranks)."""
+        bytes_each = self.stages * self.rows * (self.columns + ranks) * 2 + 2048
+        return max(2, min(chip.warps // self.warps, chip.all_shared // bytes_each))
+
+    def registers(self, ranks: int, chip: Chip = HOPPER) -> int | None:
         """The most a thread may have; None where it may have all there are."""
-        most = max(64, 65536 // (self.programs(ranks) * self.warps * 32) // 8 * 8)
+        most = max(64, 65536 // (self.programs(ranks, chip) * self.warps * 32) // 8 * 8)
         return most if most < 255 else None
 
 
@@ -182,16 +198,17 @@ def add_thin_products(jobs: Sequence[ThinJob]) -> None:
         assert job.rstd_T is None or job.rstd_T.shape == (T,)
     (S, D), (S_2, D_2) = first.total_SD.shape, second.total_SD.shape if len(jobs) > 1 else (0, 0)
     block = max(16, triton.next_power_of_2(max(S, S_2)))  # tensor cores take 16 at least
-    tile = _tile(block)
+    chip = chip_of(device)
+    tile = _tile(block).fitted(chip)
     columns = triton.cdiv(D, tile.columns) + triton.cdiv(D_2, tile.columns)
-    rows = _rows_of_a_program(T, columns, tile, processor_count(device) * tile.programs(block))
+    rows = _rows_of_a_program(T, columns, tile, processor_count(device) * tile.programs(block, chip))
     shares = max(1, triton.cdiv(T, rows))
     partial = torch.empty(shares, S * D + S_2 * D_2, dtype=torch.float32, device=device)
     _sums_kernel[(columns, shares)](
         first.wide_TD, first.wide_TD.stride(0), first.thin_TS, first.thin_TS.stride(0), first.rstd_T, second.wide_TD,
         second.wide_TD.stride(0), second.thin_TS, second.thin_TS.stride(0), second.rstd_T, partial, T, rows, D=D, S=S, D_2=D_2,
         S_2=S_2, S_BLOCK=block, ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, NARROW=not KERNELS_ARE_INTERPRETED,
-        num_warps=tile.warps, maxnreg=tile.registers(block),
+        num_warps=tile.warps, maxnreg=tile.registers(block, chip),
     )  # fmt: skip
     _add_partial_kernel[(triton.cdiv(max(D, D_2), 512), S + S_2)](
         partial, first.total_SD, first.total_SD.stride(0), second.total_SD, second.total_SD.stride(0), T, rows, D=D, S=S,

@@ -26,6 +26,7 @@ class Gpu:
     link_gbs: float  # to the host, each way
     price: float | None = None  # USD an hour; None: we have seen none that we would repeat
     flash4: bool = False  # attention at the rate of flash-attn-4, else of FlashAttention-2
+    drivers: tuple[str, ...] = ()  # what the driver calls it, where that is not the title
 
     @property
     def memory(self) -> int:
@@ -37,14 +38,15 @@ GPUS = {gpu.name: gpu for gpu in (
     Gpu("rtx3090", "GeForce RTX 3090", 25.3, 936, 71, 0, _PCIE4),
     Gpu("rtx4090", "GeForce RTX 4090", 25.3, 1008, 165, 330, _PCIE4, 0.34),
     Gpu("rtx5090", "GeForce RTX 5090", 33.7, 1792, 209, 419, _PCIE5, 0.76),
-    Gpu("rtx-pro-6000", "RTX PRO 6000 Blackwell", 101.0, 1792, 504, 1007, _PCIE5),
+    Gpu("rtx-pro-6000", "RTX PRO 6000 Blackwell", 101.0, 1792, 504, 1007, _PCIE5,
+        drivers=("RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell Server Edition")),
     Gpu("l4", "L4", 23.6, 300, 121, 242, _PCIE4),
     Gpu("a10", "A10", 23.6, 600, 125, 0, _PCIE4),
     Gpu("l40s", "L40S", 47.7, 864, 362, 733, _PCIE4),
-    Gpu("a100-40", "A100 40 GB", 42.3, 1555, 312, 0, _PCIE4),
-    Gpu("a100-80", "A100 80 GB", 85.0, 2039, 312, 0, _PCIE4, 1.39),
+    Gpu("a100-40", "A100 40 GB", 42.3, 1555, 312, 0, _PCIE4, drivers=("A100-SXM4-40GB", "A100-PCIE-40GB")),
+    Gpu("a100-80", "A100 80 GB", 85.0, 2039, 312, 0, _PCIE4, 1.39, drivers=("A100-SXM4-80GB", "A100 80GB PCIe")),
     Gpu("h100-pcie", "H100 PCIe", 85.0, 2000, 756, 1513, _PCIE5, 1.99, flash4=True),
-    Gpu("h100", "H100 SXM", 85.0, 3350, 989, 1979, _PCIE5, 2.69, flash4=True),
+    Gpu("h100", "H100 SXM", 85.0, 3350, 989, 1979, _PCIE5, 2.69, flash4=True, drivers=("H100 80GB HBM3",)),
     Gpu("h200", "H200", 150.1, 4800, 989, 1979, _PCIE5, 3.59, flash4=True),
     Gpu("b200", "B200", 191.5, 8000, 2250, 4500, _PCIE5, 5.98, flash4=True),
 )}
@@ -54,7 +56,7 @@ def find_gpu(name: str) -> Gpu:
     """By the table's name, or by what the driver calls it (`NVIDIA GeForce RTX 4090`)."""
     plain = _plain(name)
     for gpu in GPUS.values():
-        if plain in (_plain(gpu.name), _plain(gpu.title)):
+        if plain in map(_plain, (gpu.name, gpu.title, *gpu.drivers)):
             return gpu
     close = difflib.get_close_matches(name.lower(), GPUS, n=1)
     raise CommandError(what=f"no GPU is known as {name!r}", why="its memory and rates are not in the table",

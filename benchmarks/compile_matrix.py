@@ -1,0 +1,301 @@
+"""Every Triton kernel, as training launches it, compiled for chips that are not here: shared memory and spilled registers.
+
+    python -m benchmarks.compile_matrix [--chips 86 120] [--cases qlora] [--kernels grouped] [--write]
+
+Nothing is listed by hand: for each case below a whole training step of a published model's sizes (one layer) is gone through as
+on that chip (kernels/compile_for.py), without numbers (without_numbers.py), and each launch is compiled. `--write` puts the
+table into benchmarks/results/compile-matrix.json and .md. Ends with 1 if a kernel asks for more shared memory than the chip
+has, spills registers, or does not compile.
+
+Cases are chosen so that every kernel meets its widest tiles: head widths 64, 80, 96, 128, 192 and 256, ranks 8 to 128, model
+widths 2,048 to 8,192, each method, each way to store weights and experts. What runs on 9.0 alone (CUDA C++: hopper_product.cu)
+is not Triton's; other chips launch the kernels of this table in its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.ops import replaced
+from benchmarks.without_numbers import WithoutNumbers
+from pronghorn.bench.meter import machine
+from pronghorn.bench.workloads import MODELS
+from pronghorn.data.batches import PackedBatch
+from pronghorn.kernels import cross_entropy_powers
+from pronghorn.kernels.compile_for import Build, compiling_for
+from pronghorn.kernels.dispatch import CHIPS, HOPPER, Chip, as_on
+from pronghorn.kernels.fp8_cast import fp8_cast_rows, fp8_supported
+from pronghorn.kernels.grouped_parts import dequantize_part
+from pronghorn.kernels.grouped_quantized import QuantizedStack
+from pronghorn.kernels.mxfp4 import mxfp4_dequantize, mxfp4_quantize
+from pronghorn.kernels.nf4 import nf4_dequantize, nf4_quantize
+from pronghorn.kernels.nvfp4 import nvfp4_dequantize, nvfp4_quantize
+from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.few_bit_experts import STACKS, few_bit_experts_
+from pronghorn.model.fp8_linear import quantize_linears_fp8_
+from pronghorn.model.load import DTYPES
+from pronghorn.model.lora import add_adapter
+from pronghorn.model.quantized import quantize_model_
+from pronghorn.recipe import Lora
+from pronghorn.train.fused_adamw import FusedAdamW
+from pronghorn.train.graphed_step import GraphedStep
+
+RESULTS = Path(__file__).parent / "results"
+NAME = "compile-matrix"
+_LLAMA = MODELS["llama-8b"]
+SIZES: dict[str, dict[str, Any]] = MODELS | {  # more published sizes; Gemma 2 has heads of 128 at 27B and of 256 at 9B
+    "llama-70b": _LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
+    "qwen3-8b": MODELS["qwen3-14b"] | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32},
+    "gemma-2-9b": {"model_type": "gemma2", "vocab_size": 256000, "hidden_size": 3584, "intermediate_size": 14336,
+                   "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 32},
+    "gemma-3-4b": {"model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240,
+                   "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 32},
+}
+
+
+class Case(NamedTuple):
+    model: str
+    method: Literal["lora", "qlora", "fp8", "full"] = "lora"
+    rank: int = 16
+    changes: dict[str, Any] = {}  # noqa: RUF012  (of the model's sizes)
+    experts: bool = False  # adapters on them, too
+    compute_fp8: bool = False
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    tokens: int = 2048
+    optimizer: tuple[bool, bool] = (False, False)  # moments in 8 bits, in host memory
+    pieces: int = 1  # in which MLPs are done, as where memory is short: embeddings wait on the host then, too
+    balance: bool = False  # the routers' auxiliary loss
+
+    @property
+    def fp8(self) -> bool:
+        return self.method == "fp8" or self.compute_fp8
+
+    def __str__(self) -> str:
+        told = [self.model, self.method, *(f"{key}={value}" for key, value in self.changes.items())]
+        told += [f"r={self.rank}"] * (self.method != "full") + ["on experts"] * self.experts
+        told += ["compute fp8"] * self.compute_fp8 + [self.precision] * (self.precision != "bf16")
+        return ", ".join(told + [f"{self.tokens} tokens"] * (self.tokens != self._field_defaults["tokens"]))
+
+
+def heads(width: int, queries: int = 16, keys: int = 4) -> dict[str, Any]:
+    return {"head_dim": width, "num_attention_heads": queries, "num_key_value_heads": keys}
+
+
+CASES = (  # sizes are shared where they do not matter: a constant that differs is another build
+    *(Case("llama-8b", rank=rank) for rank in (8, 16, 32, 64, 128)),
+    *(Case("llama-8b", changes=changes) for changes in (heads(80), heads(96, 16, 16), heads(192), heads(256))),
+    *(Case("llama-8b", changes=heads(64, 32, 8), tokens=tokens, optimizer=(True, False)) for tokens in (2048, 1000)),
+    Case("llama-8b", changes=heads(64, 32, 8), precision="fp32"), Case("llama-70b", pieces=2, optimizer=(False, True)),
+    Case("gemma-2-9b"), Case("gemma-3-4b", "full"), Case("qwen3-8b", "full"), Case("llama-8b", "full"),
+    Case("llama-8b", "full", compute_fp8=True), Case("llama-8b", "qlora"), Case("llama-8b", "qlora", rank=64, pieces=2),
+    Case("llama-8b", "qlora", compute_fp8=True), Case("llama-8b", "fp8"), Case("llama-8b", "fp8", rank=64),
+    *(Case("gpt-oss-20b-4layers", method, experts=True) for method in ("lora", "qlora", "fp8")),
+    *(Case("qwen3-30b-a3b-4layers", method, experts=True, balance=True) for method in ("lora", "qlora", "fp8")),
+    Case("qwen3-30b-a3b-4layers", "lora", rank=128, experts=True), Case("qwen3-30b-a3b-4layers", "qlora", tokens=256),
+    Case("gpt-oss-20b-4layers", "full", changes={"num_local_experts": 8}), Case("qwen3-30b-a3b-4layers", "full", tokens=256),
+)  # fmt: skip
+
+
+def batch(tokens: int) -> PackedBatch:
+    """Documents of 125 tokens, every second token with a loss; the last one is padding."""
+    length = 125
+    positions = torch.arange(tokens) % length
+    bounds = torch.tensor([*range(0, tokens, length), tokens], dtype=torch.int32)
+    rows = torch.arange(0, tokens - length, 2)
+    labels = torch.full((tokens,), -100).index_fill(0, rows, 1)
+    return PackedBatch(torch.ones(tokens, dtype=torch.int64), labels, positions, bounds, rows, longest=128, typical=length,
+                       tokens=tokens, loss_tokens=len(rows), documents=tuple(range(len(bounds) - 1)))
+
+
+def built(case: Case) -> Any:
+    settings = {key: value for key, value in (SIZES[case.model] | {"num_hidden_layers": 1} | case.changes).items()
+                if key != "quantization_config"}
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    dtype = torch.float32 if case.method == "full" else DTYPES[case.precision]
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if case.balance:
+        model.config.output_router_logits = True
+    if case.method == "qlora":
+        quantize_model_(model)
+    if case.method == "fp8":
+        quantize_linears_fp8_(model)
+    if case.method in ("qlora", "fp8"):
+        for experts in few_bit_experts_(model, 8 if case.method == "fp8" else 4).values():
+            for name in STACKS:
+                experts.quantize(name, getattr(experts.own_module[0], name).detach())
+    if case.method != "full":
+        targets = ("all-linear", "experts") if case.experts else "all-linear"
+        model = add_adapter(model, Lora(r=case.rank, targets=targets), seed=0)
+    if why := install(model, fp8=case.compute_fp8):
+        raise RuntimeError(f"{case}: {why}")
+    return model.train()
+
+
+def take_step(case: Case) -> None:
+    """All that a training step launches, and what loading launches before it."""
+    model = built(case)
+    engine = engine_of(model)
+    assert engine is not None
+    if case.pieces > 1:
+        engine.host_embeddings = not engine.backbone.embed_tokens.weight.requires_grad
+        for layer in engine.layers:
+            layer.level, layer.pieces = "mlp", case.pieces
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = FusedAdamW(trained, eight_bit=case.optimizer[0], paged=case.optimizer[1])
+    step = GraphedStep(model, optimizer, device=torch.device("cpu"), precision=case.precision, clip=1.0, say=print)
+    step._set_up(batch(case.tokens))
+    step._run_dry(batch(case.tokens))
+
+
+def convert() -> None:
+    """Formats that exports and tools read and write, and what no step of these cases uses (kernels/grouped_parts.py; rows in
+    FP8 that are too wide for registers)."""
+    weight = torch.empty(256, 4096, dtype=torch.bfloat16)
+    nf4, mxfp4 = nf4_quantize(weight), mxfp4_quantize(weight[None])
+    nf4_dequantize(nf4)
+    mxfp4_dequantize(mxfp4)
+    nvfp4_dequantize(nvfp4_quantize(weight))
+    for stack in (QuantizedStack.from_nf4(nf4, 1), QuantizedStack.from_mxfp4(mxfp4)):
+        dequantize_part(stack, torch.empty(1, 128, 4096, dtype=torch.bfloat16))
+    if fp8_supported("cpu") is None:
+        fp8_cast_rows(torch.empty(64, 28672, dtype=torch.bfloat16))
+
+
+class Work(NamedTuple):
+    name: str
+    run: Callable[[], None]
+
+
+def works(chip: Chip) -> Iterator[Work]:
+    """What training can be on this chip."""
+    with as_on(chip):
+        has_fp8 = fp8_supported("cpu") is None
+    yield Work("formats", convert)
+    for case in CASES:
+        if has_fp8 or not case.fp8:
+            yield Work(str(case), partial(take_step, case))
+
+
+def named(words: Sequence[str]) -> Callable[[str], bool]:
+    """Names that have one of these words; all, where there are none."""
+    return lambda name: not words or any(word in name for word in words)
+
+
+class Line(NamedTuple):
+    """A build and the first work that needs it."""
+
+    build: Build
+    work: str
+
+
+def compile_all(chip: Chip, cases: Callable[[str], bool], kernels: Callable[[str], bool],
+                say: Callable[[str], None]) -> tuple[list[Line], set[str]]:
+    """(one line for each of these kernels in each way it is launched, names of all kernels that are launched)"""
+    lines: list[Line] = []
+    with compiling_for(chip, kernels) as builds, ExitStack() as stack:
+        if chip == HOPPER:  # its product that gives powers is CUDA C++; the kernels around it are Triton's
+            for name in ("covered", "powers_product"):
+                stack.enter_context(replaced(cross_entropy_powers, name, lambda *_, **__: True))
+        stack.enter_context(WithoutNumbers())
+        for work in (work for work in works(chip) if cases(work.name)):
+            began = time.perf_counter()
+            work.run()
+            gc.collect()  # a model and its layers know each other
+            new = builds.found[len(lines):]
+            lines += [Line(build, work.name) for build in new]
+            say(f"sm_{chip.sm} {work.name}: {len(new)} kernels, {time.perf_counter() - began:.0f} s")
+    return lines, builds.launched
+
+
+def table(lines: list[Line]) -> dict[str, dict[str, dict[str, Any]]]:
+    """By kernel and chip: the most shared memory and registers of all cases, bytes spilled in all, and what is wrong."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for build, work in sorted(lines):
+        cell = found.setdefault(build.kernel, {}).setdefault(f"sm_{build.chip.sm}", {
+            "builds": 0, "shared": -1, "registers": 0, "spilled": 0, "wrong": []})
+        cell["builds"] += 1
+        cell["registers"] = max(cell["registers"], build.registers)
+        cell["spilled"] += build.spilled
+        if build.shared > cell["shared"]:
+            cell |= {"shared": build.shared, "most": f"{work}: {build.options}"}
+        if build.wrong:
+            cell["wrong"].append(f"{work}: {build.wrong} ({build.options})")
+    return found
+
+
+def markdown(content: dict[str, Any]) -> str:
+    chips: dict[str, Any] = content["chips"]
+    versions = content["versions"]
+    rows = [f"# Kernels by chip\n\n{content['what']}. Made by `{content['command']}` on {content['date']} (torch "
+            f"{versions['torch']}, triton {versions['triton']}, no GPU; source of commit {content['commit']}).\n",
+            "Shared memory in KB, the most of all cases; `-`: not launched there. Limits of a program: "
+            + "; ".join(f"{name} ({chip['gpus']}) {chip['shared'] // 1024} KB" for name, chip in chips.items()) + ".\n",
+            "| kernel | " + " | ".join(chips) + " | registers | spilled |", "|---" * (len(chips) + 3) + "|"]
+    for kernel, cells in content["kernels"].items():
+        shown = [f"{cells[name]['shared'] / 1024:.1f}" + " **wrong**" * bool(cells[name]["wrong"]) if name in cells else "-"
+                 for name in chips]
+        most, spilled = (pick(cell[key] for cell in cells.values()) for pick, key in ((max, "registers"), (sum, "spilled")))
+        rows.append(f"| {kernel} | {' | '.join(shown)} | {most} | {spilled} |")
+    wrong = [line for cells in content["kernels"].values() for cell in cells.values() for line in cell["wrong"]]
+    rows.append(f"\n{sum(c['builds'] for cells in content['kernels'].values() for c in cells.values()):,} builds of "
+                f"{len(content['kernels'])} kernels; {len(wrong)} of them over a limit, spilling or not compiled.")
+    return "\n".join([*rows, "", "Cases:", "", *(f"- {case}" for case in content["cases"]), ""])
+
+
+def commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False,
+                           cwd=Path(__file__).parent)
+    return found.stdout.strip() or "unknown"
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chips", nargs="*", type=int, choices=[chip.sm for chip in CHIPS.values()], default=[])
+    parser.add_argument("--cases", nargs="*", default=[], help="those whose description has one of these texts")
+    parser.add_argument("--kernels", nargs="*", default=[], help="those whose name has one of these texts")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args(arguments)
+    chosen = [chip for chip in CHIPS.values() if not options.chips or chip.sm in options.chips]
+    lines: list[Line] = []
+    for chip in chosen:
+        lines += compile_all(chip, named(options.cases), named(options.kernels), say)[0]
+    versions = machine()["versions"]
+    content = {
+        "what": "Every Triton kernel as training launches it, compiled for each chip",
+        "command": " ".join(["python -m benchmarks.compile_matrix", *(arguments if arguments is not None else sys.argv[1:])]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": commit(),
+        "versions": {name: versions[name] for name in ("torch", "triton", "transformers") if name in versions},
+        "chips": {f"sm_{chip.sm}": {"gpus": chip.gpus, "shared": chip.shared} for chip in chosen},
+        "cases": [*dict.fromkeys(line.work for line in lines)], "kernels": table(lines),
+    }
+    text = markdown(content)
+    print(text)
+    for line in lines:
+        if line.build.wrong:
+            print(f"sm_{line.build.chip.sm} {line.build.kernel}: {line.build.wrong}; {line.work} ({line.build.options})")
+    if options.write:
+        (RESULTS / f"{NAME}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        (RESULTS / f"{NAME}.md").write_text(text, encoding="utf-8")
+    return int(any(line.build.wrong for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
