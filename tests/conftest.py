@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -81,13 +82,30 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def recipe_for(recipes: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """As `recipes`, and its runs take the CPU, whose numbers are the same bit for bit whatever this machine has.
-    tests/train/test_runs_on_a_gpu.py has those of a GPU."""
+def recipe_for(recipes: Callable[..., Any], _no_gpu: None) -> Callable[..., Any]:
+    """As `recipes`, on the CPU. tests/train/test_runs_on_a_gpu.py has runs on a GPU."""
+    return recipes
+
+
+@pytest.fixture
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models and runs take the CPU, whose numbers are the same bit for bit whatever this machine has; so do other processes."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    return recipes
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@functools.cache
+def _speaks_of_cuda(file: Path) -> bool:
+    return KERNELS in file.parents or "cuda" in file.read_text(encoding="utf-8").lower()
+
+
+@pytest.fixture(autouse=True)
+def _cpu_unless_asked_for(request: pytest.FixtureRequest) -> None:
+    """Tests in files that do not speak of CUDA have the CPU's numbers in mind: `make gpu-test` leaves those files out."""
+    if not _speaks_of_cuda(request.path):
+        request.getfixturevalue("_no_gpu")
 
 
 @pytest.fixture
