@@ -403,7 +403,8 @@ def test_a_subclass_with_a_forward_of_its_own_keeps_it() -> None:
 def test_every_config_value_that_a_forward_reads_is_looked_at(family: str) -> None:
     """What `self.config` is asked for in the family's own modules: looked at here, or without effect on the result."""
     without_effect = {"_attn_implementation", "vocab_size", "initializer_range", "get_text_config",
-                      "image_token_id", "text_config"}  # of the model around a text model
+                      "image_token_id", "video_token_id", "vision_config", "text_config", "vision_start_token_id",
+                      "spatial_merge_size"}  # of the model around a text model
     name = family.removesuffix("_text")
     source = inspect.getsource(importlib.import_module(f"transformers.models.{name}.modeling_{name}"))
     asked = set(re.findall(r"self\.config\.(\w+)", source)) | set(re.findall(r"\(self\.config, \"(\w+)\"", source))
