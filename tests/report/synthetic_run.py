@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 from pathlib import Path
 
@@ -111,3 +112,16 @@ def write_run(folder: Path, events) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return folder
+
+
+# What can be wrong with a log.
+HARMS = {
+    "a directory": lambda path: path.mkdir(), "a pipe": os.mkfifo,
+    "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
+    "brackets": lambda path: path.write_bytes(b"[" * 100_000 + b"\n" + b'{"event":"end","session":1}\n'),
+    "zeros": lambda path: path.write_bytes(b"\0" * 5000 + b"\n" + b'{"event":"end","session":1}\n'),
+    "not UTF-8": lambda path: path.write_bytes(b'{"event":"notice","text":"\xff"}\n{"event":"end"}\n'),
+    "a list": lambda path: path.write_bytes(b'[1]\n{"event":"end"}\n'),
+    "a number where a word is": lambda path: path.write_bytes(b'{"event":7}\n{"event":"end"}\n'),
+    "a session of words": lambda path: path.write_bytes(b'{"event":"start","session":"x"}\n{"event":"end"}\n'),
+}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic_run import synthetic_events, write_run
+from synthetic_run import HARMS, synthetic_events, write_run
 
 from pronghorn.errors import DataError, EnvironmentFault
 from pronghorn.report.html import render_page
@@ -169,18 +169,6 @@ def test_history_drops_what_a_resume_does_again():
 def test_history_after_a_start_without_checkpoint_begins_anew_and_keeps_step_zero_of_a_resume():
     assert history([start(1), step(1, 0, "eval"), step(1, 1), start(2), step(2, 1)]) == [start(1), start(2), step(2, 1)]
     assert step(1, 0, "eval") in history([start(1), step(1, 0, "eval"), start(2, 3)])
-
-
-HARMS = {
-    "a directory": lambda path: path.mkdir(), "a pipe": os.mkfifo,
-    "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
-    "brackets": lambda path: path.write_bytes(b"[" * 100_000 + b"\n" + b'{"event":"end","session":1}\n'),
-    "zeros": lambda path: path.write_bytes(b"\0" * 5000 + b"\n" + b'{"event":"end","session":1}\n'),
-    "not UTF-8": lambda path: path.write_bytes(b'{"event":"notice","text":"\xff"}\n{"event":"end"}\n'),
-    "a list": lambda path: path.write_bytes(b'[1]\n{"event":"end"}\n'),
-    "a number where a word is": lambda path: path.write_bytes(b'{"event":7}\n{"event":"end"}\n'),
-    "a session of words": lambda path: path.write_bytes(b'{"event":"start","session":"x"}\n{"event":"end"}\n'),
-}
 
 
 @pytest.mark.parametrize("harm", HARMS)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from synthetic_run import synthetic_events, write_run
+from synthetic_run import HARMS, synthetic_events, write_run
 
-from pronghorn.errors import CommandError
+from pronghorn.errors import CommandError, PronghornError
 from pronghorn.report.runs import compare, comparison_table, list_runs, runs_table
 
 
@@ -96,3 +96,24 @@ def test_compare_refuses_one_run_and_folders_that_are_none(tmp_path):
         compare([run])
     with pytest.raises(CommandError, match=r"run\.jsonl"):
         compare([run, tmp_path])
+
+
+@pytest.mark.parametrize("harm", sorted(HARMS))
+def test_one_bad_log_does_not_hide_the_other_runs(harm, tmp_path):
+    good = write_run(tmp_path / "good", synthetic_events(20))
+    (tmp_path / "bad").mkdir()
+    HARMS[harm](tmp_path / "bad" / "run.jsonl")
+    found = {Path(run.folder).name: run for run in list_runs(tmp_path)}
+    assert found["good"].step == 20
+    if harm != "a directory":  # then it is no run
+        assert found["bad"].state == "unreadable"
+        assert "bad/run.jsonl" in found["bad"].problem
+    runs_table(list(found.values()))
+    with pytest.raises(PronghornError):
+        compare([good, tmp_path / "bad"])
+
+
+def test_a_log_that_is_a_dangling_link_is_told(tmp_path):
+    (tmp_path / "run.jsonl").symlink_to(tmp_path / "nowhere")
+    [run] = list_runs(tmp_path)
+    assert run.state == "unreadable"

@@ -144,6 +144,8 @@ def test_listing_goes_by_number_and_passes_over_everything_else(tmp_path: Path) 
 def test_no_checkpoints(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == []
     assert latest_checkpoint(tmp_path / "missing") is None
+    (tmp_path / "loop").symlink_to("loop")
+    assert latest_checkpoint(tmp_path / "loop") is None
     with pytest.raises(CheckpointError, match="no such checkpoint"):
         load_checkpoint(tmp_path / "checkpoint-1")
 

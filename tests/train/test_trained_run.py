@@ -267,3 +267,10 @@ def test_a_pickled_adapter_is_never_opened(run: Path, tmp_path: Path, use: Any, 
     assert opened == []
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "target").exists()
+
+
+def test_a_run_without_its_log_is_exported_all_the_same(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "run.jsonl").unlink()
+    export_run(tmp_path / "run", "last", tmp_path / "out", "adapter")
+    assert "training loss at this step | unknown" in (tmp_path / "out" / "README.md").read_text()

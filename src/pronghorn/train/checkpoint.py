@@ -142,11 +142,14 @@ def margin_bytes(needed: int) -> int:
 def list_checkpoints(run: Path) -> list[Path]:
     """The complete ones, oldest first. Only looks: safe while another process saves."""
     found: dict[int, Path] = {}
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    try:
         for path in sorted(run.iterdir(), reverse=True):  # `checkpoint-7.replaced` before `checkpoint-7`, which wins
             match = _COMPLETE.fullmatch(path.name)
             if match and path.is_dir():
                 found[int(match["step"])] = path
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
     return [found[step] for step in sorted(found)]
 
 

@@ -88,7 +88,9 @@ def train(recipe: Recipe, *, display: Display, stages: Stages | None = None, fre
                     if session.memory is not None:
                         session.memory.release()
                     session = None
-                    gc.collect()  # as in a process that has just begun
+                    gc.collect()
+                    if torch.cuda.is_available():
+                        torch.cuda.empty_cache()  # as in a process that has just begun: the plan looks at what is free
                     session = _ready(recipe, folder, display, stages, allow)
     finally:
         if session is not None and session.memory is not None:

@@ -18,7 +18,7 @@ from pronghorn.model.fingerprint import require_same_base
 from pronghorn.model.generate import generate_answers
 from pronghorn.model.load import DTYPES, pick_device, resolve_precision
 from pronghorn.recipe import Recipe
-from pronghorn.report.run_log import history, read_log
+from pronghorn.report.run_log import FILE_NAME, history, read_log
 from pronghorn.train.checkpoint import list_checkpoints, verify_checkpoint
 from pronghorn.train.evaluate import evaluate
 from pronghorn.train.resume import described
@@ -126,7 +126,8 @@ class Chat:
 
 def export_run(run: Path, which: str, target: Path, to: Literal["adapter", "merged"]) -> None:
     trained = TrainedRun(run, which)
-    here = {event["event"]: event for event in history(read_log(run)) if event.get("step") == trained.step}
+    events = read_log(run) if (run / FILE_NAME).exists() else []  # a checkpoint is whole without it
+    here = {event["event"]: event for event in history(events) if event.get("step") == trained.step}
     step, held_out = here.get("step", {}), here.get("eval", {})
     figures = {"checkpoint": trained.path.name, "training loss at this step": step.get("loss", "unknown"),
                "held-out loss": held_out.get("loss", "not measured at this step"),
