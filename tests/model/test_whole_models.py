@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, cpu_offload
+from accelerate.state import AcceleratorState
 from test_changes import IDS, _said, assert_same_look, assert_same_step, pair, runs, step  # noqa: F401
 from test_few_bit_experts import GPT_OSS
 from transformers import AutoModelForCausalLM
@@ -100,10 +101,12 @@ def test_mixed_precision_on_and_off_again(monkeypatch: pytest.MonkeyPatch) -> No
     """accelerate wraps the forward, and unwraps it down to the innermost."""
     plain, fast = pair(adapter=False)
     assert inspect.signature(fast.forward) == inspect.signature(plain.forward)
+    AcceleratorState._reset_state(reset_partial_state=True)  # one a process, and others have made it
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)
     prepared = accelerator.prepare_model(fast)
     prepared(input_ids=IDS, labels=IDS)
     fast = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    AcceleratorState._reset_state(reset_partial_state=True)
     ran = runs(fast, monkeypatch)
     assert_same_step(plain, fast)
     assert ran

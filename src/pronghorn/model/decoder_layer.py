@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -115,6 +116,7 @@ class FastDecoderLayer(Attending):
         self.recompute = False  # everything, whatever the level: as people ask for it who know gradient checkpointing
         self.pieces = 1  # turns in which the MLP's rows are done where gate and up are not kept (model/mlp_pieces.py)
         self.offload: Elsewhere | None = None  # where what is kept waits for backward
+        self.waiting: WeakSet[Waiting] = WeakSet()  # forwards whose backward will read this layer's state
 
     def _mlp_projections(self, mlp: Any) -> tuple[Projections, Projections]:
         return Projections(mlp, self.family.gate_up), Projections(mlp, ("down_proj",))
@@ -440,6 +442,11 @@ class FastDecoderLayer(Attending):
             jobs += group.collect_jobs(NormOf(norm.weight, norm.weight, norm.one_plus) if norm else None)
         return jobs
 
+
+class Waiting:
+    """Lives as long as a forward waits for its backward."""
+
+
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, layer: FastDecoderLayer, documents: Documents, rows: Tensor | None,
@@ -448,6 +455,8 @@ class _Layer(torch.autograd.Function):
         out, kept = layer.forward_at(level, h, documents, rows)
         ctx.layer, ctx.documents, ctx.rows = layer, documents, rows
         ctx.left = leave(kept, level, layer.index, layer.offload)
+        ctx.waiting = Waiting()
+        layer.waiting.add(ctx.waiting)
         return out
 
     @staticmethod
@@ -460,7 +469,7 @@ class _Layer(torch.autograd.Function):
         if keeps_graph():
             left = copied(left)  # gradients take the place of what was kept
         else:
-            ctx.left = None  # what was kept is freed as it is used
+            ctx.left = ctx.waiting = None  # what was kept is freed as it is used
         kept = ctx.layer.again(left, ctx.documents, ctx.rows)
         del left
         dh, gradients = ctx.layer.backward(incoming[0], kept, ctx.documents, ctx.rows, ctx.needs_input_grad[0])

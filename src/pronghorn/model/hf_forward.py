@@ -227,12 +227,18 @@ def _plain_loss(model: Any) -> bool:
 
 
 def _same_adapters(engine: FastCausalLM) -> bool:
-    """A look with other adapters (the reference of DPO: same weights, adapter off) may come between a forward and its
-    backward, which reads the layers' state; such looks run on the own layers."""
+    """A forward with other adapters (the reference of DPO: same weights, adapter off) may come between a forward and its
+    backward, which reads the layers' state; such forwards run on the own layers."""
     now = _adapters_in_use(engine)
+    if engine.trained_with not in (None, now):
+        if not torch.is_grad_enabled():
+            return False
+        if any(layer.waiting for layer in engine.layers):
+            say_once("a forward with other adapters still waits for its backward: this one runs on the model's own layers")
+            return False
     if torch.is_grad_enabled():
         engine.trained_with = now
-    return engine.trained_with in (None, now)
+    return True
 
 
 def _same_precision(engine: FastCausalLM) -> bool:
