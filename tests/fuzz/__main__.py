@@ -36,12 +36,12 @@ def run(name: str, count: int, seed: int) -> dict[str, Any]:
     from fuzz.outcomes import BAD, GOOD
 
     module = importlib.import_module(f"fuzz.{name}")
-    began = time.monotonic()
+    began, commit = time.monotonic(), _commit()
     with tempfile.TemporaryDirectory(prefix=f"fuzz-{name}-") as folder:
         outcomes = module.fuzz(count, seed, Path(folder))
     figures = {outcome: outcomes[outcome] for outcome in GOOD + BAD}
     return {"mutations": sum(figures.values()), **figures, "seconds": round(time.monotonic() - began, 1), "seed": seed,
-            "command": f"python -m tests.fuzz --count {count} --seed {seed} --only {name}", "commit": _commit(),
+            "command": f"python -m tests.fuzz --count {count} --seed {seed} --only {name}", "commit": commit,
             "date": time.strftime("%Y-%m-%d")}
 
 

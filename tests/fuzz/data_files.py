@@ -27,7 +27,7 @@ from samples import chat_rows, make_tokenizer
 Rows = list[dict[str, Any]]
 SPEAKERS = {"user": "human", "assistant": "gpt"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
 def _rows(chance: random.Random) -> Rows:
