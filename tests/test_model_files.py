@@ -13,7 +13,7 @@ import torch
 from pronghorn.data.tokens import load_tokenizer
 from pronghorn.errors import ModelError
 from pronghorn.model.load import inspect_model, load_model
-from pronghorn.model_files import CONFIG, GENERATION, NAMED_CODE, TOKENIZER, NamedCode, read_json, require_safe_files
+from pronghorn.model_files import CONFIG, FILES, GENERATION, NAMED_CODE, TOKENIZER, NamedCode, read_json, require_safe_files
 
 CPU = torch.device("cpu")
 
@@ -169,10 +169,10 @@ def test_templates_of_the_wrong_kind(folder: Path, templates: Any) -> None:
 @pytest.mark.parametrize(("content", "why"), [
     (b"[1]", "not an object"), (b"\xff\xfe{}", "not"), (b"{" * 3, "not valid JSON"), (b'{"a": ' * 20_000, "nested too deep"),
     (b'{"a":' * 50 + b"1" + b"}" * 50, "nested more than 40 deep"), (b"", "not valid JSON"),
-    (b'{"a": 1' + b"0" * 5000 + b"}", "digits"),
+    (b'{"a": 1' + b"0" * 5000 + b"}", "digits"), (b'{"a": ["\\ud800"]}', "half of a character"),
 ])
 def test_a_file_that_is_no_object_of_json(tmp_path: Path, content: bytes, why: str) -> None:
-    for name in (CONFIG, GENERATION, TOKENIZER):
+    for name in FILES:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ModelError, match=f"{name} cannot be read") as caught:
             require_safe_files(tmp_path, "somebody/model")

@@ -18,6 +18,7 @@ from typing import Any
 from pronghorn.errors import ModelError
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
+FILES = (CONFIG, GENERATION, TOKENIZER, "special_tokens_map.json", "added_tokens.json")
 ADAPTER = "adapter_config.json"
 LARGEST = 64_000_000  # bytes; the largest tokenizer_config.json seen has 1 MB
 DEEPEST = 40  # objects within objects; the deepest config.json seen has 6
@@ -73,8 +74,11 @@ def read_json(file: Path, where: str) -> dict[str, Any]:
         if (size := file.stat().st_size) > LARGEST:
             raise broken(f"it has {size:,} bytes; {LARGEST:,} are the most such a file may have")
         found = json.loads(file.read_bytes())
+        json.dumps(found, ensure_ascii=False).encode()  # as a checkpoint will have it
     except OSError as error:
         raise broken(error.strerror or str(error), error) from error
+    except UnicodeEncodeError as error:
+        raise broken("a text in it has half of a character (a lone surrogate)", error) from error
     except UnicodeDecodeError as error:
         raise broken("it is not UTF-8 text", error) from error
     except RecursionError as error:
@@ -89,7 +93,7 @@ def read_json(file: Path, where: str) -> dict[str, Any]:
 def require_safe_files(folder: Path, where: str) -> dict[str, Any]:
     """Refuses a folder one of whose small files is no JSON object, names code, or leads elsewhere. Returns config.json; empty
     where there is none (a folder with a tokenizer only)."""
-    found = {name: read_json(folder / name, where) for name in (CONFIG, GENERATION, TOKENIZER) if (folder / name).is_file()}
+    found = {name: read_json(folder / name, where) for name in FILES if (folder / name).is_file()}
     if CONFIG in found and (folder / ADAPTER).is_file():
         raise ModelError(what=f"there is an {ADAPTER} beside {CONFIG}", where=where,
                          why="the model would be loaded with an adapter that nobody asked for, from whatever file holds it",
