@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pronghorn.kernels.routing import (
+    Sigmoid,
     route,
     route_backward,
     route_forward,
@@ -30,6 +31,67 @@ def qwen(logits: torch.Tensor, K: int, divide: bool) -> tuple[torch.Tensor, torc
     """A softmax over all first (Qwen2-MoE, Qwen3-MoE, Mixtral)."""
     values, ids = torch.topk(torch.softmax(logits, dim=-1), K, dim=-1)
     return values / values.sum(-1, keepdim=True) if divide else values, ids
+
+
+def glm(logits: torch.Tensor, K: int, divide: bool, rule: Sigmoid) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sigmoids, a bias on the choice, groups by their two largest (GLM-4.5, dots.llm1, DeepSeek-V3), as transformers has it."""
+    scores = logits.sigmoid()
+    choice = scores if rule.bias_E is None else scores + rule.bias_E
+    groups = choice.view(len(logits), rule.groups, -1)
+    best = groups.topk(2, dim=-1)[0].sum(-1).topk(rule.kept, dim=-1, sorted=False)[1]
+    mask = torch.zeros(len(logits), rule.groups, device=logits.device).scatter_(1, best, 1)[..., None].expand_as(groups)
+    ids = choice.masked_fill(~mask.reshape_as(choice).bool(), float("-inf")).topk(K, dim=-1)[1]
+    weights = scores.gather(1, ids)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20) if divide else weights, ids
+
+
+SIGMOIDS = [((37, 8, 2), 1, 1), ((19, 128, 8), 8, 4), ((33, 60, 4), 3, 1), ((5, 160, 6), 5, 2), ((1, 4, 2), 2, 1)]
+
+
+def biased(E: int, groups: int, kept: int, device: str) -> Sigmoid:
+    return Sigmoid(0.3 * torch.randn(E, device=device), groups, kept)
+
+
+@pytest.mark.parametrize(("shape", "groups", "kept"), SIGMOIDS, ids=str)
+@pytest.mark.parametrize("normalise", [True, False])
+def test_sigmoid_scores_are_chosen_with_a_bias_and_weigh_without(
+    device: str, shape: tuple[int, int, int], groups: int, kept: int, normalise: bool
+) -> None:
+    T, E, K = shape
+    logits = 2 * torch.randn(T, E, device=device)
+    rule = biased(E, groups, kept, device)
+    for each in (rule, Sigmoid(None, groups, kept)):
+        weights, ids = route_forward(logits, K, normalise=normalise, scale=2.5, sigmoid=each)
+        expected, their_ids = glm(logits, K, normalise, each)
+        assert torch.equal(ids.long(), their_ids)
+        torch.testing.assert_close(weights, 2.5 * expected, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize(("shape", "groups", "kept"), SIGMOIDS[:3], ids=str)
+def test_gradients_of_sigmoids_are_as_good_as_plain_torch(
+    device: str, judge: Callable[..., None], dtype: torch.dtype, normalise: bool, shape: tuple[int, int, int], groups: int,
+    kept: int,
+) -> None:
+    T, E, K = shape
+    logits, grad = (2 * torch.randn(T, E, device=device)).to(dtype), torch.randn(T, K, device=device)
+    options = {"normalise": normalise, "scale": 1.7, "sigmoid": biased(E, groups, kept, device)}
+    results = []
+    for kind in (torch.float64, dtype):
+        leaf = logits.detach().to(kind).requires_grad_()
+        weights, _ = route_reference(leaf, K, **options)
+        results.append([weights.detach(), *torch.autograd.grad(weights, leaf, grad.to(weights.dtype))])
+    weights, ids = route_forward(logits, K, **options)
+    out = torch.full((T, E + 5), float("nan"), dtype=dtype, device=device)
+    dlogits = route_backward(grad, logits, weights, ids, **options, out=out[:, :E])
+    for name, ours, true, theirs in zip(("weights", "dlogits"), (weights, dlogits), *results, strict=True):
+        judge(ours, theirs, true, name)
+    assert out[:, E:].isnan().all()
+    leaf = logits.detach().float().requires_grad_()
+    again = route(leaf, K, **options).weights_TK
+    (through,) = torch.autograd.grad(again, leaf, grad)
+    torch.testing.assert_close(through, dlogits.float(), rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -106,6 +168,18 @@ def test_equal_logits_choose_the_lower_expert(device: str) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 1.0]], device=device)
     assert route_forward(logits, 3, normalise=True)[1].tolist() == [[1, 2, 3]]
     assert route_forward(torch.full((2, 5), -torch.inf, device=device), 2, normalise=True)[1].tolist() == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_nan_of_sigmoids_is_passed_on_and_stays_within_bounds(device: str, groups: int) -> None:
+    logits = torch.randn(3, 6, device=device)
+    logits[1] = float("nan")
+    weights, ids = route_forward(logits, 2, normalise=True, sigmoid=Sigmoid(torch.ones(6, device=device), groups, 1))
+    assert weights[1].isnan().all()
+    assert weights[[0, 2]].isfinite().all()
+    assert sorted(ids[1].tolist()) == [0, 1]
+    saturated = torch.full((1, 6), -torch.inf, device=device)
+    assert route_forward(saturated, 2, normalise=True, sigmoid=Sigmoid())[0].tolist() == [[0.0, 0.0]]
 
 
 def test_nan_is_passed_on_and_stays_within_bounds(device: str) -> None:

@@ -8,6 +8,11 @@ T = packed tokens, E = experts, K = experts a token, S = T * K slots: slot t * K
 A softmax over all experts, its K largest divided by their sum (Mixtral, Qwen3-MoE with norm_topk_prob) is the softmax over the
 chosen logits (gpt-oss): one formula. Qwen2-MoE and DeepSeek-V2 do not divide; DeepSeek-V2 has a scale.
 
+`Sigmoid` (DeepSeek-V3, GLM-4.5, dots.llm1, MiniMax-M2): scores are sigmoids of the logits, each expert's by itself. What is
+chosen by is the score plus a bias that no gradient reaches; the weights are of the scores alone, divided by their sum or not:
+
+    choice_TE = score_TE + bias_E, of the experts of the `kept` groups whose two largest choices have the largest sum
+
     order_S      slots sorted by expert, those of an expert in their own order     inverse_TK   where a slot stands in it
     offsets_E1   rows offsets[e] to offsets[e + 1] of the sorted ones are expert e's
 
@@ -30,6 +35,17 @@ from pronghorn.kernels.dispatch import jit, tl, triton, use_triton
 SLOTS = 128  # of one program of the sort: it compares each of them with each
 LOWEST = -3.0e38  # what a logit counts as at least: columns beside the experts are below it
 _LOWEST = tl.constexpr(LOWEST)
+TINY = 1e-20  # beside a sum of sigmoids that is divided by, as transformers has it
+_TINY = tl.constexpr(TINY)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sigmoid:
+    """Scores that do not share a sum. `bias_E`: of the choice. `groups` of equally many experts, of which `kept` are chosen."""
+
+    bias_E: Tensor | None = None
+    groups: int = 1
+    kept: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,13 +67,34 @@ class Routing:
 # ---- plain torch -----------------------------------------------------------------------------------------------------------
 
 
-def route_reference(logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+def route_reference(logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0, sigmoid: Sigmoid | None = None
+                    ) -> tuple[Tensor, Tensor]:
     """(weights_TK, ids_TK), in transformers' order: softmax over all, the K largest, their sum divided out."""
+    if sigmoid is not None:
+        return _sigmoid_reference(logits_TE, K, normalise, scale, sigmoid)
     probabilities_TE = torch.softmax(logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32)), dim=-1)
     ids_TK = torch.sort(logits_TE.detach().nan_to_num(LOWEST, neginf=LOWEST), dim=-1, descending=True, stable=True)[1][:, :K]
     weights_TK = probabilities_TE.gather(1, ids_TK)
     if normalise:
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+    return weights_TK * scale, ids_TK.int()
+
+
+def _sigmoid_reference(logits_TE: Tensor, K: int, normalise: bool, scale: float, rule: Sigmoid) -> tuple[Tensor, Tensor]:
+    scores_TE = torch.sigmoid(logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32)))
+    choice_TE = scores_TE.detach() if rule.bias_E is None else scores_TE.detach() + rule.bias_E.to(scores_TE.dtype)
+    choice_TE = choice_TE.nan_to_num(LOWEST, neginf=LOWEST)
+    if rule.kept < rule.groups:
+        T, E = choice_TE.shape
+        grouped_TGX = choice_TE.view(T, rule.groups, E // rule.groups)
+        sums_TG = grouped_TGX.topk(2, dim=-1)[0].sum(-1)
+        best_TG = torch.sort(sums_TG, dim=-1, descending=True, stable=True)[1][:, : rule.kept]
+        is_kept_TG = torch.zeros_like(sums_TG, dtype=torch.bool).scatter_(1, best_TG, True)
+        choice_TE = grouped_TGX.masked_fill(~is_kept_TG[..., None], float("-inf")).view(T, E)
+    ids_TK = torch.sort(choice_TE, dim=-1, descending=True, stable=True)[1][:, :K]
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if normalise:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + TINY)
     return weights_TK * scale, ids_TK.int()
 
 
@@ -72,10 +109,17 @@ def sort_by_expert_reference(ids_TK: Tensor, E: int) -> tuple[Tensor, Tensor, Te
 
 
 def _route_backward_torch(
-    dweights_TK: Tensor, logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, normalise: bool, scale: float
+    dweights_TK: Tensor, logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, normalise: bool, scale: float, sigmoid: bool
 ) -> Tensor:
     wide = torch.promote_types(logits_TE.dtype, torch.float32)
     grad_TK, ids = dweights_TK.to(wide) * scale, ids_TK.long()
+    if sigmoid:
+        scores_TK = torch.sigmoid(logits_TE.to(wide).gather(1, ids))
+        if normalise:
+            total_T1 = scores_TK.sum(-1, keepdim=True) + TINY
+            grad_TK = (grad_TK - (scores_TK / total_T1 * grad_TK).sum(-1, keepdim=True)) / total_T1
+        chosen_TK = grad_TK * scores_TK * (1 - scores_TK)
+        return torch.zeros_like(logits_TE).scatter_(1, ids, chosen_TK.to(logits_TE.dtype))
     if normalise:
         w_TK = weights_TK.to(wide) / scale
         chosen_TK = w_TK * (grad_TK - (w_TK * grad_TK).sum(-1, keepdim=True))
@@ -94,16 +138,47 @@ def _route_rows(block: int) -> int:
 
 
 @jit
+def _without_lesser_groups(
+    choice: tl.tensor, expert: tl.tensor, E: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    GROUPS_BLOCK: tl.constexpr, KEPT: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """choice [ROWS, E_BLOCK], -inf in the groups whose two largest have not one of the KEPT largest sums."""
+    group = tl.where(expert < E, expert // (E // GROUPS), -1)
+    number = tl.arange(0, GROUPS_BLOCK)
+    sums = tl.full((ROWS, GROUPS_BLOCK), float("-inf"), tl.float32)
+    for g in tl.static_range(GROUPS):
+        here = tl.where(group[None, :] == g, choice, float("-inf"))
+        first = tl.argmax(here, axis=1, tie_break_left=True)
+        rest = tl.where(expert[None, :] == first[:, None], float("-inf"), here)
+        both = tl.max(here, axis=1) + tl.max(rest, axis=1)
+        sums = tl.where(number[None, :] == g, tl.where(both > _LOWEST, both, _LOWEST)[:, None], sums)
+    is_kept = group[None, :] < 0
+    for _ in tl.static_range(KEPT):
+        best = tl.argmax(sums, axis=1, tie_break_left=True)
+        sums = tl.where(number[None, :] == best[:, None], float("-inf"), sums)
+        is_kept = is_kept | (group[None, :] == best[:, None])
+    return tl.where(is_kept, choice, float("-inf"))
+
+
+@jit
 def _route_kernel(
-    logits: tl.tensor, logits_row: tl.tensor, weights: tl.tensor, ids: tl.tensor, T: tl.tensor, scale: tl.tensor,
-    E: tl.constexpr, K: tl.constexpr, E_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    logits: tl.tensor, logits_row: tl.tensor, bias: tl.tensor, weights: tl.tensor, ids: tl.tensor, T: tl.tensor,
+    scale: tl.tensor, E: tl.constexpr, K: tl.constexpr, E_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    NORMALISE: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr,
+    KEPT: tl.constexpr,
 ) -> None:  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     expert = tl.arange(0, E_BLOCK)
     inside = (row[:, None] < T) & (expert[None, :] < E)
     given = tl.load(logits + row[:, None] * logits_row + expert[None, :], mask=inside, other=float("-inf")).to(tl.float32)
-    left = tl.where(inside, tl.where(given > _LOWEST, given, _LOWEST), float("-inf"))  # NaN is not greater than anything
+    if SIGMOID:
+        given = 1.0 / (1.0 + tl.exp(-given))
+    choice = given
+    if BIASED:
+        choice += tl.load(bias + expert, mask=expert < E, other=0.0).to(tl.float32)[None, :]
+    left = tl.where(inside, tl.where(choice > _LOWEST, choice, _LOWEST), float("-inf"))  # NaN is not greater than anything
+    if KEPT < GROUPS:
+        left = _without_lesser_groups(left, expert, E, ROWS, GROUPS, GROUPS_BLOCK, KEPT)
     place = tl.arange(0, K_BLOCK)
     chosen = tl.zeros((ROWS, K_BLOCK), tl.int32)
     value = tl.full((ROWS, K_BLOCK), float("-inf"), tl.float32)
@@ -114,13 +189,19 @@ def _route_kernel(
         left = tl.where(is_best, float("-inf"), left)
         chosen = tl.where(place[None, :] == k, best[:, None], chosen)
         value = tl.where(place[None, :] == k, its[:, None], value)
-    largest = tl.max(value, axis=1)
-    power = tl.exp(value - largest[:, None])
-    if NORMALISE:
-        total = tl.sum(power, axis=1)
+    if SIGMOID:
+        result = tl.where(place[None, :] < K, value, 0.0)
+        if NORMALISE:
+            result = result / (tl.sum(result, axis=1) + _TINY)[:, None]
+        result *= scale
     else:
-        total = tl.sum(tl.exp(given - largest[:, None]), axis=1)
-    result = power / total[:, None] * scale
+        largest = tl.max(value, axis=1)
+        power = tl.exp(value - largest[:, None])
+        if NORMALISE:
+            total = tl.sum(power, axis=1)
+        else:
+            total = tl.sum(tl.exp(given - largest[:, None]), axis=1)
+        result = power / total[:, None] * scale
     target = row[:, None] * K + place[None, :]
     kept = (row[:, None] < T) & (place[None, :] < K)
     tl.store(weights + target, result, mask=kept)
@@ -132,6 +213,7 @@ def _route_backward_kernel(
     dweights: tl.tensor, logits: tl.tensor, logits_row: tl.tensor, weights: tl.tensor, ids: tl.tensor, dlogits: tl.tensor,
     dlogits_row: tl.tensor, T: tl.tensor, scale: tl.tensor,
     E: tl.constexpr, K: tl.constexpr, E_BLOCK: tl.constexpr, ROWS: tl.constexpr, NORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ) -> None:  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     expert = tl.arange(0, E_BLOCK)
@@ -139,19 +221,29 @@ def _route_backward_kernel(
     inside = here[:, None] & (expert[None, :] < E)
     grad = tl.zeros((ROWS, E_BLOCK), tl.float32)
     weight = tl.zeros((ROWS, E_BLOCK), tl.float32)
+    taken = tl.zeros((ROWS, E_BLOCK), tl.float32)
     for k in tl.static_range(K):
         chosen = tl.load(ids + row * K + k, mask=here, other=0)
         is_chosen = expert[None, :] == chosen[:, None]
         grad = tl.where(is_chosen, tl.load(dweights + row * K + k, mask=here, other=0.0).to(tl.float32)[:, None], grad)
         weight = tl.where(is_chosen, tl.load(weights + row * K + k, mask=here, other=0.0)[:, None], weight)
+        taken = tl.where(is_chosen, 1.0, taken)
     grad *= scale
-    if NORMALISE:
+    if SIGMOID:
+        given = tl.load(logits + row[:, None] * logits_row + expert[None, :], mask=inside, other=0.0).to(tl.float32)
+        score = tl.where(taken > 0, 1.0 / (1.0 + tl.exp(-given)), 0.0)
+        if NORMALISE:
+            total = tl.sum(score, axis=1) + _TINY
+            grad = (grad - (tl.sum(score * grad, axis=1) / total)[:, None]) / total[:, None]
+        result = grad * score * (1.0 - score)
+    elif NORMALISE:
         weight /= scale
+        result = weight * (grad - tl.sum(weight * grad, axis=1)[:, None])
     else:
         given = tl.load(logits + row[:, None] * logits_row + expert[None, :], mask=inside, other=float("-inf")).to(tl.float32)
         power = tl.exp(given - tl.max(given, axis=1)[:, None])
         weight = power / tl.sum(power, axis=1)[:, None]
-    result = weight * (grad - tl.sum(weight * grad, axis=1)[:, None])
+        result = weight * (grad - tl.sum(weight * grad, axis=1)[:, None])
     tl.store(dlogits + row[:, None] * dlogits_row + expert[None, :], result.to(dlogits.dtype.element_ty), mask=inside)
 
 
@@ -213,36 +305,42 @@ def _place_kernel(
 # ---- raw functions ---------------------------------------------------------------------------------------------------------
 
 
-def route_forward(logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+def route_forward(logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0, sigmoid: Sigmoid | None = None
+                  ) -> tuple[Tensor, Tensor]:
     """(weights_TK fp32, ids_TK int32)"""
     T, E = logits_TE.shape
     if not use_triton(logits_TE):
-        return route_reference(logits_TE.detach(), K, normalise=normalise, scale=scale)
+        return route_reference(logits_TE.detach(), K, normalise=normalise, scale=scale, sigmoid=sigmoid)
+    rule = sigmoid or Sigmoid()
     weights_TK = torch.empty(T, K, dtype=torch.float32, device=logits_TE.device)
     ids_TK = torch.empty(T, K, dtype=torch.int32, device=logits_TE.device)
     block = triton.next_power_of_2(E)
     rows = _route_rows(block)
     _route_kernel[(triton.cdiv(T, rows),)](
-        logits_TE, logits_TE.stride(0), weights_TK, ids_TK, T, scale, E=E, K=K, E_BLOCK=block,
-        K_BLOCK=triton.next_power_of_2(K), ROWS=rows, NORMALISE=normalise, num_warps=4,
+        logits_TE, logits_TE.stride(0), logits_TE if rule.bias_E is None else rule.bias_E, weights_TK, ids_TK, T, scale, E=E,
+        K=K, E_BLOCK=block, K_BLOCK=triton.next_power_of_2(K), ROWS=rows, NORMALISE=normalise, SIGMOID=sigmoid is not None,
+        BIASED=rule.bias_E is not None, GROUPS=rule.groups, GROUPS_BLOCK=triton.next_power_of_2(rule.groups), KEPT=rule.kept,
+        num_warps=4,
     )  # fmt: skip
     return weights_TK, ids_TK
 
 
 def route_backward(
     dweights_TK: Tensor, logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, *, normalise: bool, scale: float = 1.0,
-    out: Tensor | None = None,
+    sigmoid: Sigmoid | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """dlogits_TE in the logits' dtype."""
     T, E = logits_TE.shape
     dlogits_TE = torch.empty(T, E, dtype=logits_TE.dtype, device=logits_TE.device) if out is None else out
     if not use_triton(logits_TE):
-        return dlogits_TE.copy_(_route_backward_torch(dweights_TK, logits_TE, weights_TK, ids_TK, normalise, scale))
+        return dlogits_TE.copy_(_route_backward_torch(dweights_TK, logits_TE, weights_TK, ids_TK, normalise, scale,
+                                                      sigmoid is not None))
     block = triton.next_power_of_2(E)
     rows = _route_rows(block)
     _route_backward_kernel[(triton.cdiv(T, rows),)](
         dweights_TK.contiguous(), logits_TE, logits_TE.stride(0), weights_TK, ids_TK, dlogits_TE, dlogits_TE.stride(0), T,
-        scale, E=E, K=ids_TK.shape[1], E_BLOCK=block, ROWS=rows, NORMALISE=normalise, num_warps=4,
+        scale, E=E, K=ids_TK.shape[1], E_BLOCK=block, ROWS=rows, NORMALISE=normalise,
+        SIGMOID=sigmoid is not None, num_warps=4,
     )  # fmt: skip
     return dlogits_TE
 
@@ -263,28 +361,29 @@ def sort_by_expert(ids_TK: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
     return order_S, inverse_TK, offsets_E1
 
 
-def routing_forward(logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0) -> Routing:
+def routing_forward(logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0, sigmoid: Sigmoid | None = None) -> Routing:
     """All a layer needs. Its backward is `route_backward(dweights, logits, routing.weights_TK, routing.ids_TK, ...)`."""
-    weights_TK, ids_TK = route_forward(logits_TE, K, normalise=normalise, scale=scale)
+    weights_TK, ids_TK = route_forward(logits_TE, K, normalise=normalise, scale=scale, sigmoid=sigmoid)
     return Routing(ids_TK, weights_TK, *sort_by_expert(ids_TK, logits_TE.shape[1]))
 
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, K: int, normalise: bool, scale: float) -> tuple[Tensor, Tensor]:
-        weights_TK, ids_TK = route_forward(logits_TE, K, normalise=normalise, scale=scale)
+    def forward(ctx: Any, logits_TE: Tensor, K: int, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        weights_TK, ids_TK = route_forward(logits_TE, K, **options)
         ctx.save_for_backward(logits_TE, weights_TK, ids_TK)
-        ctx.options = {"normalise": normalise, "scale": scale}
+        ctx.options = options
         ctx.mark_non_differentiable(ids_TK)
         return weights_TK, ids_TK
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return route_backward(grad_outputs[0], *ctx.saved_tensors, **ctx.options), None, None, None
+        return route_backward(grad_outputs[0], *ctx.saved_tensors, **ctx.options), None, None
 
 
-def route(logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0) -> Routing:
+def route(logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0, sigmoid: Sigmoid | None = None) -> Routing:
     """The routing, with weights that carry a gradient to the logits."""
-    weights_TK, ids_TK = _Route.apply(logits_TE, K, normalise, scale)  # type: ignore[no-untyped-call]
+    options = {"normalise": normalise, "scale": scale, "sigmoid": sigmoid}
+    weights_TK, ids_TK = _Route.apply(logits_TE, K, options)  # type: ignore[no-untyped-call]
     return Routing(ids_TK, weights_TK, *sort_by_expert(ids_TK, logits_TE.shape[1]))
