@@ -162,7 +162,7 @@ CONFIGS: dict[str, Any] = {
 def test_norms_in_other_places_are_counted(family: str) -> None:
     """Of q and k, whose values before and after it are kept; behind a branch, whose output it needs again."""
     engine = engine_of_size(CONFIGS[family])
-    tables = {kind: (torch.empty(TOKENS, 64, device="meta"),) * 2 for kind in engine.kinds}
+    tables = {kind: (torch.empty(TOKENS, 64, device="meta"),) * 2 for kind in engine.positions.kinds}
     job = Job(shape_of(CONFIGS[family]), TOKENS, element=4, method="fp8", own_attention=True)  # as the stand-ins say
     for pieces, recompute in itertools.product((2, 32), ("gate_up", "around_attention", "layer")):
         forward, held = most_held(engine.layers[0], recompute, pieces, job, replace(documents(), rotary=tables))

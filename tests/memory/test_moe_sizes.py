@@ -37,6 +37,11 @@ FAMILIES: dict[str, Any] = {
     "qwen2_moe": Qwen2MoeConfig(**SMALL, **QWEN, shared_expert_intermediate_size=48),
     "mixtral": MixtralConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
     "olmoe": AutoConfig.for_model("olmoe", **SMALL, num_experts=8, num_experts_per_tok=3),
+    "minimax_m2": AutoConfig.for_model("minimax_m2", **SMALL, head_dim=16, num_local_experts=8, num_experts_per_tok=3),
+    "dots1": AutoConfig.for_model("dots1", **SMALL, moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=3,
+                                  n_shared_experts=2, head_dim=16, sliding_window=None),
+    "hy_v3": AutoConfig.for_model("hy_v3", **SMALL, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=3,
+                                  num_shared_experts=2, head_dim=16, mlp_layer_types=["sparse", "sparse"]),
 }
 TARGETS: dict[str, Any] = {"attention": ("q_proj", "o_proj"), "linears": "all-linear", "experts": ("all-linear", "experts")}
 TOKENS = 48
@@ -82,7 +87,7 @@ def test_a_layer_keeps_what_the_formula_says(family: str, adapters: str) -> None
     assert held == kept_bytes(job, "nothing")
     assert kept_bytes(job, "gate_up") == held - kept.gu.nbytes
     assert kept_bytes(job, "layer") == kept.h.nbytes
-    assert ("shared_gu" in kept_parts(job)) == (family == "qwen2_moe")
+    assert ("shared_gu" in kept_parts(job)) == (family in ("qwen2_moe", "dots1", "hy_v3"))
 
 
 def bytes_that_leave(kept: Any, level: Level) -> int:

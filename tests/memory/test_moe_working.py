@@ -32,6 +32,11 @@ SIZES: dict[str, dict[str, Any]] = {
                   "num_attention_heads": 16, "num_key_value_heads": 16},
     "mixtral": {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8,
                 "num_experts_per_tok": 2, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "solar_open": {"model_type": "solar_open", "hidden_size": 4096, "moe_intermediate_size": 1280, "n_routed_experts": 128,
+                   "num_experts_per_tok": 8, "n_shared_experts": 1, "num_attention_heads": 64, "num_key_value_heads": 8},
+    "hy_v3": {"model_type": "hy_v3", "hidden_size": 2048, "intermediate_size": 4096, "moe_intermediate_size": 512,
+              "num_experts": 64, "num_experts_per_tok": 4, "num_shared_experts": 2, "num_attention_heads": 16,
+              "num_key_value_heads": 4, "mlp_layer_types": ["sparse", "sparse"]},
 }
 NARROW = {"moe_intermediate_size": 128, "num_experts": 256, "num_experts_per_tok": 1}
 SIZES |= {f"{family}, narrow": SIZES[family] | NARROW for family in ("qwen3_moe", "qwen2_moe")}
@@ -53,7 +58,7 @@ def model_of(family: str, adapters: str, dtype: torch.dtype = torch.float32) -> 
 def documents(engine: Any) -> Documents:
     with torch.device("meta"):
         half = engine.layers[0].head_width // 2
-        tables = {kind: (torch.empty(TOKENS, half), torch.empty(TOKENS, half)) for kind in engine.kinds}
+        tables = {kind: (torch.empty(TOKENS, half), torch.empty(TOKENS, half)) for kind in engine.positions.kinds}
         return Documents(torch.empty(80, dtype=torch.int32), 1408, tables, torch.empty(2, TOKENS, dtype=torch.int32), 324)
 
 

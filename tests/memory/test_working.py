@@ -59,7 +59,7 @@ def layer(built: FastDecoderLayer, monkeypatch: pytest.MonkeyPatch) -> FastDecod
 
 def documents() -> Documents:
     with torch.device("meta"):
-        tables = {"full_attention": (torch.empty(TOKENS, 64), torch.empty(TOKENS, 64))}
+        tables = {"every layer": (torch.empty(TOKENS, 64), torch.empty(TOKENS, 64))}
         return Documents(torch.empty(80, dtype=torch.int32), 1408, tables, torch.empty(2, TOKENS, dtype=torch.int32), 324)
 
 
@@ -110,7 +110,7 @@ def test_one_long_document_holds_what_the_formulas_say(layer: FastDecoderLayer, 
     monkeypatch.setattr(attending, "pick_backend", lambda *_, **__: "flash4")
     layer.level, layer.pieces = recompute, pieces
     with torch.device("meta"):
-        tables = {"full_attention": (torch.empty(tokens, 64), torch.empty(tokens, 64))}
+        tables = {"every layer": (torch.empty(tokens, 64), torch.empty(tokens, 64))}
         spans = torch.empty(2, tokens, dtype=torch.int32)
         shared = Documents(torch.empty(32, dtype=torch.int32), tokens, tables, spans, tokens)
         h, shared.room.buffer = torch.empty(tokens, 4096), torch.empty(tokens, 4096 + layer.down.extra)

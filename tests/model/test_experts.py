@@ -40,6 +40,8 @@ from pronghorn.recipe import Lora
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
         "original_max_position_embeddings": 32}
 QWEN: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
+SIGMOID: dict[str, Any] = {"moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
+                           "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 FAMILIES: dict[str, Any] = {
     "gpt_oss": GptOssConfig(**SMALL, head_dim=8, num_local_experts=6, num_experts_per_tok=2, sliding_window=16,
                             rope_parameters=YARN, attention_bias=True, swiglu_limit=3.5),
@@ -54,6 +56,16 @@ ROWS: dict[str, Any] = FAMILIES | {  # other rows of the table: their losses and
     "mellum, a dense layer": AutoConfig.for_model("mellum", **SMALL, **QWEN, head_dim=16,
                                                   mlp_layer_types=["sparse", "dense", "sparse"]),
     "olmoe": AutoConfig.for_model("olmoe", **SMALL, num_experts=8, num_experts_per_tok=3),
+    "glm4_moe": AutoConfig.for_model("glm4_moe", **SMALL, **SIGMOID, use_qk_norm=True, first_k_dense_replace=1, head_dim=16),
+    "glm4_moe, no qk-norm": AutoConfig.for_model("glm4_moe", **SMALL, **(SIGMOID | {"n_group": 1, "topk_group": 1}),
+                                                 norm_topk_prob=False, attention_bias=True),
+    "dots1": AutoConfig.for_model("dots1", **SMALL, **SIGMOID, norm_topk_prob=True, sliding_window=16,
+                                  layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+    "solar_open": AutoConfig.for_model("solar_open", **{k: v for k, v in SMALL.items() if k != "intermediate_size"}, **SIGMOID,
+                                       head_dim=16),
+    "minimax_m2": AutoConfig.for_model("minimax_m2", **SMALL, num_local_experts=8, num_experts_per_tok=3, head_dim=16),
+    "hy_v3": AutoConfig.for_model("hy_v3", **SMALL, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=3,
+                                  num_shared_experts=2, router_scaling_factor=1.7, head_dim=16),
 }
 EXPERTS = ("experts", "q_proj", "o_proj")
 METHODS = ["lora on attention", "lora on experts", "full"]
@@ -69,6 +81,9 @@ def model_of(family: str, method: str, dtype: torch.dtype) -> Any:
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3)
         elif "experts" in name or "router" in name or ".gate." in name:
             torch.nn.init.normal_(parameter, std=0.2)
+    for name, buffer in model.named_buffers():
+        if "e_score_correction_bias" in name:
+            torch.nn.init.normal_(buffer, std=0.2)
     model = model.to(dtype)
     if method == "full":
         return model.train()

@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
-from pronghorn.model.families import FAMILIES, WRAPPERS
+import pytest
+from transformers import AutoConfig
+
+from pronghorn.model.families import FAMILIES, WRAPPERS, why_not_fast
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -17,3 +21,15 @@ def test_the_readme_lists_the_rows_of_the_table() -> None:
     with_images = re.search(r"Models that read images are trained on text: (.*?)\.", README.read_text(), re.DOTALL)
     assert with_images
     assert tuple(re.findall(r"`(\w+)`", with_images[1])) == WRAPPERS
+
+
+@pytest.mark.parametrize(("changes", "why"), [
+    ({}, ""), ({"n_group": 8, "topk_group": 4}, ""),
+    ({"n_group": 3}, "not 1 of 3 groups of two or more"),
+    ({"n_group": 128, "topk_group": 64}, "not 64 of 128 groups of two or more"),
+    ({"n_group": 32, "topk_group": 1}, "8 experts a token are more than 1 of 32 groups have"),
+    ({"output_router_logits": True}, "auxiliary loss of experts that are chosen by sigmoids"),
+])
+def test_groups_of_experts_that_have_no_kernel_are_told(changes: dict[str, Any], why: str) -> None:
+    found = why_not_fast(AutoConfig.for_model("glm4_moe", **changes))
+    assert (why in found) if why else not found

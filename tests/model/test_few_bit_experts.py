@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_decoder_layer import apart, fast_loss, gradients, packed_batch, single_batch
 from test_experts import own_loss
-from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from pronghorn.api import SEVEN_LINEARS
 from pronghorn.errors import ModelError
@@ -42,6 +42,9 @@ CONFIGS: dict[str, Any] = {
     "gpt_oss": GPT_OSS, "qwen3_moe": QWEN, "mixtral": MIXTRAL,
     "qwen2_moe": Qwen2MoeConfig(**{name: size for name, size in SIZES.items() if name != "head_dim"}, num_experts=4,
                                 moe_intermediate_size=64, num_experts_per_tok=2, shared_expert_intermediate_size=64),
+    "hy_v3": AutoConfig.for_model("hy_v3", **SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2,
+                                  num_shared_experts=1, router_scaling_factor=1.7, mlp_layer_types=["sparse", "sparse"],
+                                  initializer_range=0.02),
 }
 TARGETS: dict[str, Any] = {"attention": "all-linear", "experts": ("all-linear", "experts")}
 LORA = Lora(r=4, targets=("all-linear", "experts"))
@@ -59,6 +62,9 @@ def few_bit_model(family: str, bits: Any, targets: str, *, before: Callable[[Any
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3)
         elif "experts" in name or "router" in name or ".gate." in name:
             torch.nn.init.normal_(parameter, std=0.2)
+    for name, buffer in model.named_buffers():
+        if "e_score_correction_bias" in name:
+            torch.nn.init.normal_(buffer, std=0.1)
     model = model.to(dtype)
     before(model)
     for module in few_bit_experts_(model, bits).values():

@@ -182,3 +182,31 @@ def test_weights_of_another_adapter(tmp_path: Path, change: Any, why: str) -> No
     (tmp_path / "adapter_model.safetensors").write_bytes(b"no header")
     with pytest.raises(CheckpointError, match="does not hold the recipe's adapter"):
         restore_adapter(model, tmp_path)
+
+
+SIGMOID = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+           "num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "pad_token_id": 0}
+WITH_SHARED = {"glm4_moe": {"n_routed_experts": 4}, "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+               "hy_v3": {"num_experts": 4, "num_shared_experts": 1}}
+
+
+@pytest.mark.parametrize("family", WITH_SHARED)
+def test_names_that_peft_takes_for_experts_are_not_meant_by_all_linear(family: str) -> None:
+    """An adapter called all-linear would be on the experts instead, with twice the rank, and a plan would not know."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from pronghorn.model.families import FAMILIES
+
+    def model() -> Any:
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIGMOID, **WITH_SHARED[family]))
+
+    names = [name for name, _ in add_adapter(model(), Lora(r=2), 0).named_parameters() if "lora_A" in name]
+    adapted = {name.split(".lora_")[0].rpartition("layers.1.")[2] for name in names if ".layers.1." in name}
+    attention = {f"self_attn.{name}_proj" for name in "qkvo"}
+    shared = {f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
+    row = FAMILIES[family].experts
+    assert row
+    assert adapted == attention | (shared if row.shared_adapted else set())
+    if not row.shared_adapted:
+        with pytest.raises(RecipeError, match="PEFT takes `up_proj` for a part of this model's experts"):
+            add_adapter(model(), Lora(r=2, targets=("q_proj", "up_proj")), 0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from test_loop import Silent, same, weights
-from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
 
 from pronghorn.cli import main
 from pronghorn.errors import RecipeError
@@ -32,6 +32,9 @@ CONFIGS: dict[str, Any] = {
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
     "qwen2_moe": lambda: Qwen2MoeConfig(**SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2,
                                         shared_expert_intermediate_size=64),
+    "glm4_moe": lambda: AutoConfig.for_model("glm4_moe", **SIZES, moe_intermediate_size=64, n_routed_experts=4,
+                                             num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
+                                             routed_scaling_factor=1.5, head_dim=16),
 }
 
 
@@ -42,7 +45,7 @@ def saved(family: str, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(("family", "method"), [("mixtral", "qlora"), ("qwen2_moe", "fp8")])
+@pytest.mark.parametrize(("family", "method"), [("mixtral", "qlora"), ("qwen2_moe", "fp8"), ("glm4_moe", "qlora")])
 def test_the_command_trains_resumes_and_exports(
     family: str, method: str, recipe_for: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

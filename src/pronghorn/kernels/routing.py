@@ -361,7 +361,8 @@ def sort_by_expert(ids_TK: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
     return order_S, inverse_TK, offsets_E1
 
 
-def routing_forward(logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0, sigmoid: Sigmoid | None = None) -> Routing:
+def routing_forward(logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0, sigmoid: Sigmoid | None = None
+                    ) -> Routing:
     """All a layer needs. Its backward is `route_backward(dweights, logits, routing.weights_TK, routing.ids_TK, ...)`."""
     weights_TK, ids_TK = route_forward(logits_TE, K, normalise=normalise, scale=scale, sigmoid=sigmoid)
     return Routing(ids_TK, weights_TK, *sort_by_expert(ids_TK, logits_TE.shape[1]))

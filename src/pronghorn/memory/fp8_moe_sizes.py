@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from pronghorn.kernels.fp8_cast import fp8_pitch
 from pronghorn.memory import fp8_sizes
-from pronghorn.memory.moe_sizes import gradients, of_the_mlp, stacks, turned_gradient
+from pronghorn.memory.moe_sizes import gradients, logit_bytes, of_the_mlp, stacks, turned_gradient
 
 if TYPE_CHECKING:
     from pronghorn.memory.sizes import Job, Recompute
@@ -64,7 +64,7 @@ def _in_experts(job: Job, gu: int) -> int:
     gu_goes = gu if own_dgu else 0
     through = dy + da + own_a + own_dgu
     moments = [dy + S * D + da, through, through - gu_goes + gradients(down, job) + turned_gradient(down, job)]
-    after = own_dgu - gu_goes + gradients(down, job) + d + T * m.experts * e  # dx2, dlogits
+    after = own_dgu - gu_goes + gradients(down, job) + d + T * m.experts * logit_bytes(job)  # dx2, dlogits
     if s.mlp_width:
         dgu8 = fp8_pitch(2 * s.mlp_width + 3 * job.groups()["gate_up"].extra)
         moments.append(after + T * (s.mlp_width * e + dgu8) + d)

@@ -36,6 +36,9 @@ class Mixture:
     width: int
     four_bit: Literal["nf4", "mxfp4"] = "nf4"  # what method qlora keeps them in
     linears_in_16_bits: bool = False  # also with qlora: the checkpoint has its experts in 4 bits and nothing else
+    shared_gated: bool = True  # if all tokens share an expert: whether it has a gate
+    shared_adapted: bool = True  # and whether all-linear adapts it
+    float32_logits: bool = False  # and a float32 copy of the router's weights
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,16 @@ def mixture_of(config: Any) -> Mixture | None:
         experts=num_experts(config), chosen=int(config.num_experts_per_tok),
         width=int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size),
         four_bit="mxfp4" if family.experts.activation == "clamped" else "nf4",  # model/few_bit_experts.py
-        linears_in_16_bits=method == "mxfp4",
+        linears_in_16_bits=method == "mxfp4", shared_gated=family.experts.shared_gated,
+        shared_adapted=family.experts.shared_adapted, float32_logits=family.experts.float32,
     )
 
 
 def shared_width(config: Any) -> int:
     """Of the expert that all tokens go through; 0: there is none."""
+    several = getattr(config, "n_shared_experts", None) or getattr(config, "num_shared_experts", None)
+    if several:  # as wide as so many of the others
+        return int(several) * int(config.moe_intermediate_size)
     return int(getattr(config, "shared_expert_intermediate_size", None) or 0)
 
 
@@ -81,7 +88,7 @@ def why_not_planned(config: Any) -> str:
     if FAMILIES[config.model_type].experts is None:
         return ""
     some = getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1
-    some = some or "dense" in (getattr(config, "mlp_layer_types", None) or ())
+    some = some or "dense" in (getattr(config, "mlp_layer_types", None) or ()) or getattr(config, "first_k_dense_replace", 0)
     return "some of its layers have experts and some have none, and a plan takes all layers for alike" if some else ""
 
 
@@ -115,7 +122,8 @@ def stored(job: Job) -> int:
     m = job.shape.mixture
     if m is None:
         return 0
-    return m.experts * job.shape.width * job.element + sum(_stored(stack, job, m) for stack in stacks(job))
+    router = m.experts * job.shape.width * (job.element + (FP32 if m.float32_logits and job.element < FP32 else 0))
+    return router + sum(_stored(stack, job, m) for stack in stacks(job))
 
 
 def _stored(stack: Stack, job: Job, m: Mixture) -> int:
@@ -142,13 +150,18 @@ def kept(job: Job, parts: dict[str, int]) -> dict[str, int]:
     S = T * m.chosen
     names = {"gu": "shared_gu", "xa2": "shared_xa2", "xa3": "shared_xa3"}
     found = {names.get(name, name): size for name, size in parts.items() if size}
-    found |= {"gu": S * 2 * m.width * e, "logits": T * m.experts * e, "routing": (4 * S + m.experts + 1) * INT32}
+    found |= {"gu": S * 2 * m.width * e, "logits": T * m.experts * logit_bytes(job), "routing": (4 * S + m.experts + 1) * INT32}
     if extra := stacks(job)[0].extra:
         found["xa2"] = S * extra * e
-    if job.shape.mlp_width:
+    if job.shape.mlp_width and m.shared_gated:
         found["shared_weight"] = T * FP32
         found["gate_xa"] = T * job.groups()["shared_gate"].extra * e
     return found
+
+
+def logit_bytes(job: Job) -> int:
+    """Bytes of a router's logit."""
+    return FP32 if job.shape.mixture and job.shape.mixture.float32_logits else job.element
 
 
 _OF_ATTENTION = ("h", "qkv", "q, k", "lse", "o", "rstd", "xa1", "xa_o")
@@ -191,7 +204,7 @@ def working(job: Job, recompute: Recompute, parts: dict[str, int], sums: int) ->
     through = fresh + S * (D + down.extra + F) * e + own_a + own_dgu  # the activation
     gu_goes = gu if own_dgu else 0
     moments += [through, through - gu_goes + down_grads + down_turned]
-    after = fresh + own_dgu - gu_goes + down_grads + d + T * m.experts * e  # dx2, dlogits
+    after = fresh + own_dgu - gu_goes + down_grads + d + T * m.experts * logit_bytes(job)  # dx2, dlogits
     shared_grads, out_grads = (sum(g[name].weights for name in names) * FP32 if trains else 0
                                for names in (("gate_up", "down"), ("out",)))
     if s.mlp_width:

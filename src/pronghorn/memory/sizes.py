@@ -24,7 +24,7 @@ from pronghorn.kernels.attention import SHORT
 from pronghorn.kernels.attention_short import MAX_WIDTH
 from pronghorn.kernels.nf4 import BLOCK, NESTED_BLOCK
 from pronghorn.memory import fp8_moe_sizes, fp8_sizes, moe_sizes
-from pronghorn.model.families import FAMILIES, layer_type, rope_kind, text_config, ties_embeddings, why_not_fast
+from pronghorn.model.families import family_of, layer_type, rope_kind, text_config, ties_embeddings, why_not_fast
 
 Method = Literal["lora", "qlora", "fp8", "full"]
 Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
@@ -82,7 +82,7 @@ def shape_of(config: Any) -> ModelShape:
     if why := why_not_fast(whole) or moe_sizes.why_not_planned(config):
         raise ModelError(what="the memory of this model cannot be planned", why=why,
                          fix="train it without a plan; what our layers do not serve runs on the model's own")
-    family, heads = FAMILIES[config.model_type], int(config.num_attention_heads)
+    family, heads = family_of(config), int(config.num_attention_heads)
     layers = int(config.num_hidden_layers)
     sliding = [i for i in range(layers) if layer_type(config, i) == "sliding_attention"]
     slots = ("before_attention", "after_attention", "before_mlp", "after_mlp")
@@ -172,7 +172,8 @@ class Job:
         s = self.shape
         found = {"qkv": s.qkv, "out": ("o_proj",), "gate_up": s.gate_up, "down": ("down_proj",)}
         if s.mixture:
-            found |= {"shared_gate": ("shared_expert_gate",)} if s.mlp_width else {"gate_up": (), "down": ()}
+            found |= {} if s.mlp_width else {"gate_up": (), "down": ()}
+            found |= {"shared_gate": ("shared_expert_gate",)} if s.mlp_width and s.mixture.shared_gated else {}
         return found
 
     def groups(self) -> dict[str, Group]:
@@ -190,6 +191,9 @@ class Job:
         return Group(inputs, outputs, adapters, -(-adapters * self.rank // multiple) * multiple)
 
     def _adapts(self, linear: str) -> bool:
+        mixture = self.shape.mixture
+        if mixture and not mixture.shared_adapted and linear in (*self.shape.gate_up, "down_proj"):
+            return False
         return self.method != "full" and ("all-linear" in self.targets or linear in self.targets)
 
     def norm_parameters(self) -> int:

@@ -25,7 +25,7 @@ from pronghorn.kernels.lora_refresh import CopyTable
 from pronghorn.model.changes import Changes, inner_of, is_known
 from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm
 from pronghorn.model.expert_load import ExpertCounts, ExpertLoad, padding_mask
-from pronghorn.model.families import FAMILIES, num_experts, why_not_fast
+from pronghorn.model.families import family_of, num_experts, why_not_fast
 from pronghorn.model.final_norm import final_norm
 from pronghorn.model.fp8_layer import fast_layer
 from pronghorn.model.fp8_moe_layer import expert_layer
@@ -50,7 +50,7 @@ class FastCausalLM:
         """`fp8`: layers stored in 4 bits, and those that are trained themselves, multiply in FP8; those stored in FP8 do it
         anyway."""
         config = model.config.get_text_config()
-        family = FAMILIES[config.model_type]
+        family = family_of(config)
         self.model, self.config, self.backbone = model, config, backbone(model)
         shared = Fp8Workspace()
         self.layers: list[FastDecoderLayer] = []

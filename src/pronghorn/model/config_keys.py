@@ -35,7 +35,9 @@ HONOURED = frozenset({
     # experts
     "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
     "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "mlp_layer_types", "swiglu_alpha", "swiglu_limit",
-    "output_router_logits", "router_aux_loss_coef",
+    "output_router_logits", "router_aux_loss_coef", "n_routed_experts", "n_shared_experts", "num_shared_experts", "n_group",
+    "topk_group", "routed_scaling_factor", "router_scaling_factor", "first_k_dense_replace", "use_qk_norm",
+    "enable_moe_fp32_combine",  # they are added up in float32 anyway
 })
 HARMLESS = frozenset({
     # of every config: names, versions, forms of output, which hf_forward.py looks at
@@ -59,13 +61,15 @@ HARMLESS = frozenset({
     # carried by published models and left by other tools, read by no model of the table
     "initial_context_length", "experts_per_token", "use_mrope", "full_attn_mod", "interpolate_factor", "unsloth_fixed",
     "unsloth_version", "unsloth_processed", "transformers.js_config", "is_llama_config", "is_qwen2_config", "rope_interleaved",
-    "sliding_window_size", "layer_norm_epsilon", "neftune_noise_alpha", "pixel_shuffle_factor",
+    "sliding_window_size", "layer_norm_epsilon", "neftune_noise_alpha", "pixel_shuffle_factor", "scoring_func", "topk_method",
+    "moe_layer_freq", "use_routing_bias", "num_nextn_predict_layers", "num_mtp_modules", "use_mtp", "mtp_transformer_layers",
+    "qk_norm_type",
 })
 # The fast layers find these in the config, not in the model's modules; so do transformers' masks with `is_causal`.
 LOOKED_UP = frozenset({
     "sliding_window", "layer_types", "attn_logit_softcapping", "final_logit_softcapping", "residual_multiplier", "is_causal",
     "embedding_multiplier", "logits_scaling", "rope_parameters", "no_rope_layers", "layer_rope_theta", "norm_topk_prob",
-    "num_experts_per_tok",
+    "num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor", "router_scaling_factor",
 })
 # Fields in some versions of transformers; in the others the modules have these numbers in them.
 WRITTEN_IN = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}

@@ -41,6 +41,8 @@ from pronghorn.kernels.moe_gather import gather_rows
 from pronghorn.kernels.routing import Routing
 from pronghorn.model.fp8_projections import SharedBytes
 
+CHOICE_BIAS = "e_score_correction_bias"
+
 
 class Adapted:
     """A module whose parameters PEFT may have wrapped, and what the model asks of any group of parameters of a layer."""
@@ -112,7 +114,18 @@ class Adapted:
 
 
 class Router(Adapted):
-    """logits_TE = x W^T + bias, frozen or trained, with or without an adapter on W."""
+    """logits_TE = x W^T + bias, frozen or trained, with or without an adapter on W. `wide`: in float32, whatever x is: bf16 has
+    8 bits, and experts that are chosen by sigmoids near 0.5 differ by less."""
+
+    def __init__(self, parent: nn.Module, name: str, *, wide: bool = False) -> None:
+        super().__init__(parent, name)
+        self.wide = wide
+
+    @property
+    def choice_bias_E(self) -> Tensor | None:  # noqa: N802
+        """Of the choice alone; a buffer of the router or of the module around it."""
+        found: Tensor | None = getattr(self.module(), CHOICE_BIAS, None)
+        return getattr(self.parent, CHOICE_BIAS, None) if found is None else found
 
     def why_not_fused(self) -> str:
         module = self.module()
@@ -135,6 +148,8 @@ class Router(Adapted):
         return bool(self.adapters) or bool(self.parameters[0].requires_grad)
 
     def prepare(self, dtype: torch.dtype) -> bool:
+        self.x_dtype = dtype
+        dtype = torch.promote_types(dtype, torch.float32) if self.wide else dtype
         self.weight_ED = self.parameters[0].detach().to(dtype)
         for adapter in self.adapters:  # E x D: small enough to be added up
             delta_ED = (adapter.B_OR.detach() @ adapter.A_RD.detach()) * adapter.scale
@@ -143,10 +158,10 @@ class Router(Adapted):
         return False
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x_TD, self.weight_ED, self._bias_E)
+        return torch.nn.functional.linear(x_TD.to(self.weight_ED.dtype), self.weight_ED, self._bias_E)
 
     def backward_input(self, dlogits_TE: Tensor) -> Tensor:
-        return torch.mm(dlogits_TE, self.weight_ED)
+        return torch.mm(dlogits_TE, self.weight_ED).to(self.x_dtype)
 
     def backward_parameters(self, dlogits_TE: Tensor, x_TD: Tensor | None) -> list[Tensor | None]:
         weight, wide = self.parameters[0], torch.promote_types(dlogits_TE.dtype, torch.float32)

@@ -24,6 +24,7 @@ from pronghorn.model.load import DTYPES, load_model, pick_device, resolve_precis
 from pronghorn.model.lora import ADAPTER_WEIGHTS, PICKLED, load_adapter, require_adapter
 from pronghorn.model.quantized import dequantize_model_
 from pronghorn.model.text_stack import auto_class, copy_processor_files
+from pronghorn.model.wide_parts import cast
 from pronghorn.recipe import Recipe
 
 # Of the training state, nothing is of use to others.
@@ -188,7 +189,7 @@ def merged_model(checkpoint: Path, recipe: Recipe) -> Any:
     model = trained_model(checkpoint, recipe, torch.float32, torch.device("cpu"))
     assert isinstance(model, PeftModel)
     merged = model.merge_and_unload(safe_merge=True)
-    return merged.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision, torch.float32))
+    return cast(merged, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision, torch.float32))
 
 
 def _merged_from_few_bits(checkpoint: Path, recipe: Recipe) -> Any:
@@ -202,7 +203,7 @@ def _merged_from_few_bits(checkpoint: Path, recipe: Recipe) -> Any:
     model = trained_model(checkpoint, recipe, dtype, device)
     (dequantize_fp8_ if recipe.method == "fp8" else dequantize_model_)(model, dtype, host)
     dequantize_experts_(model, dtype, host)
-    return model.to(host).float().merge_and_unload(safe_merge=True).to(dtype)
+    return cast(model.to(host).float().merge_and_unload(safe_merge=True), dtype)
 
 
 def _copy(source: Path, target: Path, wanted: Any) -> None:

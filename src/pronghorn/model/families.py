@@ -6,7 +6,7 @@ the config does not say: which norm stands where, how norm weights are meant, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pronghorn.kernels.gated_mlp import Kind
@@ -39,11 +39,22 @@ AFTER_ONLY = Norms(before_attention=None, after_attention="post_attention_layern
 @dataclass(frozen=True)
 class Experts:
     """Layers whose MLP is a router and a stack of experts (model/moe_layer.py). How many, and how their weights are
-    normalised, the config says; whether there is a shared expert, the module."""
+    normalised, the config says; whether there is a shared expert, whether it has a gate, and whether the choice has a bias, the
+    modules."""
 
     router: str = "gate"
     transposed: bool = False  # weights are stored [E, inputs, outputs]
     activation: ExpertKind = "silu"
+    sigmoid: bool = False  # scores are sigmoids of the logits, each by itself; else a softmax over all
+    scale: str = ""  # the config's name for what the weights are multiplied by at last
+    shared: str = "shared_expert"  # what the expert that all tokens go through is called
+    shared_gated: bool = True  # and whether it has a gate
+    shared_adapted: bool = True  # PEFT takes its linears for linears, not for parts of the other experts (model/lora.py)
+    float32: bool = False  # logits are computed in float32 whatever the weights are
+
+
+DEEPSEEK_V3 = Experts(sigmoid=True, scale="routed_scaling_factor", shared="shared_experts", shared_gated=False,
+                      shared_adapted=False, float32=True)
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,11 @@ FAMILIES = {
     "granite_swa": Family(),
     "mellum": Family(qk_norm="per_head", experts=Experts()),
     "olmoe": Family(qk_norm="full", experts=Experts()),
+    "glm4_moe": Family(qk_norm="per_head", experts=DEEPSEEK_V3),
+    "dots1": Family(qk_norm="per_head", experts=DEEPSEEK_V3),
+    "solar_open": Family(experts=DEEPSEEK_V3),
+    "minimax_m2": Family(qk_norm="full", experts=Experts(sigmoid=True)),
+    "hy_v3": Family(qk_norm="per_head", experts=replace(DEEPSEEK_V3, scale="router_scaling_factor", shared_adapted=True)),
     # The text models of those that read images, too. Their positions are three numbers, which are the same one for text.
     "qwen2_vl_text": Family(),
     "qwen2_5_vl_text": Family(),
@@ -99,6 +115,13 @@ FAMILIES = {
 
 # Models with a text model inside, of which text alone needs nothing else (model/text_stack.py).
 WRAPPERS = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+def family_of(config: Any) -> Family:
+    """The row of a text model's config; without norms of queries and keys where the config leaves them out."""
+    family = FAMILIES[config.model_type]
+    left_out = "use_qk_norm" in fields_of(config) and not config.use_qk_norm
+    return replace(family, qk_norm=None) if left_out else family
 
 
 def text_config(config: Any) -> Any:
@@ -131,6 +154,8 @@ def why_not_fast(config: Any) -> str:
     for name in DROPOUTS:
         if getattr(config, name, 0.0):
             return f"{name} is not zero"
+    if why := why_not_routed(config):
+        return why
     if getattr(config, "use_bidirectional_attention", False):
         return "its attention looks ahead"
     if float(getattr(config, "residual_multiplier", 1.0)) != 1.0:
@@ -139,6 +164,32 @@ def why_not_fast(config: Any) -> str:
         if family.norms.after_attention or family.norms.after_mlp:
             return "residual_multiplier is not 1 and a norm follows attention or MLP"
     return why_not_rope(config) or unknown_key(config)
+
+
+def why_not_routed(config: Any) -> str:
+    """What of the choice of experts the fast layers do not compute; empty if all of it."""
+    experts = FAMILIES[config.model_type].experts
+    if experts is None:
+        return ""
+    if not num_experts(config) or not config.num_experts_per_tok:
+        return "the config does not say how many experts there are, or how many a token has"
+    if not experts.sigmoid:
+        return ""
+    groups, kept = expert_groups(config)
+    size, rest = divmod(num_experts(config), groups)
+    if rest or (groups > 1 and size < 2) or not 1 <= kept <= groups:
+        return f"{num_experts(config)} experts are not {kept} of {groups} groups of two or more"
+    if config.num_experts_per_tok > kept * size:
+        return f"{config.num_experts_per_tok} experts a token are more than {kept} of {groups} groups have"
+    if getattr(config, "output_router_logits", False):
+        return "output_router_logits: the auxiliary loss of experts that are chosen by sigmoids has no kernel"
+    return ""
+
+
+def expert_groups(config: Any) -> tuple[int, int]:
+    """(groups of experts, how many of them a token chooses from)"""
+    groups = int(getattr(config, "n_group", None) or 1)
+    return groups, int(getattr(config, "topk_group", None) or groups)
 
 
 def why_not_rope(config: Any) -> str:
@@ -166,7 +217,8 @@ def activation_name(config: Any) -> str:
 
 
 def num_experts(config: Any) -> int:
-    return int(getattr(config, "num_local_experts", None) or config.num_experts)
+    names = ("num_local_experts", "n_routed_experts", "num_experts")
+    return next((int(count) for name in names if (count := getattr(config, name, None))), 0)
 
 
 def layer_type(config: Any, index: int) -> str:

@@ -36,7 +36,8 @@ class Fp8MoeDecoderLayer(Fp8Attention, MoeDecoderLayer):
         MoeDecoderLayer.__init__(self, layer, family, config, index, slot, workspace)
         self._attention_in_fp8(workspace)
         if self.has_shared:
-            shared = layer.mlp.shared_expert
+            assert family.experts
+            shared = getattr(layer.mlp, family.experts.shared)
             self.gate_up = self.shared_gate_up = Fp8Projections(shared, family.gate_up, workspace)
             self.down = self.shared_down = Fp8Projections(shared, ("down_proj",), workspace)
         self.groups = self._in_order()

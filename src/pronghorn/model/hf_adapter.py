@@ -20,9 +20,10 @@ from pronghorn.model.families import EXPERTS, ties_embeddings
 from pronghorn.model.few_bit_experts import FewBitExperts
 from pronghorn.model.fp8_linear import Fp8Linear
 from pronghorn.model.load import without_progress_bars
-from pronghorn.model.lora import expert_stacks, linear_names, text_linears
+from pronghorn.model.lora import GATED, expert_stacks, linear_names, taken_for_experts, text_linears
 from pronghorn.model.quantized import NF4Linear
 from pronghorn.model.text_stack import beside_text, copy_processor_files, not_adapted
+from pronghorn.model.wide_parts import stays_wide
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
          "up_proj": "gate_up_proj"}
@@ -77,9 +78,11 @@ def _targets(model: Any, asked: Sequence[str] | str) -> tuple[list[str] | str, l
             raise CommandError(what=f"target_modules={asked!r}", fix='give a list of names, or "all-linear"')
         return linear_names(model, beside_experts=True) if stacks else asked, [], []
     known, names, whole = _linear_names(model), [], []
+    taken = taken_for_experts(model, sorted({*GATED, *known}))
     adapted: list[str] = []
     for name in asked:
-        if name not in known and (inside := [stack for stack in stacks if name == EXPERTS or _inside(name, stack)]):
+        inside = [stack for stack in stacks if name == EXPERTS or _inside(name, stack)]
+        if inside and (name not in known or name in taken):
             adapted += inside
             continue
         if name in TRAINED_WHOLE:
@@ -150,7 +153,8 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
             weight = value.detach()
         if (module := adapted.get(owner)) is not None:
             weight = _with_deltas(weight, module)
-        found[name] = seen[id(value)] = weight.to("cpu", half if weight.is_floating_point() else weight.dtype, copy=True)
+        kind = half if weight.is_floating_point() and not stays_wide(base, name) else weight.dtype
+        found[name] = seen[id(value)] = weight.to("cpu", kind, copy=True)
     return found
 
 

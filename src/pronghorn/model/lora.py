@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -17,6 +19,8 @@ from pronghorn.recipe import Lora
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+GATED = ("gate_proj", "up_proj", "down_proj")  # of an MLP
 
 
 def add_adapter(model: torch.nn.Module, lora: Lora, seed: int) -> PeftModel:
@@ -53,7 +57,21 @@ def linear_names(model: torch.nn.Module, *, beside_experts: bool = False) -> lis
     if beside_experts:
         layers = tuple({f"{name.rsplit('.', 3)[0]}." for name, p in model.named_parameters() if p.ndim == 3})
         names = [name for name in names if name.startswith(layers)]
-    return sorted({name.rsplit(".", 1)[-1] for name in names} - {"lm_head"})
+    names = sorted({name.rsplit(".", 1)[-1] for name in names} - {"lm_head"})
+    return [name for name in names if name not in taken_for_experts(model, names)] if beside_experts else names
+
+
+def taken_for_experts(model: torch.nn.Module, names: Sequence[str]) -> set[str]:
+    """Those of the linears' names that PEFT (0.21) takes for parts of the experts, as older adapters of Qwen3-MoE and GLM-4.5
+    mean them: a dense MLP or a shared expert whose linears are called so cannot have an adapter there."""
+    if not names or not expert_stacks(model):
+        return set()
+    config = LoraConfig(target_modules=list(names))
+    try:
+        convert_peft_config_for_transformers(config, model, None)
+    except ValueError:  # some of what PEFT would fuse is not among the names
+        return set(names) & set(GATED)
+    return set(names) - set(config.target_modules or ())
 
 
 def text_linears(model: torch.nn.Module) -> list[str]:
@@ -119,6 +137,11 @@ def _refuse_unmatched_targets(model: torch.nn.Module, lora: Lora) -> None:
     for target in lora.targets:
         if (target == EXPERTS and stacks) or (target == "all-linear" and names):
             continue
+        last = target.rsplit(".", 1)[-1]
+        if stacks and last in taken_for_experts(model, sorted({*GATED, last})):
+            raise RecipeError(what=f"lora.targets: PEFT takes `{target}` for a part of this model's experts",
+                              why="an adapter of a dense MLP or a shared expert has no name of its own there",
+                              fix="leave it out, or set lora.targets: [all-linear, experts]")
         if not any(name == target or name.endswith(f".{target}") for name in names):
             close = difflib.get_close_matches(target, known, n=1)
             raise RecipeError(

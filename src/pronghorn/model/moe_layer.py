@@ -16,8 +16,8 @@ Attention is the other file's. Behind it, with what is kept for backward marked 
     dx2 = sum of each token's K rows of dgu Wgu, + dlogits Wrouter;  dh2 = dh3 + norm's share
 
 Every token keeps its K experts: none is dropped, whatever the balance. Shapes are T, E and K's alone and the host never learns
-where rows went, so all of it captures in a CUDA graph. A shared expert (Qwen2-MoE) is an ordinary gated MLP of all tokens,
-times a gate; it is backward's trick again: an expert with that gate for a routing weight.
+where rows went, so all of it captures in a CUDA graph. A shared expert is an ordinary gated MLP of all tokens, times a gate
+(Qwen2-MoE) or not (GLM-4.5); it is backward's trick again: an expert with that gate, or 1, for a routing weight.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from pronghorn.kernels.moe_combine import combine
 from pronghorn.kernels.moe_gated import ExpertActivation, expert_gated_backward, expert_gated_forward
 from pronghorn.kernels.moe_gather import gather_rows
 from pronghorn.kernels.rms_norm import rms_norm_forward
-from pronghorn.kernels.routing import Routing, route_backward, routing_forward
+from pronghorn.kernels.routing import Routing, Sigmoid, route_backward, routing_forward
 from pronghorn.model.decoder_layer import Documents, FastDecoderLayer
 from pronghorn.model.expert_load import BalancedLogits
 from pronghorn.model.experts import ExpertStack, Router
-from pronghorn.model.families import Family
+from pronghorn.model.families import Family, expert_groups
 from pronghorn.model.fp8_projections import Fp8Workspace
 from pronghorn.model.kept import Attended, Input, Kept, Left, Level, come_back
 from pronghorn.model.projections import Group, Projections
@@ -88,13 +88,15 @@ class MoeDecoderLayer(FastDecoderLayer):
         assert family.experts
         mlp, experts = layer.mlp, family.experts
         self.slot, self.K = slot, int(config.num_experts_per_tok)
+        self.router = Router(mlp, experts.router, wide=experts.float32)
         self.normalise = bool(getattr(config, "norm_topk_prob", True))
-        self.router = Router(mlp, experts.router)
+        self.scale = float(getattr(config, experts.scale)) if experts.scale else 1.0
+        self.groups_of_experts = expert_groups(config) if experts.sigmoid else None
         self.expert_gate_up, self.expert_down = (
             ExpertStack(mlp, name, transposed=experts.transposed, turned=workspace.turned)
             for name in ("gate_up_proj", "down_proj"))
-        self.has_shared = hasattr(mlp, "shared_expert")
-        self.shared_gate = Projections(mlp, ("shared_expert_gate",) if self.has_shared else ())
+        self.has_shared = hasattr(mlp, experts.shared)
+        self.shared_gate = Projections(mlp, ("shared_expert_gate",) if hasattr(mlp, "shared_expert_gate") else ())
         self.groups = self._in_order()
         own = self.expert_down.module()
         self.expert_activation = SILU
@@ -108,10 +110,17 @@ class MoeDecoderLayer(FastDecoderLayer):
 
     def _mlp_projections(self, mlp: Any) -> tuple[Projections, Projections]:
         """The shared expert's, of no linears where there is none."""
-        shared = getattr(mlp, "shared_expert", None)
+        assert self.family.experts
+        shared = getattr(mlp, self.family.experts.shared, None)
         if shared is None:
             return Projections(mlp, ()), Projections(mlp, ())
         return Projections(shared, self.family.gate_up), Projections(shared, ("down_proj",))
+
+    def _rule(self) -> dict[str, Any]:
+        """How logits become weights, as kernels/routing.py takes it."""
+        groups = self.groups_of_experts
+        sigmoid = None if groups is None else Sigmoid(self.router.choice_bias_E, *groups)
+        return {"normalise": self.normalise, "scale": self.scale, "sigmoid": sigmoid}
 
     def in_pieces(self, level: Level) -> bool:
         """Never: rows of a piece would be too few for most experts."""
@@ -139,19 +148,20 @@ class MoeDecoderLayer(FastDecoderLayer):
         """From the MLP's input to gate and up."""
         x2 = x2_ext[:, : h2.shape[1]]
         logits = self.router.forward(x2)
-        routing = routing_forward(logits, self.K, normalise=self.normalise)
+        routing = routing_forward(logits, self.K, **self._rule())
         gu, xa2 = self.expert_gate_up.forward_tokens(x2, routing)
         kept = MoeKept(**vars(seen.kept(h, h2, gu=gu, xa2=xa2)), logits=logits, ids=routing.ids_TK,
                        weights=routing.weights_TK, order=routing.order_S, inverse=routing.inverse_TK,
                        offsets=routing.offsets_E1)
         if self.has_shared:
+            kept.shared_gu, kept.shared_xa2 = self.gate_up_of(x2_ext)
+        if self.shared_gate.names:
             x2_gate = x2 if not self.shared_gate.extra else rows_like(x2, x2.shape[1] + self.shared_gate.extra)
             if self.shared_gate.extra:
                 copy_rows(x2, x2_gate[:, : x2.shape[1]])
             gate, behind = self.shared_gate.forward(x2_gate)
             kept.gate_xa = None if behind is None else behind.clone()
             kept.shared_weight = torch.sigmoid(gate.to(routing.weights_TK.dtype))
-            kept.shared_gu, kept.shared_xa2 = self.gate_up_of(x2_ext)
         return kept
 
     def _behind_gate_up(self, kept: MoeKept) -> Tensor:
@@ -165,9 +175,9 @@ class MoeDecoderLayer(FastDecoderLayer):
         base = kept.h2
         if self.has_shared:
             assert kept.shared_gu is not None
-            assert kept.shared_weight is not None
             out, kept.shared_xa3 = self._shared_down(kept.shared_gu)
-            base = torch.addcmul(kept.h2, out, kept.shared_weight.to(out.dtype))
+            gate = kept.shared_weight
+            base = kept.h2 + out if gate is None else torch.addcmul(kept.h2, out, gate.to(out.dtype))
         return combine(y, routing.inverse_TK, routing.weights_TK, bias_ED=self.expert_down.bias_EO, ids_TK=routing.ids_TK,
                        add_TD=base)
 
@@ -206,7 +216,7 @@ class MoeDecoderLayer(FastDecoderLayer):
         assert kept.logits is not None
         routing = kept.routing
         dgu_ext, dweights, down_grads = self._backward_down(dh3, kept, routing)
-        dlogits = route_backward(dweights, kept.logits, routing.weights_TK, routing.ids_TK, normalise=self.normalise)
+        dlogits = route_backward(dweights, kept.logits, routing.weights_TK, routing.ids_TK, **self._rule())
         if documents.load is not None:
             dlogits = documents.load.add_grad(dlogits, kept.logits)
         dx2 = self.router.backward_input(dlogits)
@@ -265,8 +275,12 @@ class MoeDecoderLayer(FastDecoderLayer):
                          ) -> tuple[Tensor, Grads]:
         """(its share of x2's gradient, the gradients of gate and up, down, and the gate)"""
         gate, gu_ext = kept.shared_weight, kept.shared_gu
-        assert gate is not None
         assert gu_ext is not None
+        if gate is None:  # an expert that all tokens give the weight 1
+            wide = torch.promote_types(dh3.dtype, torch.float32)
+            always = torch.ones(len(dh3), 1, dtype=wide, device=dh3.device)
+            dx, _, grads = self._backward_shared_mlp(dh3, always, gu_ext, kept, documents, norm_grads)
+            return dx, grads
         dx, dgate, grads = self._backward_shared_mlp(dh3, gate, gu_ext, kept, documents, norm_grads)
         dlogit_ext = rows_like(dh3, 1 + self.shared_gate.extra)
         dlogit_ext[:, :1] = dgate * gate * (1 - gate)
@@ -307,6 +321,6 @@ class MoeDecoderLayer(FastDecoderLayer):
             return y_TD
         logits_TE: Tensor = getattr(self.layer.mlp, self.router.name)(x_TD)[0]
         fixed = logits_TE.detach()
-        documents.load.add(self.slot, fixed, routing_forward(fixed, self.K, normalise=self.normalise).ids_TK, few=False)
+        documents.load.add(self.slot, fixed, routing_forward(fixed, self.K, **self._rule()).ids_TK, few=False)
         out: Tensor = BalancedLogits.apply(y_TD, logits_TE, documents.load)  # type: ignore[no-untyped-call]
         return out

@@ -36,6 +36,7 @@ from pronghorn.kernels.nf4_lora import Workspace
 from pronghorn.model.config import empty_model, generation_config, read_config
 from pronghorn.model.few_bit_experts import STACKS, few_bit_experts_, has_stack, read_stack
 from pronghorn.model.text_stack import beside_text, is_beside, set_cache, stored_names
+from pronghorn.model.wide_parts import stays_wide
 
 Progress = Callable[[str, int, int], None]
 SKIP = ("lm_head",)
@@ -409,7 +410,8 @@ def _place(model: nn.Module, owner: str, leaf: str, tensor: Tensor, dtype: torch
     module = model.get_submodule(owner)
     before = getattr(module, leaf)
     _require_shape(tensor.shape, before.shape, f"{owner}.{leaf}", folder)
-    tensor = tensor.to(dtype if before.is_floating_point() else before.dtype)
+    floats = torch.float32 if stays_wide(model, f"{owner}.{leaf}") else dtype
+    tensor = tensor.to(floats if before.is_floating_point() else before.dtype)
     if leaf in module._parameters:
         module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
     else:

@@ -98,9 +98,8 @@ def _parameters_beside(written: str) -> int:
 
 def stored_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
     """The files' name of each weight of the model, where it is another: Gemma 3's files say `language_model.model`, as
-    transformers named it when they were made. The model saves itself under the files' names afterwards."""
-    if not beside_text(model):
-        return {}
+    transformers named it when they were made, and Hunyuan 3's `shared_mlp`. A model with more than text saves itself under the
+    files' names afterwards; the others do so anyway."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -112,7 +111,8 @@ def stored_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
         name, _ = rename_source_key(key, renamings, [], model.base_model_prefix, state)
         if name != key:
             names[name] = key
-    model._weight_conversions = [rule for rule in rules if isinstance(rule, WeightConverter) or rule.was_used()]
+    if beside_text(model):
+        model._weight_conversions = [rule for rule in rules if isinstance(rule, WeightConverter) or rule.was_used()]
     return names
 
 

@@ -1,0 +1,73 @@
+"""What a family keeps in float32 stays so: loaded in few bits, cast, merged; and each family's own names for it are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pronghorn import FastLanguageModel
+from pronghorn.model.few_bit_experts import FewBitExperts
+from pronghorn.model.load import load_model
+from pronghorn.model.wide_parts import cast, stays_wide
+from samples import make_tokenizer
+
+SIZES: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                         "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": None,
+                         "max_position_embeddings": 512, "num_experts_per_tok": 2}
+ROUTED = {"moe_intermediate_size": 64, "n_routed_experts": 4, "n_shared_experts": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "glm4_moe": SIZES | ROUTED | {"intermediate_size": 96, "first_k_dense_replace": 1},
+    "dots1": SIZES | ROUTED | {"intermediate_size": 96, "first_k_dense_replace": 1},
+    "solar_open": SIZES | ROUTED,
+    "hy_v3": SIZES | {"intermediate_size": 96, "moe_intermediate_size": 64, "num_experts": 4, "num_shared_experts": 1},
+    "minimax_m2": SIZES | {"intermediate_size": 64, "num_local_experts": 4},
+}
+BIAS = "e_score_correction_bias"
+
+
+def saved(family: str, folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """As published: weights in bf16, the bias of the choice in float32."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family])).to(torch.bfloat16)
+    for name, module in model.named_modules():
+        if BIAS in module._buffers:
+            module._buffers[BIAS] = 1 + 0.001 * torch.randn(4)
+        assert stays_wide(model, f"{name}.{BIAS}") == (family != "minimax_m2")
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder, biases(model)
+
+
+def biases(model: Any) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("base_model.model."): value for name, value in model.named_buffers() if BIAS in name}
+
+
+@pytest.mark.parametrize("storage", ["four_bit", "fp8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_loads_in_few_bits_under_its_own_names(family: str, storage: str, tmp_path: Path) -> None:
+    folder, truth = saved(family, tmp_path)
+    model = load_model(str(folder), torch.bfloat16, torch.device("cpu"), **{storage: True})
+    assert any(isinstance(module, FewBitExperts) for module in model.modules())
+    found = biases(model)
+    assert found.keys() == truth.keys()
+    for name, value in truth.items():
+        assert torch.equal(found[name], value if family != "minimax_m2" else value.bfloat16()), name
+
+
+def test_casting_and_merging_leave_them_alone(tmp_path: Path) -> None:
+    folder, truth = saved("glm4_moe", tmp_path / "model")
+    model, tokenizer = FastLanguageModel.from_pretrained(str(folder), max_seq_length=64, dtype=torch.bfloat16)
+    model = FastLanguageModel.get_peft_model(model, r=4, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
+    adapted = {name for name, _ in model.named_parameters() if "lora_A" in name}
+    inside = {name.split(".mlp.")[1].split(".lora_")[0] for name in adapted if ".mlp." in name}
+    assert inside == {"experts", "experts.base_layer"}  # as PEFT takes these names for
+    model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
+    again = cast(merged.float(), torch.bfloat16)
+    for each in (merged, again):
+        assert all(torch.equal(biases(each)[name], value) for name, value in truth.items())
+    assert again.model.layers[0].mlp.down_proj.weight.dtype == torch.bfloat16
