@@ -210,7 +210,7 @@ def install(model: Any, *, fp8: bool = False) -> str:
         return why
     if getattr(base, ENGINE, None) is None:
         parts = (base, base.model, backbone(base))
-        for part in parts:
+        for part in parts if hasattr(base, ENGINE) else ():
             if getattr(vars(part).get("forward"), "__func__", None) is type(part).forward:
                 del part.forward  # its own: a pickle leaves it so
         if any("forward" in vars(part) for part in parts):
