@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -411,3 +412,12 @@ def test_questions_for_the_model(model: Path, tmp_path: Path) -> None:
     assert (second.prompt, second.expected) == ("five", "six")
     texts = write_rows(tmp_path / "b.jsonl", [{"text": "plain"}])
     assert evaluation_prompts(prepared(model, texts).tokens, tokenizer, 2) == []
+
+
+def test_a_file_name_may_be_any_bytes(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    write_rows(Path(os.fsdecode(os.fsencode(folder) + b"/a\xff\x1b.jsonl")), chat_rows(3))
+    found = prepared(model, folder)
+    assert (found.counts.kept, found.tokens.where(2)) == (3, f"{folder}/a\\xff\x1b.jsonl:3")
+    assert found.example(0).where == f"{folder}/a\\xff\x1b.jsonl:1"

@@ -12,6 +12,7 @@ import functools
 import gzip
 import json
 import math
+import os
 import re
 import shlex
 import zlib
@@ -136,7 +137,8 @@ def _file(name: str, path: Path) -> Source:
         if path.is_file() and (content := known_content(path)):
             what, fix = f"this is {content[0]}, which cannot be read as data", content[1]
         raise DataError(what=what, where=name, why=f"the kinds are {SUPPORTED}", fix=fix)
-    return Source(name, kind, path, gzipped=path.suffix.lower() == ".gz")
+    # A name may be any bytes; those that are no UTF-8 are written as \xff, because each row carries the name of its file.
+    return Source(os.fsencode(name).decode("utf-8", "backslashreplace"), kind, path, gzipped=path.suffix.lower() == ".gz")
 
 
 def _folder(name: str, path: Path) -> list[Source]:
