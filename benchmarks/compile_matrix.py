@@ -4,7 +4,8 @@
 
 Nothing is listed by hand: for each case below a whole training step of a published model's sizes (one layer) is gone through as
 on that chip (kernels/compile_for.py), without numbers (without_numbers.py), and each launch is compiled. `--write` puts the
-table into benchmarks/results/compile-matrix.json and .md. Ends with 1 if a kernel asks for more shared memory than the chip
+table into benchmarks/results/compile-matrix.json and .md, where other chips stay as they are. A chip takes two to three minutes
+of a core; what Triton has in its cache is not compiled again. Ends with 1 if a kernel asks for more shared memory than the chip
 has, spills registers, or does not compile.
 
 Cases are chosen so that every kernel meets its widest tiles: head widths 64, 80, 96, 128, 192 and 256, ranks 8 to 128, model
@@ -21,7 +22,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -239,26 +240,31 @@ def table(lines: list[Line]) -> dict[str, dict[str, dict[str, Any]]]:
 
 def markdown(content: dict[str, Any]) -> str:
     chips: dict[str, Any] = content["chips"]
-    versions = content["versions"]
-    rows = [f"# Kernels by chip\n\n{content['what']}. Made by `{content['command']}` on {content['date']} (torch "
-            f"{versions['torch']}, triton {versions['triton']}, no GPU; source of commit {content['commit']}).\n",
-            "Shared memory in KB, the most of all cases; `-`: not launched there. Limits of a program: "
-            + "; ".join(f"{name} ({chip['gpus']}) {chip['shared'] // 1024} KB" for name, chip in chips.items()) + ".\n",
-            "| kernel | " + " | ".join(chips) + " | registers | spilled |", "|---" * (len(chips) + 3) + "|"]
+    rows = ["# Kernels by chip\n\nEvery Triton kernel as training launches it, compiled for each chip, without one: "
+            "`python -m benchmarks.compile_matrix --write`. Shared memory in KB, the most of all cases; `-`: not launched.\n",
+            "| chip | GPUs | shared memory of a program | builds | made |", "|---|---|---|---|---|"]
+    for name, chip in chips.items():
+        versions = ", ".join(f"{package} {version}" for package, version in chip["versions"].items())
+        builds = sum(cells[name]["builds"] for cells in content["kernels"].values() if name in cells)
+        rows.append(f"| {name} | {chip['gpus']} | {chip['shared'] // 1024} KB | {builds} | {chip['date']}, source of commit "
+                    f"{chip['commit']}, {versions} |")
+    rows += ["", "| kernel | " + " | ".join(chips) + " | registers | bytes spilled |", "|---" * (len(chips) + 3) + "|"]
     for kernel, cells in content["kernels"].items():
         shown = [f"{cells[name]['shared'] / 1024:.1f}" + " **wrong**" * bool(cells[name]["wrong"]) if name in cells else "-"
                  for name in chips]
         most, spilled = (pick(cell[key] for cell in cells.values()) for pick, key in ((max, "registers"), (sum, "spilled")))
         rows.append(f"| {kernel} | {' | '.join(shown)} | {most} | {spilled} |")
     wrong = [line for cells in content["kernels"].values() for cell in cells.values() for line in cell["wrong"]]
-    rows.append(f"\n{sum(c['builds'] for cells in content['kernels'].values() for c in cells.values()):,} builds of "
-                f"{len(content['kernels'])} kernels; {len(wrong)} of them over a limit, spilling or not compiled.")
-    return "\n".join([*rows, "", "Cases:", "", *(f"- {case}" for case in content["cases"]), ""])
+    rows.append(f"\n{len(content['kernels'])} kernels; {len(wrong)} builds over a limit, spilling or not compiled. Registers: the "
+                "most of a thread, on any chip.")
+    cases = dict.fromkeys(case for chip in chips.values() for case in chip["cases"])
+    return "\n".join([*rows, "", "Cases (one layer of a published model's sizes, 2,048 tokens; FP8 where the chip has it):", "",
+                      *(f"- {case}" for case in cases), ""])  # fmt: skip
 
 
 def commit() -> str:
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False,
-                           cwd=Path(__file__).parent)
+                           cwd=Path(__file__).parent)  # fmt: skip
     return found.stdout.strip() or "unknown"
 
 
@@ -266,35 +272,59 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def results(chip: Chip, lines: list[Line]) -> dict[str, Any]:
+    versions = machine()["versions"]
+    about = {
+        "gpus": chip.gpus, "shared": chip.shared, "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit(), "versions": {name: versions[name] for name in ("torch", "triton") if name in versions},
+        "cases": [*dict.fromkeys(line.work for line in lines)],
+    }  # fmt: skip
+    return {"chips": {f"sm_{chip.sm}": about}, "kernels": table(lines)}
+
+
+def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Each chip as the last of the parts has it."""
+    chips: dict[str, Any] = {}
+    kernels: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        chips |= part["chips"]
+        for cells in kernels.values():
+            for name in part["chips"]:
+                cells.pop(name, None)
+        for kernel, cells in part["kernels"].items():
+            kernels.setdefault(kernel, {}).update(cells)
+    order = [name for chip in CHIPS.values() if (name := f"sm_{chip.sm}") in chips]
+    whole = {kernel: {name: cells[name] for name in order if name in cells} for kernel, cells in sorted(kernels.items()) if cells}
+    return {"command": "python -m benchmarks.compile_matrix --write", "chips": {name: chips[name] for name in order},
+            "kernels": whole}  # fmt: skip
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chips", nargs="*", type=int, choices=[chip.sm for chip in CHIPS.values()], default=[])
     parser.add_argument("--cases", nargs="*", default=[], help="those whose description has one of these texts")
     parser.add_argument("--kernels", nargs="*", default=[], help="those whose name has one of these texts")
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--write", action="store_true", help="into the results, where other chips stay as they are")
     options = parser.parse_args(arguments)
-    chosen = [chip for chip in CHIPS.values() if not options.chips or chip.sm in options.chips]
-    lines: list[Line] = []
-    for chip in chosen:
-        lines += compile_all(chip, named(options.cases), named(options.kernels), say)[0]
-    versions = machine()["versions"]
-    content = {
-        "what": "Every Triton kernel as training launches it, compiled for each chip",
-        "command": " ".join(["python -m benchmarks.compile_matrix", *(arguments if arguments is not None else sys.argv[1:])]),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": commit(),
-        "versions": {name: versions[name] for name in ("torch", "triton", "transformers") if name in versions},
-        "chips": {f"sm_{chip.sm}": {"gpus": chip.gpus, "shared": chip.shared} for chip in chosen},
-        "cases": [*dict.fromkeys(line.work for line in lines)], "kernels": table(lines),
-    }
+    file, parts, wrong = RESULTS / f"{NAME}.json", [], 0
+    if options.write and file.exists():
+        parts.append(json.loads(file.read_text(encoding="utf-8")))
+    for chip in CHIPS.values():
+        if options.chips and chip.sm not in options.chips:
+            continue
+        lines = compile_all(chip, named(options.cases), named(options.kernels), say)[0]
+        parts.append(results(chip, lines))
+        for line in lines:
+            if line.build.wrong:
+                wrong += 1
+                say(f"sm_{chip.sm} {line.build.kernel}: {line.build.wrong}; {line.work} ({line.build.options})")
+    content = joined(parts)
     text = markdown(content)
     print(text)
-    for line in lines:
-        if line.build.wrong:
-            print(f"sm_{line.build.chip.sm} {line.build.kernel}: {line.build.wrong}; {line.work} ({line.build.options})")
     if options.write:
-        (RESULTS / f"{NAME}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        (RESULTS / f"{NAME}.md").write_text(text, encoding="utf-8")
-    return int(any(line.build.wrong for line in lines))
+        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        file.with_suffix(".md").write_text(text, encoding="utf-8")
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def _tile(S: int, E: int, dtype: torch.dtype, chip: Chip) -> Tile:
     if dtype == torch.float32:
         return Tile(32, 64, EXACT_INNER, 4, 1)
     if not chip.large:
-        return Tile(128, 64, 64, 8, 2) if S > 64 * E else Tile(64, 64, 64, 4, 2)
+        return Tile(128 if S > 64 * E else 64, 64, 64, 8, 2)  # with four warps some spill
     return CONFIGS[0] if S > 64 * E else CONFIGS[4]
 
 
