@@ -255,8 +255,8 @@ def markdown(content: dict[str, Any]) -> str:
         most, spilled = (pick(cell[key] for cell in cells.values()) for pick, key in ((max, "registers"), (sum, "spilled")))
         rows.append(f"| {kernel} | {' | '.join(shown)} | {most} | {spilled} |")
     wrong = [line for cells in content["kernels"].values() for cell in cells.values() for line in cell["wrong"]]
-    rows.append(f"\n{len(content['kernels'])} kernels; {len(wrong)} builds over a limit, spilling or not compiled. Registers: the "
-                "most of a thread, on any chip.")
+    rows.append(f"\n{len(content['kernels'])} kernels; {len(wrong)} builds over a limit, spilling or not compiled. Registers: "
+                "the most of a thread, on any chip.")
     cases = dict.fromkeys(case for chip in chips.values() for case in chip["cases"])
     return "\n".join([*rows, "", "Cases (one layer of a published model's sizes, 2,048 tokens; FP8 where the chip has it):", "",
                       *(f"- {case}" for case in cases), ""])  # fmt: skip
@@ -294,9 +294,9 @@ def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
         for kernel, cells in part["kernels"].items():
             kernels.setdefault(kernel, {}).update(cells)
     order = [name for chip in CHIPS.values() if (name := f"sm_{chip.sm}") in chips]
-    whole = {kernel: {name: cells[name] for name in order if name in cells} for kernel, cells in sorted(kernels.items()) if cells}
+    there = {kernel: cells for kernel, cells in sorted(kernels.items()) if cells}
     return {"command": "python -m benchmarks.compile_matrix --write", "chips": {name: chips[name] for name in order},
-            "kernels": whole}  # fmt: skip
+            "kernels": {kernel: {name: cells[name] for name in order if name in cells} for kernel, cells in there.items()}}
 
 
 def main(arguments: list[str] | None = None) -> int:

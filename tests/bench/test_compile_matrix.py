@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from pronghorn.kernels.dispatch import CHIPS
+
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
+RESULTS = HERE.parents[1] / "benchmarks" / "results"
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +49,17 @@ def test_the_heaviest_kernels_fit_chips_that_are_not_here(found: Any) -> None:
 def test_registers_that_go_to_memory_are_seen(found: Any) -> None:
     """As many registers as Hopper gives a thread are too few for 8.6."""
     assert any("bytes of registers in local memory" in wrong for wrong in found["broken"])
+
+
+def test_nothing_in_the_written_table_is_wrong() -> None:
+    content = json.loads((RESULTS / "compile-matrix.json").read_text(encoding="utf-8"))
+    chips, kernels = content["chips"], content["kernels"]
+    assert {"sm_89", "sm_120"} <= chips.keys() <= {f"sm_{chip.sm}" for chip in CHIPS.values()}
+    assert all(about["shared"] == CHIPS[divmod(int(name[3:]), 10)].shared for name, about in chips.items())
+    assert len(kernels) > 50
+    for cells in kernels.values():
+        for name, cell in cells.items():
+            assert cell["wrong"] == []
+            assert cell["spilled"] == 0
+            assert cell["shared"] <= chips[name]["shared"]
+    assert all(f"| {name} |" in (RESULTS / "compile-matrix.md").read_text(encoding="utf-8") for name in kernels)
