@@ -6,7 +6,7 @@ the git tree hashes of src/pronghorn and tests as they were on disk (`git rev-pa
 Chosen are the test files that mention CUDA, without the cases that ask for plain torch on the CPU (`make test` has those). They
 run in several processes; tests marked `alone` follow one by one, because they measure or fill the GPU's memory.
 
-    python tests/gpu_gate.py [--processes 8] [--out FILE] [words for pytest]
+    python tests/gpu_gate.py [--processes 14] [--out FILE] [words for pytest]
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def machine() -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1))
+    parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu-test.json")
     options, words = parser.parse_known_args()
     import torch
