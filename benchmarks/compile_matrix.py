@@ -246,8 +246,8 @@ def markdown(content: dict[str, Any]) -> str:
     for name, chip in chips.items():
         versions = ", ".join(f"{package} {version}" for package, version in chip["versions"].items())
         builds = sum(cells[name]["builds"] for cells in content["kernels"].values() if name in cells)
-        rows.append(f"| {name} | {chip['gpus']} | {chip['shared'] // 1024} KB | {builds} | {chip['date']}, source of commit "
-                    f"{chip['commit']}, {versions} |")
+        rows.append(f"| {name} | {chip['gpus']} | {chip['shared'] // 1024} KB | {builds} | {chip['date']}, git tree of kernels "
+                    f"{chip['tree']}, {versions} |")
     rows += ["", "| kernel | " + " | ".join(chips) + " | registers | bytes spilled |", "|---" * (len(chips) + 3) + "|"]
     for kernel, cells in content["kernels"].items():
         shown = [f"{cells[name]['shared'] / 1024:.1f}" + " **wrong**" * bool(cells[name]["wrong"]) if name in cells else "-"
@@ -262,9 +262,10 @@ def markdown(content: dict[str, Any]) -> str:
                       *(f"- {case}" for case in cases), ""])  # fmt: skip
 
 
-def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False,
-                           cwd=Path(__file__).parent)  # fmt: skip
+def tree() -> str:
+    """Of the kernels' source, which a rebase leaves as it is."""
+    found = subprocess.run(["git", "rev-parse", "--short=12", "HEAD:src/pronghorn/kernels"], capture_output=True, text=True,
+                           check=False, cwd=Path(__file__).parent)  # fmt: skip
     return found.stdout.strip() or "unknown"
 
 
@@ -276,7 +277,7 @@ def results(chip: Chip, lines: list[Line]) -> dict[str, Any]:
     versions = machine()["versions"]
     about = {
         "gpus": chip.gpus, "shared": chip.shared, "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit(), "versions": {name: versions[name] for name in ("torch", "triton") if name in versions},
+        "tree": tree(), "versions": {name: versions[name] for name in ("torch", "triton") if name in versions},
         "cases": [*dict.fromkeys(line.work for line in lines)],
     }  # fmt: skip
     return {"chips": {f"sm_{chip.sm}": about}, "kernels": table(lines)}
