@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
@@ -120,6 +121,15 @@ def test_a_long_model_shares_its_weights(tmp_path: Path, monkeypatch: pytest.Mon
     assert json.loads((folder / "config.json").read_text()) == {"max_position_embeddings": 2**20, "vocab_size": 8}
 
 
+@pytest.fixture
+def _whole_gpu_again() -> Iterator[None]:
+    """A peer's budget is a limit of its process, which is this one here."""
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.usefixtures("_whole_gpu_again")
 @pytest.mark.alone  # memory that other processes take counts against its budget
 def test_one_step_of_ours_and_of_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
                                         ) -> None:

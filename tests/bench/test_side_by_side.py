@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from bench_rows import measured
 
 from pronghorn.bench.meter import machine
@@ -74,7 +75,7 @@ def test_two_systems_train_the_same_model_on_the_same_documents(tmp_path: Path) 
     ours, packed = (results.get("tiny", system) or {} for system in ("pronghorn", "packed"))
     assert ours["tokens_per_step"] == packed["tokens_per_step"]
     for figure in ("loss_first", "loss_last", "grad_norm"):  # the same packs, adapters and optimizer: the same numbers
-        assert ours[figure] == pytest.approx(packed[figure], rel=1e-4)
+        assert ours[figure] == pytest.approx(packed[figure], rel=5e-3 if torch.cuda.is_available() else 1e-4)  # bf16, fp32
     for row in (ours, packed):
         assert row["tokens_per_second"] > 0
         assert row["seconds_to_first_step"] == row["marks"]["first_step"] > row["marks"]["imports"] > 0

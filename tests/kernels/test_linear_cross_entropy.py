@@ -317,6 +317,12 @@ def test_autograd_multiplies_by_the_incoming_gradient(device: str, dtype: torch.
         assert leaf.grad.dtype == dtype
         got[name] = leaf.grad
     problem.check(got, grad_scale=0.003)
+    for leaf in leaves:
+        leaf.grad = None
+    (loss * 0.003).backward()  # the graph was kept for it
+    for name, leaf in zip(("d_hidden", "d_weight", "d_bias"), leaves, strict=True):
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad, got[name])
     with pytest.raises(RuntimeError, match="compute the loss again"):
         loss.backward()
 
