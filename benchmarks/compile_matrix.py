@@ -65,6 +65,9 @@ SIZES: dict[str, dict[str, Any]] = MODELS | {  # more published sizes; Gemma 2 h
                    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 32},
     "gemma-3-4b": {"model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240,
                    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 32},
+    "glm-4.5-air": {"model_type": "glm4_moe", "vocab_size": 151552, "hidden_size": 4096, "moe_intermediate_size": 1408,
+                    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "n_routed_experts": 128,
+                    "num_experts_per_tok": 8, "first_k_dense_replace": 0},
 }
 
 
@@ -107,6 +110,7 @@ CASES = (  # sizes are shared where they do not matter: a constant that differs 
     *(Case("gpt-oss-20b-4layers", method, experts=True) for method in ("lora", "qlora", "fp8")),
     *(Case("qwen3-30b-a3b-4layers", method, experts=True, balance=True) for method in ("lora", "qlora", "fp8")),
     Case("qwen3-30b-a3b-4layers", "lora", rank=128, experts=True), Case("qwen3-30b-a3b-4layers", "qlora", tokens=256),
+    Case("glm-4.5-air"), Case("glm-4.5-air", changes={"n_group": 8, "topk_group": 4}),
     Case("gpt-oss-20b-4layers", "full", changes={"num_local_experts": 8}), Case("qwen3-30b-a3b-4layers", "full", tokens=256),
 )  # fmt: skip
 
