@@ -59,7 +59,7 @@ def test_every_workload_names_known_models_and_systems() -> None:
         assert workload.model in MODELS
         assert set(workload.systems) <= set(SYSTEMS)
         assert workload.tokens % workload.row == 0  # a peer's packed rows make the step's tokens
-    of_use = {name for name in MODELS if not name.startswith("tiny")} - {"llama-8b-long"}  # that one: benchmarks/context.py
+    of_use = {name for name in MODELS if not name.startswith("tiny")} - {"llama-8b-long", "gemma3-1b"}  # context.py, methods.py
     assert {WORKLOADS[name].model for name in DEFAULT_WORKLOADS} == of_use
     assert {WORKLOADS[name].document for name in DEFAULT_WORKLOADS} == {0, 8192, 32768}
 
