@@ -35,7 +35,7 @@ from torch import Tensor
 from pronghorn.kernels.add_dot import add_dot, halves
 from pronghorn.kernels.attention_softmax import LOG2E, as_power, capped, powers, weights_by
 from pronghorn.kernels.attention_torch import Packed, sink_gradients
-from pronghorn.kernels.dispatch import HOPPER, Chip, chip_of, jit, tl, triton
+from pronghorn.kernels.dispatch import BLACKWELL, HOPPER, Chip, chip_of, jit, tl, triton
 
 MAX_WIDTH = 128  # of a head: wider accumulators do not fit the registers
 _LEAST = tl.constexpr(-1e38)  # the largest score of a row that has seen nothing yet: below all others, but -inf - -inf is NaN
@@ -105,6 +105,8 @@ def config_for(width: int, dtype: torch.dtype, chip: Chip = HOPPER) -> Config:
     size = 64 if width <= 64 else 128
     if dtype == torch.float32:
         return FP32_CONFIGS[size]
+    if chip == BLACKWELL and size == 64:
+        return CONFIGS[64][0]._replace(dq=Tiles(64, 32, 8, 3))  # with four warps dq spills 8 to 16 bytes there
     return CONFIGS[size][0] if chip.large else SMALL_CONFIGS[size]
 
 

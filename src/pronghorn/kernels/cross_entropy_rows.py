@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.dispatch import jit, tl, triton, use_triton
+from pronghorn.kernels.dispatch import BLACKWELL, chip_of, jit, tl, triton, use_triton
 
 IGNORED = -100
 _IGNORED = tl.constexpr(IGNORED)
@@ -259,6 +259,8 @@ def loss_and_gradient(
     if vocabulary < block:
         block = max(64, triton.next_power_of_2(vocabulary))
         warps = max(4, warps * block // CONFIG.block)
+    elif terms.softcap and chip_of(logits_CV.device) == BLACKWELL:
+        warps *= 2  # its longer formula spills 16 bytes there
     _loss_and_gradient_kernel[(rows,)](
         logits_CV, labels_C, weights_C, losses_C, factors_C, grad_scale,
         logits_CV.stride(0), vocabulary, terms.softcap, 1.0 / terms.softcap if terms.softcap else 0.0,

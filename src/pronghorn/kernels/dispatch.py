@@ -63,7 +63,7 @@ CHIPS = {chip.capability: chip for chip in (
     Chip((10, 0), "B200", 227 * 1024, 228 * 1024, 64),
     Chip((12, 0), "RTX 5090, RTX PRO 6000", 99 * 1024, 100 * 1024, 48),
 )}
-HOPPER = CHIPS[9, 0]
+HOPPER, BLACKWELL = CHIPS[9, 0], CHIPS[10, 0]
 _SMALLEST = CHIPS[8, 6]
 _as_on: list[Chip] = []
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.add_dot import EXACT_INNER, add_dot
-from pronghorn.kernels.dispatch import Chip, chip_of, cuda_capability, jit, tl, triton, use_triton
+from pronghorn.kernels.dispatch import HOPPER, Chip, chip_of, cuda_capability, jit, tl, triton, use_triton
 
 THIN = 64  # outputs up to here are a product bound by memory
 
@@ -61,7 +61,7 @@ def _tile(S: int, E: int, outputs: int, dtype: torch.dtype, chip: Chip) -> Tile:
     if outputs <= THIN:  # reads x once: long pieces of its rows
         return Tile(64, max(16, triton.next_power_of_2(outputs)), 128, 4, 4 if chip.large else 2)
     rows = 128 if S > 64 * E else 64
-    if chip.large and outputs > 128:
+    if chip == HOPPER and outputs > 128:
         return CONFIGS[0]._replace(rows=rows)
     return Tile(rows, 128, 64, 8 if rows == 128 else 4, 3)  # 96 kB: Ada and small Blackwell have 99
 
@@ -72,7 +72,7 @@ def _weight_tile(outputs: int, D: int, dtype: torch.dtype, chip: Chip) -> Tile:
         return Tile(64, 64 if D > 32 else max(16, triton.next_power_of_2(D)), EXACT_INNER, 4, 2)
     if D <= THIN:
         return Tile(128, max(16, triton.next_power_of_2(D)), 64, 4, 4 if chip.large else 3)
-    if chip.large:
+    if chip == HOPPER:  # on 10.0 so wide a tile spills 96 to 328 bytes
         return Tile(128, 256, 64, 8, 3)
     return Tile(128, 128, 64, 8, 3)
 

@@ -37,7 +37,10 @@ class Positions:
         if rope_type == "longrope":
             return self._long_or_short(module, kind, prefix, positions_T, spans_2T)
         like = torch.empty(0, dtype=torch.float32, device=positions_T.device)
-        cos, sin = module(like, positions_T[None], kind) if prefix else module(like, positions_T[None])
+        given = positions_T[None]
+        if hasattr(module, "mrope_section"):  # of a model that reads images: text has the same number in all three rows
+            given = given[None].expand(3, 1, -1)
+        cos, sin = module(like, given, kind) if prefix else module(like, given)
         half = getattr(module, f"{prefix}inv_freq").shape[0]  # in most, both halves are the same
         return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
