@@ -48,6 +48,7 @@ def recipe_of(model: str, method: str, tokens: int, folder: Path) -> Path:
         "train": {"steps": STEPS, "capacity": tokens, "batch_tokens": tokens, "lr": 1e-4 if whole else 1e-3, "warmup": 0.1},
         # Other processes share the GPU, so what is free says nothing.
         "memory": {"budget": "20GB" if not whole else "85GB" if "gpt-oss" in model else "26GB"},
+        "checkpoint": {"keep": 1},  # a whole model of 1B with its moments is 15 GB on disk
         "output": str(folder / "run"),
     }
     file = folder / "recipe.json"
