@@ -165,7 +165,7 @@ def test_an_output_folder_that_is_gone_ends_in_a_sentence(method: str, harm: str
                 run.touch()
 
     # Step 2's checkpoint is written beside the run: on a slow machine it is still under way at step 3.
-    with pytest.raises(EnvironmentFault, match="checkpoint-[24] could not be written") as caught:
+    with pytest.raises(EnvironmentFault, match=r"checkpoint-[24] could not be written") as caught:
         train(recipe, display=Watching(do))
     assert caught.value.exit_code == 3
     assert caught.value.where == str(run)
