@@ -29,8 +29,10 @@ ARROWS = {
     "hub": set(),
     "model_files": set(),
     "process": set(),
-    "api": {"model", "data", "kernels"},
-    "__init__": {"api", "recipe_file"},
+    "dropin": {"model", "data", "kernels"},
+    "chat_templates": {"dropin", "data"},
+    "trainer": {"dropin"},
+    "__init__": {"dropin", "chat_templates", "trainer", "recipe_file"},
 }
 MAY_BE_USED_BY_ALL = {"report": {"errors"}, "recipe": set(), "errors": set(), "folders": set(), "hub": {"errors", "folders"},
                       "model_files": {"errors"}, "kernels": {"errors"}}

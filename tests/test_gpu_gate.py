@@ -47,5 +47,6 @@ def test_failures_and_errors_are_counted_and_named(tmp_path: Path) -> None:
 
 def test_kernels_and_all_that_mentions_a_gpu_are_chosen() -> None:
     chosen = chosen_files()
-    assert {"tests/kernels/test_rope.py", "tests/train/test_runs_on_a_gpu.py", "tests/test_api_on_a_gpu.py"} <= set(chosen)
+    beside = {"tests/train/test_runs_on_a_gpu.py", "tests/dropin/test_dropin_on_a_gpu.py"}
+    assert {"tests/kernels/test_rope.py", *beside} <= set(chosen)
     assert "tests/report/test_bars.py" not in chosen

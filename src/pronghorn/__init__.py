@@ -3,25 +3,50 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pronghorn.api import FastLanguageModel, get_chat_template, is_bfloat16_supported, train_on_responses_only
+    from pronghorn.chat_templates import (
+        apply_chat_template,
+        get_chat_template,
+        standardize_data_formats,
+        standardize_sharegpt,
+        to_sharegpt,
+        train_on_responses_only,
+    )
+    from pronghorn.dropin.language_model import FastLanguageModel, FastModel, is_bf16_supported, is_bfloat16_supported
     from pronghorn.recipe import Recipe
+    from pronghorn.trainer import PatchDPOTrainer
 
 __version__ = "0.1.0"
-__all__ = ["FastLanguageModel", "Recipe", "get_chat_template", "is_bfloat16_supported", "train_on_responses_only"]
-
 _HOMES = {
-    "FastLanguageModel": "api", "get_chat_template": "api", "is_bfloat16_supported": "api",
-    "train_on_responses_only": "api", "Recipe": "recipe",
+    "recipe": ("Recipe",),
+    "dropin.language_model": (
+        "FastLanguageModel", "FastModel", "FastLlamaModel", "FastMistralModel", "FastGemmaModel", "FastGemma2Model",
+        "FastQwen2Model", "FastQwen3Model", "FastQwen3MoeModel", "is_bf16_supported", "is_bfloat16_supported",
+    ),
+    "chat_templates": (
+        "apply_chat_template", "get_chat_template", "standardize_data_formats", "standardize_sharegpt", "to_sharegpt",
+        "train_on_responses_only",
+    ),
+    "trainer": ("PatchDPOTrainer", "UnslothTrainer", "UnslothTrainingArguments", "UnslothVisionDataCollator"),
+    "dropin.absent": (
+        "FastSentenceTransformer", "FastVisionModel", "check_python_modules", "create_locked_down_function",
+        "execute_with_time_limit", "is_port_open", "launch_openenv",
+    ),
 }  # fmt: skip
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = [  # what needs no TRL
+    "FastLanguageModel", "FastModel", "PatchDPOTrainer", "Recipe",
+    "apply_chat_template", "get_chat_template", "is_bf16_supported", "is_bfloat16_supported", "standardize_data_formats",
+    "standardize_sharegpt", "to_sharegpt", "train_on_responses_only",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOME:
         raise AttributeError(f"module 'pronghorn' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"pronghorn.{_HOMES[name]}"), name)
+    return getattr(import_module(f"pronghorn.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *_HOME])

@@ -17,7 +17,7 @@ from test_decoder_layer import apart, fast_loss, gradients, packed_batch, single
 from test_experts import own_loss
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
-from pronghorn.api import SEVEN_LINEARS
+from pronghorn.dropin.arguments import SEVEN_LINEARS
 from pronghorn.errors import ModelError
 from pronghorn.kernels.mxfp4 import MXFP4Tensor, mxfp4_dequantize_reference, mxfp4_quantize
 from pronghorn.model import experts

@@ -1,6 +1,6 @@
 """The interface where there is a GPU: the default call puts the model there, in bf16, and everything that follows works there.
 
-Numbers are compared on the CPU (test_api.py and its neighbours); here, the fast layers with the model's own on the same GPU.
+Numbers are compared on the CPU (test_language_model.py); here, the fast layers with the model's own on the same GPU.
 """
 
 from __future__ import annotations

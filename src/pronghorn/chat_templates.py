@@ -1,0 +1,13 @@
+"""Conversations for training: templates by name, data sets brought into one form, labels on answers only."""
+
+from pronghorn.data.named_templates import get_chat_template
+from pronghorn.data.responses import train_on_responses_only
+from pronghorn.dropin.conversations import (
+    apply_chat_template,
+    standardize_data_formats,
+    standardize_sharegpt,
+    to_sharegpt,
+)
+
+__all__ = ["apply_chat_template", "get_chat_template", "standardize_data_formats", "standardize_sharegpt", "to_sharegpt",
+           "train_on_responses_only"]

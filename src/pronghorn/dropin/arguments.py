@@ -1,0 +1,128 @@
+"""What the arguments of `from_pretrained` and `get_peft_model` may be. One that is not honoured is an error, never silence."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from pronghorn.errors import CommandError, ModelError
+from pronghorn.kernels.dispatch import say_once
+from pronghorn.model.load import Precision, pick_device, resolve_precision
+
+SEVEN_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+DEFAULT_LENGTH = 2048
+DTYPES: dict[torch.dtype, Precision] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+INITS = ("gaussian", "orthogonal")  # of those PEFT knows, what needs no data
+WEIGHT_INITS = ("olora", "pissa")  # and what takes the adapter out of the weights
+
+Recompute = bool | Literal["unsloth"]
+Dtype = torch.dtype | None
+DeviceMap = str | int | torch.device | dict[str, Any] | None
+
+
+def refuse_unknown(function: Any, unknown: dict[str, Any]) -> None:
+    known = [name for name in function.__annotations__ if name not in ("unknown", "return")]
+    for name in unknown:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean `{close[0]}`?" if close else "it is not honoured, so leave it out"
+        raise TypeError(f"{function.__name__}() has no argument `{name}`; {hint}")
+
+
+def check_storage(eight_bit: bool, fp8: bool, half: bool, full: bool) -> None:
+    if eight_bit:
+        raise CommandError(what="load_in_8bit=True is not in this version", why="base weights are quantized as NF4 or FP8",
+                           fix="pass load_in_4bit=True, load_in_fp8=True or load_in_16bit=True")
+    for name, asked in {"load_in_16bit": half, "full_finetuning": full}.items():
+        if fp8 and asked:
+            raise CommandError(what=f"load_in_fp8=True with {name}=True", fix="drop one of them",
+                               why="weights in FP8 are frozen, and there are no others")
+
+
+def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        close = difflib.get_close_matches(str(value), known, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise CommandError(what=f"{name}={value!r}", fix=f"{hint}one of: {', '.join(known)}")
+
+
+def check_recompute(asked: Any) -> None:
+    if asked not in (True, False, "unsloth"):
+        raise CommandError(what=f"use_gradient_checkpointing={asked!r}",
+                           fix='True, False, or "unsloth" (which means our own)')
+
+
+def check_init(asked: bool | str, *, quantized: bool) -> None:
+    if not isinstance(asked, str):
+        return
+    changes_weights = asked in WEIGHT_INITS or asked.startswith("pissa_niter_")
+    if asked not in INITS and not changes_weights:
+        raise CommandError(what=f"init_lora_weights={asked!r} is not honoured", why="it needs data at the start",
+                           fix=f"True, False, {', '.join(INITS + WEIGHT_INITS)}")
+    if changes_weights and quantized:
+        raise CommandError(what=f"init_lora_weights={asked!r} on weights in 4 or 8 bits",
+                           why="it changes the weights it starts from",
+                           fix=f"True, False, {', '.join(INITS)}, or load_in_16bit=True")
+
+
+def one_device(asked: DeviceMap) -> torch.device:
+    """One device holds the whole model."""
+    if isinstance(asked, dict) and list(asked) == [""]:
+        asked = asked[""]
+    if asked in (None, "auto", "sequential"):
+        return pick_device()
+    try:
+        if isinstance(asked, dict):
+            raise RuntimeError("several places")
+        device = torch.device("cuda", asked) if isinstance(asked, int) else torch.device(asked)
+    except RuntimeError as error:
+        raise CommandError(what=f"device_map={asked!r}", why="the whole model goes to one device",
+                           fix='"auto", "cuda", "cuda:1", "cpu", or {"": 0}') from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise CommandError(what=f"device_map={asked!r}", why="torch sees no GPU here", fix='device_map="cpu"')
+    return device
+
+
+def precision_of(dtype: Dtype, half: bool, device: torch.device) -> torch.dtype:
+    if dtype is None:
+        chosen = next(key for key, name in DTYPES.items() if name == resolve_precision("auto", device))
+        if half and chosen == torch.float32:
+            say_once(f"load_in_16bit: float32 on {device.type}, which has no fast bf16; dtype=torch.bfloat16 asks for it")
+        return chosen
+    if dtype not in DTYPES:
+        raise CommandError(what=f"dtype={dtype!r}", fix="None, torch.bfloat16, torch.float16 or torch.float32")
+    if half and dtype == torch.float32:
+        raise CommandError(what="load_in_16bit=True with dtype=torch.float32", fix="drop one of them")
+    resolve_precision(DTYPES[dtype], device)
+    return dtype
+
+
+def set_length(model: Any, tokenizer: Any, length: int, name: str) -> None:
+    if length < 1:
+        raise CommandError(what=f"max_seq_length={length}", fix="the longest sequence in tokens, such as 2048")
+    made_for = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
+    if made_for and length > made_for:
+        if length != DEFAULT_LENGTH:
+            raise ModelError(what=f"max_seq_length={length:,} is more than the {made_for:,} positions of this model",
+                             where=name, why="its positions are not stretched here", fix=f"max_seq_length={made_for}")
+        length = made_for
+    model.max_seq_length = tokenizer.model_max_length = length
+
+
+def chosen_layers(model: Any, chosen: Sequence[int] | int | None, last: int | None) -> list[int] | None:
+    if chosen is None and last is None:
+        return None
+    if chosen is not None and last is not None:
+        raise CommandError(what="layers_to_transform and finetune_last_n_layers together", fix="drop one of them")
+    count = int(model.config.get_text_config().num_hidden_layers)
+    if last is not None:
+        layers = list(range(count - last, count))
+    else:
+        layers = [chosen] if isinstance(chosen, int) else list(chosen or ())
+    wrong = [layer for layer in layers if not 0 <= layer < count]
+    if wrong or not layers:
+        raise CommandError(what=f"layers {wrong or layers} of a model with {count}", why="there is nothing to train there",
+                           fix=f"layers from 0 to {count - 1}")
+    return layers

@@ -1,0 +1,16 @@
+"""TRL's trainer with a learning rate of its own for embeddings, under the names that scripts import."""
+
+from typing import Any
+
+from pronghorn.dropin.absent import ABSENT
+from pronghorn.dropin.training import PatchDPOTrainer, arguments_class, trainer_class
+
+__all__ = ["PatchDPOTrainer", "UnslothVisionDataCollator"]
+UnslothVisionDataCollator = ABSENT["UnslothVisionDataCollator"]
+_MADE = {"UnslothTrainer": trainer_class, "UnslothTrainingArguments": arguments_class}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MADE:
+        raise AttributeError(f"module 'pronghorn.trainer' has no attribute {name!r}")
+    return _MADE[name]()  # TRL is imported when it is asked for
