@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from pronghorn.errors import Problems, PronghornError, RecipeError
-from pronghorn.recipe import Recipe
+from pronghorn.recipe import Recipe, steps_between
 from pronghorn.recipe_file import EXAMPLE, load_recipe, parse_recipe
 
 SMALLEST = "model: some/model\ndata: {train: a.jsonl}\n"
@@ -156,7 +157,10 @@ def test_unknown_keys_are_answered_with_a_known_one(line: str, fix: str) -> None
     ("memory: {budget: 24}", "write auto, an amount such as 24GB, or a share such as 80%"),
     ("train: {lr: }", "give train.lr one, or leave the key out"),
     ("output: 2024", 'put it in quotes: output: "2024"'),
-    ("eval: {every: [1, 2]}", "correct the value of eval.every"),
+    ("eval: {every: [1, 2]}", "write a number of steps, or a fraction of all steps such as 0.1"),
+    ("eval: {every: 1.5}", "write a number of steps, or a fraction of all steps such as 0.1"),
+    ("train: {warmup: 1.5}", "write a fraction of all steps below 1, or a number of steps"),
+    ("checkpoint: {keep: [1, 2]}", "correct the value of checkpoint.keep"),
 ])
 def test_a_wrong_value_is_told_once_with_what_to_write(line: str, fix: str) -> None:
     ((where, _, hint),) = told(SMALLEST + line)
@@ -252,6 +256,34 @@ def test_what_the_example_has_commented_out_is_valid_too() -> None:
     recipe = parse_recipe(text)
     assert recipe.data.long == "drop"
     assert recipe.eval.stop == type(recipe.eval.stop)()  # type: ignore[misc]
+
+
+def test_every_commented_key_of_the_example_is_one() -> None:
+    text = re.sub(r"(?m)^  # (\w+: )", r"  \1", EXAMPLE)
+    recipe = parse_recipe(text)
+    assert recipe.data.fields.messages == "dialogue"
+    assert recipe.data.message_fields == {"role": "from", "content": "value"}
+    assert recipe.data.roles == {"assistant": ("bot",), "user": ("customer",)}
+    assert (recipe.data.max_rows, recipe.data.template, recipe.data.eot_tokens) == (1000, "chatml", ("<|im_end|>",))
+    assert recipe.data.special_tokens.pad_token == "<|endoftext|>"
+
+
+def test_steps_may_be_a_share_of_all_steps() -> None:
+    recipe = parse_recipe(f"{SMALLEST}eval: {{every: 0.25}}\ncheckpoint: {{every: 7}}\ntrain: {{warmup: 12}}")
+    assert (recipe.eval.every, recipe.checkpoint.every, recipe.train.warmup) == (0.25, 7, 12)
+    assert [steps_between(every, 30) for every in (7, 0.25, 0.1, 1 / 3, 1e-9, 1 / 30)] == [7, 8, 3, 10, 1, 1]
+
+
+def test_two_templates_are_one_too_many() -> None:
+    (problem,) = problems("model: m\ndata: {train: a.jsonl, template: chatml, chat_template: a.jinja}")
+    assert problem.where == "r.yaml:2"
+    assert "data.chat_template" in problem.what
+
+
+def test_names_of_columns_and_roles_are_judged() -> None:
+    text = "model: m\ndata:\n  train: a.jsonl\n  fields: {mesages: x}\n  roles: {boss: [x]}\n  message_fields: {role: }\n"
+    assert sorted(where for where, _, _ in told(text)) == ["r.yaml:4", "r.yaml:5", "r.yaml:6"]
+    assert "did you mean `messages`" in told(text)[0][2]
 
 
 def test_there_are_recipes_to_start_from() -> None:

@@ -6,6 +6,7 @@ Reading YAML, with lines and did-you-mean, is in `recipe_file.py`; this file hol
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal, get_args
 
@@ -30,7 +31,9 @@ def _one_or_many(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_one_or_many), Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_one_or_many), Field(min_length=1)]
+Every = PositiveInt | Annotated[float, Field(gt=0.0, lt=1.0)]  # steps, or a fraction of all steps
 
 
 def _takes_a_number(annotation: Any) -> bool:
@@ -60,13 +63,43 @@ class Lora(Section):
     plus_ratio: Annotated[float, Field(ge=1.0)] = 1.0  # LoRA+: learning rate of B over that of A
 
 
+class Fields(Section):
+    """Columns of the data that have other names than ours: `messages: dialogue`."""
+
+    messages: Name | None = None
+    tools: Name | None = None
+    prompt: Name | None = None
+    completion: Name | None = None
+    instruction: Name | None = None
+    input: Name | None = None
+    output: Name | None = None
+    system: Name | None = None
+    text: Name | None = None
+
+
+class SpecialTokens(Section):
+    """Tokens of the vocabulary that the tokenizer is to use for these, instead of its own."""
+
+    bos_token: Name | None = None
+    eos_token: Name | None = None
+    pad_token: Name | None = None
+    unk_token: Name | None = None
+
+
 class Data(Section):
     train: Names  # files, folders or hub data sets
     eval: str | Annotated[float, Field(gt=0.0, lt=1.0)] | None = None  # a file, or the fraction of train to hold out
     format: Literal["auto", "messages", "completion", "text", "alpaca", "sharegpt"] = "auto"
+    fields: Fields = Fields()  # columns with other names
+    message_fields: dict[Name, Name] = {}  # keys inside a message with other names: {role: from, content: value}
+    roles: dict[Literal["system", "user", "assistant", "tool"], Names] = {}  # who speaks, in other words: {assistant: [bot]}
+    max_rows: PositiveInt | None = None  # at most the first so many rows of each file or data set
     max_length: Annotated[int, Field(ge=8)] = 2048
     long: Literal["drop", "truncate", "split"] | None = None  # None: drop up to 1 % of rows, refuse more
     chat_template: str | None = None  # a Jinja file, for tokenizers that have none or the wrong one
+    template: Name | None = None  # the same by name: chatml, llama-3.1, gemma-3, ...
+    special_tokens: SpecialTokens = SpecialTokens()
+    eot_tokens: Annotated[tuple[Name, ...], BeforeValidator(_one_or_many)] = ()  # also end a turn of the chat template
     loss_on: Literal["auto", "assistant", "completion", "all"] = "auto"  # auto: what the format carries
     bad_rows: Literal["stop", "skip"] = "stop"
     duplicates: Literal["keep", "drop-exact", "drop-near"] = "keep"
@@ -81,7 +114,7 @@ class Train(Section):
     capacity: Annotated[int, Field(gt=0, le=2**24)] = 16384  # tokens in one micro-batch; batch_tokens is a multiple of it
     lr: Positive = 2e-4
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup: Fraction = 0.03  # fraction of all steps
+    warmup: Fraction | Annotated[int, Field(gt=0, strict=True)] = 0.03  # fraction of all steps, or how many
     # moments in 32 or 8 bits (a quarter of the memory), on the GPU or paged: in host memory, over the link at each step
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"] = "adamw"
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
@@ -103,8 +136,13 @@ class Memory(Section):
         return budget
 
 
+def steps_between(every: float, total: int) -> int:
+    """200: 200 steps; 0.1: a tenth of all steps, rounded up."""
+    return int(every) if every >= 1 else max(1, math.ceil(round(every * total, 6)))
+
+
 class Checkpoint(Section):
-    every: PositiveInt = 200
+    every: Every = 200
     keep: PositiveInt = 3
 
 
@@ -114,7 +152,7 @@ class Stop(Section):
 
 
 class Eval(Section):
-    every: PositiveInt = 200
+    every: Every = 200
     stop: Stop | None = None
     generations: NonNegativeInt = 3  # held-out prompts answered at each evaluation, to be read by a person
 
@@ -156,6 +194,8 @@ class Recipe(Section):
                 f"data.max_length: {self.data.max_length} is more than train.capacity {self.train.capacity};"
                 f" set train.capacity: {self.data.max_length} or more"
             )
+        if self.data.template and self.data.chat_template:
+            problems.append("data.template: this and data.chat_template are two templates; leave out one of them")
         problems += self._compute_misfits()
         if problems:
             raise ValueError("\n".join(problems))  # a line each: `key: what; fix`

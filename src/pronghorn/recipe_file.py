@@ -41,8 +41,15 @@ precision: auto                              # auto (bf16 on a GPU that has it, 
 data:
   train: [data/train.jsonl]                  # files, folders or hub data sets; the format is found out
   eval: 0.02                                 # a file, or the fraction of train to hold out (default: none)
+  # max_rows: 1000                           # at most the first so many rows of each file or data set
+  # fields: {messages: dialogue}             # columns with other names; likewise prompt, completion, instruction, text, ...
+  # message_fields: {role: from, content: value}   # keys inside a message with other names
+  # roles: {assistant: [bot], user: [customer]}    # who speaks, in other words
   max_length: 2048
   # long: drop                               # drop | truncate | split; needed when over 1 % of rows are longer
+  # template: chatml                         # a chat template by name, instead of the model's own; chat_template: a Jinja file
+  # special_tokens: {pad_token: <|endoftext|>}     # also bos_token, eos_token, unk_token: tokens that the vocabulary has
+  # eot_tokens: [<|im_end|>]                 # end a turn too, where the tokenizer does not mark them as special
   loss_on: auto                              # auto | assistant | completion | all
   bad_rows: stop                             # stop | skip
   duplicates: keep                           # keep | drop-exact | drop-near
@@ -53,16 +60,16 @@ train:
   capacity: 16384                            # tokens in one micro-batch
   lr: 2e-4
   schedule: cosine                           # cosine | linear | constant
-  warmup: 0.03
+  warmup: 0.03                               # a fraction of all steps, or how many
   optimizer: adamw                           # adamw | adamw_8bit | paged_adamw | paged_adamw_8bit (paged: in host memory)
   weight_decay: 0.0
   clip: 1.0
   graph: auto                                # auto | on | off: the step as CUDA graphs, with no host in it
   seed: 3407
 memory: {budget: auto}                       # auto (what the GPU has free) | 24GB | 80%: the fastest step that fits
-checkpoint: {every: 200, keep: 3}
+checkpoint: {every: 200, keep: 3}            # every: steps, or a fraction of all steps: 0.1
 eval:
-  every: 200
+  every: 200                                 # likewise
   generations: 3
   # stop: {patience: 3, min_delta: 0.002}    # early stopping
 health: {spike: warn}                        # a loss that stands out: warn | skip (no update) | rewind (to the last checkpoint)
@@ -77,6 +84,9 @@ KINDS = {
     "data.eval": "give a file name, or a fraction between 0 and 1",
     "lora.targets": "write all-linear, or a list of layer names such as [q_proj, v_proj]",
     "train.betas": "write two numbers, such as [0.9, 0.999]",
+    "train.warmup": "write a fraction of all steps below 1, or a number of steps",
+    "checkpoint.every": "write a number of steps, or a fraction of all steps such as 0.1",
+    "eval.every": "write a number of steps, or a fraction of all steps such as 0.1",
 }
 # What to write where a value has the wrong type; pydantic names Python's types.
 FIXES = {

@@ -13,6 +13,7 @@ from token_rows import mask_of, some_rows
 
 from pronghorn.data.tokens import TokenizerFiles, TokenRow, TokenTable, fingerprint, load_tokenizer
 from pronghorn.errors import ModelError, RecipeError
+from pronghorn.recipe import Data
 from samples import CHATML, make_tokenizer
 
 
@@ -96,9 +97,9 @@ def test_code_in_a_model_folder_does_not_run(folder: Path, tmp_path: Path) -> No
 def test_a_template_file_replaces_the_tokenizers_own(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text("mine")
     assert load_tokenizer(str(folder), None).chat_template == CHATML
-    assert load_tokenizer(str(folder), str(tmp_path / "mine.jinja")).chat_template == "mine"
+    assert load_tokenizer(str(folder), Data(train="-", chat_template=str(tmp_path / "mine.jinja"))).chat_template == "mine"
     with pytest.raises(RecipeError, match="cannot be read"):
-        load_tokenizer(str(folder), str(tmp_path / "other.jinja"))
+        load_tokenizer(str(folder), Data(train="-", chat_template=str(tmp_path / "other.jinja")))
 
 
 def test_a_tokenizers_own_truncation_is_not_used(folder: Path) -> None:
@@ -114,7 +115,7 @@ def test_a_fingerprint_follows_the_files_and_the_template(folder: Path, tmp_path
     (folder / "model.safetensors").write_bytes(b"weights are not the tokenizer's")
     assert TokenizerFiles(str(folder)).fingerprint() == first
     (tmp_path / "mine.jinja").write_text("mine")
-    assert TokenizerFiles(str(folder), str(tmp_path / "mine.jinja")).fingerprint() != first
+    assert TokenizerFiles(str(folder), Data(train="-", chat_template=str(tmp_path / "mine.jinja"))).fingerprint() != first
     changed = load_tokenizer(str(folder), None)
     changed.chat_template = "changed in Python"
     assert fingerprint(changed) != first

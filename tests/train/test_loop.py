@@ -213,6 +213,15 @@ def test_the_best_checkpoint_is_kept(recipe_for: Callable[..., Recipe], monkeypa
     assert sorted(p.name for p in result.folder.glob("checkpoint-*")) == sorted({"checkpoint-4", f"checkpoint-{result.step}"})
 
 
+def test_evaluations_and_checkpoints_may_come_at_shares_of_the_run(recipe_for: Callable[..., Recipe]) -> None:
+    recipe = recipe_for(train={"steps": 6}, eval={"every": 0.5, "generations": 0}, checkpoint={"every": 0.34, "keep": 9})
+    result = train(recipe, display=Silent())
+    evaluated = [event["step"] for event in read_log(result.folder) if event["event"] == "eval"]
+    assert evaluated == [3, 6]
+    saved = {int(path.name.split("-")[1]) for path in result.folder.glob("checkpoint-*")}
+    assert saved == {3, 6}  # a third of six steps, rounded up
+
+
 def broken_at(number: int, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     real, calls = step.loss_sum, [0]
 

@@ -116,6 +116,11 @@ def test_warm_up_rises_evenly_and_never_trains_with_zero() -> None:
     assert scales(10, warmup=0.25, schedule="constant")[:4] == pytest.approx([0.25, 0.5, 0.75, 1])  # 2.5 steps are three
 
 
+def test_warm_up_may_be_a_number_of_steps() -> None:
+    assert scales(10, warmup=3) == scales(10, warmup=0.3)
+    assert scales(4, warmup=9, schedule="linear") == pytest.approx([0.1, 0.2, 0.3, 0.4])
+
+
 def test_no_warm_up_starts_at_the_full_rate() -> None:
     for schedule in ("cosine", "linear", "constant"):
         assert scales(5, warmup=0.0, schedule=schedule)[0] == 1.0

@@ -248,7 +248,7 @@ def data_stats(arguments: argparse.Namespace) -> None:
         from pronghorn.data.tokens import TokenizerFiles
 
         display.progress(*STARTED)
-        tokenizer = TokenizerFiles(recipe.model, recipe.data.chat_template)  # read only if the rows are not cached
+        tokenizer = TokenizerFiles(recipe.model, recipe.data)  # read only if the rows are not cached
         stats = collect(recipe.data, recipe.train.capacity, recipe.train.seed, tokenizer, progress=display.progress)
     say(arguments, stats.as_dict(), stats.table())
 
@@ -426,5 +426,5 @@ def _prepared(recipe: Recipe, arguments: argparse.Namespace) -> tuple[Any, Any]:
         from pronghorn.data.tokens import load_tokenizer
 
         display.progress(*STARTED)
-        tokenizer = load_tokenizer(recipe.model, recipe.data.chat_template)
+        tokenizer = load_tokenizer(recipe.model, recipe.data)
         return tokenizer, prepare(recipe.data.train, recipe.data, tokenizer, progress=display.progress)

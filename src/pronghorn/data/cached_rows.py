@@ -1,8 +1,9 @@
 """The rows of a recipe's sources, tokenized: from the cache, or read and tokenized once and put there.
 
 The cache's key is all that decides the tokens: the content of the sources, the tokenizer's files and template, format, loss_on,
-bad_rows. (Not the date: a template that writes today's date keeps the day of the first tokenizing, so that a resumed run sees
-the same tokens.) What lies there is checked before it is used (token_cache.py); damaged, it is made again, and that is told.
+bad_rows, names of columns and roles, max_rows. (Not the date: a template that writes today's date keeps the day of the first
+tokenizing, so that a resumed run sees the same tokens.) What lies there is checked before it is used (token_cache.py); damaged,
+it is made again, and that is told.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pronghorn.data import clean, sources
 from pronghorn.data.encode import Encoder
 from pronghorn.data.encoding_pool import CHUNK, EncodingPool
 from pronghorn.data.formats import Example, detect_format, to_example
+from pronghorn.data.renaming import Renaming, cache_key
 from pronghorn.data.source_files import BadRow, Source
 from pronghorn.data.sources import RawRow
 from pronghorn.data.token_cache import (
@@ -119,7 +121,7 @@ def tokenized_rows(
 
 def _key(found: Sequence[Source], spec: Data, tokenizer: str) -> str:
     parts: list[Any] = [CACHE_VERSION, version("transformers"), version("tokenizers"), tokenizer]
-    parts += [spec.format, spec.loss_on, spec.bad_rows]
+    parts += [spec.format, spec.loss_on, spec.bad_rows, *cache_key(spec)]
     parts += [[source.name, sources.fingerprint(source)] for source in found]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
@@ -152,6 +154,7 @@ class _Tokenizing:
                  progress: Progress, stage: Stage) -> None:
         self._states = states
         self._found, self._spec, self._encoder, self._progress, self._stage = found, spec, encoder, progress, stage
+        self._renaming = Renaming(spec)
         self.read, self.empty, self.counts, self.bad = 0, 0, list[SourceCount](), list[BadRow]()
 
     def batches(self) -> Iterator[Any]:
@@ -182,12 +185,15 @@ class _Tokenizing:
     def _examples(self, source: Source) -> Iterator[list[Example]]:
         """The rows of a source as examples, in chunks; what is no example is kept in `bad`."""
         before, bad_before = self.read, len(self.bad)
-        reader = sources.read(source, self.bad.append)
+        reader: Iterator[RawRow] = itertools.islice(sources.read(source, self.bad.append), self._spec.max_rows)
         with self._stage("read"):
             head = list(itertools.islice(reader, ROWS_TO_KNOW_A_FORMAT))
             unread = len(self.bad) - bad_before  # rows that are not even JSON
             if not head and unread:
                 raise _bad_rows(self.bad, unread)
+            if not self._renaming.nothing:
+                self._renaming.require_columns(head, source.name)
+                head, reader = [self._renaming(row) for row in head], map(self._renaming, reader)
             row_format = detect_format(head, source.name, self._spec.format)
         self.read += unread
         rows: Iterator[RawRow] = itertools.chain(head, reader)

@@ -98,6 +98,7 @@ class ChatTemplate:
         # Read once: transformers builds this list from the vocabulary at every call.
         specials = set(tokenizer.all_special_tokens)
         specials |= {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        specials |= set(getattr(tokenizer, "pronghorn_eot_tokens", ()))  # data.eot_tokens
         longest_first = sorted((token for token in specials if token), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # (?!) matches nothing
         self._before: dict[str, tuple[str, ...]] = {}  # role -> what follows its message when the assistant is to speak

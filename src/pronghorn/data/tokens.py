@@ -21,10 +21,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from pronghorn.data.tokenizer_changes import changed, changes_tokens
 from pronghorn.errors import ModelError, RecipeError
 from pronghorn.folders import folder_of
 from pronghorn.hub import model_folder
 from pronghorn.model_files import require_safe_files, require_template_names
+from pronghorn.recipe import Data
 
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
@@ -44,17 +46,19 @@ HUB_TOKENIZER_FILES = (
 class TokenizerFiles:
     """A tokenizer by name: its fingerprint comes from its files, and it is loaded the first time it is needed."""
 
-    def __init__(self, name: str, chat_template: str | None = None) -> None:
-        self.name, self.chat_template = name, chat_template
+    def __init__(self, name: str, spec: Data | None = None) -> None:
+        self.name, self.spec = name, spec
         self._loaded: Any = None
 
     def load(self) -> Any:
         if self._loaded is None:
-            self._loaded = load_tokenizer(self.name, self.chat_template)
+            self._loaded = load_tokenizer(self.name, self.spec)
         return self._loaded
 
     def fingerprint(self) -> str:
         """Content of the files and of the template that replaces theirs; loads the tokenizer when it has no files yet."""
+        if changes_tokens(self.spec):
+            return _content_fingerprint(self.load())
         files = _files_of(self.name)
         if not files:
             self.load()  # says what is wrong with the name, or downloads it
@@ -65,7 +69,7 @@ class TokenizerFiles:
         for file in files:
             digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
             digest.update(file.read_bytes())
-        digest.update(_template_text(self.chat_template).encode())
+        digest.update(_template_text(self.spec.chat_template if self.spec else None).encode())
         return digest.hexdigest()
 
 
@@ -94,8 +98,9 @@ def _template_text(chat_template: str | None) -> str:
         ) from error  # fmt: skip
 
 
-def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
-    """The tokenizer of a local folder or a hub name; `chat_template` is a Jinja file that replaces its own template."""
+def load_tokenizer(name: str, spec: Data | None = None) -> Any:
+    """The tokenizer of a local folder or a hub name, with what the recipe changes about it: template, special tokens."""
+    chat_template = spec.chat_template if spec else None
     template = _template_text(chat_template)
     folder = model_folder(name)
     content = require_safe_files(folder, name)
@@ -113,7 +118,9 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
     # A tokenizer.json may carry a truncation of its own; rows are cut by the recipe, and never silently.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
-    tokenizer.pronghorn_files = TokenizerFiles(name, chat_template)
+    if spec is not None and changes_tokens(spec):
+        tokenizer = changed(tokenizer, spec)
+    tokenizer.pronghorn_files = TokenizerFiles(name, spec)
     tokenizer.pronghorn_as_loaded = (tokenizer.chat_template, len(tokenizer))
     return tokenizer
 
@@ -159,7 +166,8 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def _content_fingerprint(tokenizer: Any) -> str:
-    parts = (tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template), str(tokenizer.special_tokens_map))
+    parts = (tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template), str(tokenizer.special_tokens_map),
+             *getattr(tokenizer, "pronghorn_eot_tokens", ()))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -27,7 +27,7 @@ from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, Pronghor
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.generate import generate_answers
 from pronghorn.model.quantized import count_parameters
-from pronghorn.recipe import Recipe
+from pronghorn.recipe import Recipe, steps_between
 from pronghorn.report.html import write_html
 from pronghorn.report.run_log import RunLog
 from pronghorn.report.stages import Stages
@@ -123,6 +123,8 @@ class _Run:
         self._saver = Saver(session, folder, log, stages)
         self._left_out = LeftOut.of(folder)
         self._seconds: list[float] = []  # of the first steps under the plan
+        self._eval_every = steps_between(session.recipe.eval.every, session.data.total_steps)
+        self._save_every = steps_between(session.recipe.checkpoint.every, session.data.total_steps)
 
     def go(self, stop: StopRequest) -> RunResult:
         self._log_start()
@@ -150,8 +152,8 @@ class _Run:
                 self._begin(step_batch)
             begun = session.step + len(self._under_way)
             last = begun == total
-            evaluates = session.data.evaluation is not None and (begun % recipe.eval.every == 0 or last)
-            saves = begun % recipe.checkpoint.every == 0
+            evaluates = session.data.evaluation is not None and (begun % self._eval_every == 0 or last)
+            saves = begun % self._save_every == 0
             if evaluates or last or (saves and (self._saver.waits or not self._under_way)):
                 verdict = self._pause(evaluates, last)
             else:
@@ -172,7 +174,7 @@ class _Run:
         self._log_experts()
         verdict = self._evaluate() if evaluates else ""
         best_now = session.progress.best_step == session.step
-        if session.step % session.recipe.checkpoint.every == 0 or last or best_now or verdict:
+        if session.step % self._save_every == 0 or last or best_now or verdict:
             self._saver.save()
         self._mark = time.perf_counter()
         return verdict

@@ -40,7 +40,7 @@ def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 def lr_scale(step: int, total: int, spec: Train) -> float:
     """The share of the base learning rate that step `step` (from 0) of `total` uses."""
-    warmup = math.ceil(spec.warmup * total)
+    warmup = spec.warmup if isinstance(spec.warmup, int) else math.ceil(spec.warmup * total)
     if step < warmup:
         return (step + 1) / (warmup + 1)
     if spec.schedule == "constant":

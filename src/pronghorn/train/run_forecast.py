@@ -56,7 +56,7 @@ class _CachedOnly(TokenizerFiles):
 def cached_data(recipe: Recipe) -> DataFacts | None:
     """From rows that some earlier command tokenized; None where that would have to be done first."""
     try:
-        table = prepare(recipe.data.train, recipe.data, _CachedOnly(recipe.model, recipe.data.chat_template)).tokens
+        table = prepare(recipe.data.train, recipe.data, _CachedOnly(recipe.model, recipe.data)).tokens
     except (_NotPrepared, PronghornError):
         return None
     if isinstance(recipe.data.eval, float):

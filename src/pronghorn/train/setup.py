@@ -172,7 +172,7 @@ def look_ahead(recipe: Recipe) -> tuple[torch.device, Precision, ModelFacts, Any
                           fp8=recipe.method == "fp8")
     require_fp8_products(recipe, facts)
     require_whole_weights(recipe.model, any_name=recipe.method in ("qlora", "fp8"))
-    tokenizer = load_tokenizer(recipe.model, recipe.data.chat_template)
+    tokenizer = load_tokenizer(recipe.model, recipe.data)
     require_tokenizer_fits(tokenizer, facts.vocabulary, recipe.model)
     return device, precision, facts, tokenizer
 

@@ -17,7 +17,7 @@ from pronghorn.model.export import export, trained_model
 from pronghorn.model.fingerprint import require_same_base
 from pronghorn.model.generate import generate_answers
 from pronghorn.model.load import DTYPES, pick_device, resolve_precision
-from pronghorn.recipe import Recipe
+from pronghorn.recipe import Data, Recipe
 from pronghorn.report.run_log import FILE_NAME, history, read_log
 from pronghorn.train.checkpoint import list_checkpoints, verify_checkpoint
 from pronghorn.train.evaluate import evaluate
@@ -56,12 +56,17 @@ class TrainedRun:
                            fix=f"choose best, last, or one of: {', '.join(str(step) for step in steps)}")
 
     def load(self) -> tuple[Any, Any, torch.device]:
-        """Model, tokenizer, device; the tokenizer as it was trained with."""
+        """Model, tokenizer, device."""
         device = pick_device()
         precision = resolve_precision(self.recipe.precision, device)
         model = trained_model(self.path, self.recipe, DTYPES[precision], device)
         model.eval()
-        return model, load_tokenizer(str(self.path), None), device
+        return model, self.tokenizer(), device
+
+    def tokenizer(self) -> Any:
+        """As it was trained with: its files have the template and the special tokens, but not which tokens end a turn."""
+        ends = Data(train=self.recipe.data.train, eot_tokens=self.recipe.data.eot_tokens)
+        return load_tokenizer(str(self.path), ends)
 
 
 def _found_again(recipe: Recipe, run: Path) -> Recipe:
@@ -87,7 +92,7 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Callable[[s
 
     trained = TrainedRun(run, which)
     recipe = trained.recipe
-    tokenizer = load_tokenizer(str(trained.path), None)
+    tokenizer = trained.tokenizer()
     if data:
         table, pad_id = prepare((data,), recipe.data, tokenizer, progress=report).tokens, tokenizer.pad_token_id or 0
     else:
