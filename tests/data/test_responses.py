@@ -50,6 +50,30 @@ def test_only_answers_carry_labels() -> None:
     assert rows[0]["labels"][-2:] == ids[-2:]
 
 
+def test_without_parts_they_come_from_the_chat_template() -> None:
+    tokenizer = make_tokenizer()
+    text = "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\na1<|im_end|>\n"
+    text += "<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\na2<|im_end|>\n"
+    data = datasets.Dataset.from_list([{"input_ids": tokenizer(text)["input_ids"]}] * 2)
+    trainer = train_on_responses_only(FakeTrainer(data, tokenizer), num_proc=1)
+    assert [spoken(tokenizer, row) for row in trainer.train_dataset] == ["a1<|im_end|>\na2<|im_end|>\n"] * 2
+    trainer = train_on_responses_only(FakeTrainer(data, tokenizer), None, None, last_response_only=True)
+    assert spoken(tokenizer, trainer.train_dataset[0]) == "a2<|im_end|>\n"
+    function = train_on_responses_only(tokenizer=tokenizer, return_function=True)
+    batch = data.map(function, batched=True)
+    assert [spoken(tokenizer, row) for row in batch] == ["a1<|im_end|>\na2<|im_end|>\n"] * 2
+    assert function(data[0]) == {"labels": batch[0]["labels"]}
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"instruction_part": "Q"}, "only one of"), ({"force_match": False}, "force_match"), ({"trainer": None}, "no trainer"),
+])  # fmt: skip
+def test_arguments_that_are_not_honoured(options: dict[str, Any], words: str) -> None:
+    trainer = FakeTrainer(datasets.Dataset.from_list([{"input_ids": [5]}]), make_tokenizer())
+    with pytest.raises(CommandError, match=words):
+        train_on_responses_only(**({"trainer": trainer} | options))
+
+
 def test_a_marker_is_found_however_it_is_cut_into_tokens() -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -1,84 +1,211 @@
-"""Chat templates by the names people use for them, for tokenizers that come without one or with another."""
+"""Chat templates by the names people use for them, each a row: what a model's own template writes for text.
+
+A row is the part of the template that writes messages; what all rows share is put in front of it: contents in parts are read as
+their texts, other keys and roles are read as `role` and `content`, a missing system message is filled in, and what only the
+model's own template can write (tools) is an error of the template.
+"""
 
 from __future__ import annotations
 
-import copy
-import difflib
-from dataclasses import dataclass
-from typing import Any
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from pronghorn.errors import CommandError
-
-_ROLES = "{% for message in messages %}"
-_END = "{% endfor %}{% if add_generation_prompt %}"
+# `said(message)`: its text. Parts of an image would be left out silently, so they are refused.
+_SAID = (
+    "{%- macro said(message, trims=false) -%}"
+    "{%- if message['tool_calls'] -%}{{ raise_exception('a template by name writes no tool calls; the model\\'s own does') }}"
+    "{%- endif -%}"
+    "{%- if message['content'] is string -%}{{ message['content'] | trim if trims else message['content'] }}"
+    "{%- else -%}{%- for part in message['content'] -%}"
+    "{%- if part['type'] != 'text' -%}{{ raise_exception('a template by name writes texts alone') }}{%- endif -%}"
+    "{{ part['text'] | trim if trims else part['text'] }}{%- endfor -%}{%- endif -%}"
+    "{%- endmacro -%}"
+    "{%- if tools -%}{{ raise_exception('a template by name writes no tools; the model\\'s own does') }}{%- endif -%}"
+)
+_ROLES = "{%- for message in messages -%}"
+_ASK = "{%- endfor -%}{%- if add_generation_prompt -%}"
+_ALTERNATE = (
+    "{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}"
+    "{{ raise_exception('roles must alternate: user, assistant, user, ...') }}{%- endif -%}"
+)
+_HEADER = "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + said(message) | trim + '<|eot_id|>' }}"
+_TAKE_SYSTEM = (
+    "{%- set has_system = messages[0]['role'] == 'system' -%}{%- set system = said(messages[0]) if has_system else '' -%}"
+    "{%- set messages = messages[1:] if has_system else messages -%}"
+)
+# What the last user asked decides: only answers behind it show what the model thought.
+_LAST_QUESTION = (
+    "{%- set last = namespace(question=messages | length - 1, found=false) -%}"
+    "{%- for message in messages[::-1] -%}{%- if message['role'] == 'user' and not last.found -%}"
+    "{%- set last.question = messages | length - 1 - loop.index0 -%}{%- set last.found = true -%}{%- endif -%}{%- endfor -%}"
+)
+_QWEN3 = (
+    _LAST_QUESTION + _ROLES + "{%- set text = said(message) -%}{%- set thought = '' -%}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "{%- if message['reasoning_content'] is string -%}{%- set thought = message['reasoning_content'] -%}"
+    "{%- elif '</think>' in text -%}"
+    "{%- set thought = text.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') -%}"
+    "{%- set text = text.split('</think>')[-1].lstrip('\n') -%}{%- endif -%}"
+    "{%- if loop.index0 > last.question and (loop.last or thought) -%}"
+    "{%- set text = '<think>\n' + thought.strip('\n') + '\n</think>\n\n' + text.lstrip('\n') -%}{%- endif -%}{%- endif -%}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + text + '<|im_end|>\n' }}" + _ASK + "{{ '<|im_start|>assistant\n' }}"
+)
+_GEMMA4 = (
+    "{%- macro without_thought(text) -%}{%- for piece in text.split('<channel|>') -%}"
+    "{{ piece.split('<|channel>')[0] }}{%- endfor -%}{%- endmacro -%}"
+    "{{ bos_token }}{%- set thinks = enable_thinking | default(false) -%}"
+    "{%- if messages[0]['role'] in ['system', 'developer'] -%}"
+    "{%- set system = said(messages[0]) | trim -%}{%- set messages = messages[1:] -%}{%- set has_system = true -%}{%- endif -%}"
+    "{%- if has_system or thinks -%}"
+    "{{ '<|turn>system\n' + ('<|think|>\n' if thinks else '') + (system or '') + '<turn|>\n' }}{%- endif -%}"
+    + _ROLES + "{%- set text = said(message, true) -%}"
+    "{{ '<|turn>' + ('model\n' + without_thought(text) | trim if message['role'] == 'assistant' "
+    "else message['role'] + '\n' + text) + '<turn|>\n' }}" + _ASK + "{{ '<|turn>model\n' }}"
+)
+_END = "{%- endif -%}"
 
 
 @dataclass(frozen=True)
 class NamedTemplate:
-    template: str
+    body: str  # "": the tokenizer's own template is the only one
     end_of_turn: str = ""
     tokens: tuple[str, ...] = ()  # besides end_of_turn
+    system: str = ""  # what the model's own template says where nobody else does
+    needs_nothing: bool = False  # a template that is whole as it is
 
+    @property
+    def template(self) -> str:
+        return whole(self)
+
+
+def whole(row: NamedTemplate, mapping: Mapping[str, str] | None = None, system: str | None = None) -> str:
+    """The template of a row. `mapping`: the data's word for role, content, user, assistant and so on; `system`: the message
+    that stands in front of conversations without one."""
+    return _renamed(mapping or {}) + _with_system(row.system if system is None else system) + (
+        "" if row.needs_nothing else _SAID) + row.body
+
+
+def _renamed(mapping: Mapping[str, str]) -> str:
+    if not mapping:
+        return ""
+    role, content = (_text(mapping.get(key, key)) for key in ("role", "content"))
+    roles = json.dumps({theirs: ours for ours, theirs in mapping.items() if ours not in ("role", "content")})
+    return (
+        "{%- set renamed = namespace(messages=[]) -%}{%- for message in messages -%}"
+        f"{{%- set role = message[{role}] if {role} in message else message['role'] -%}}"
+        f"{{%- set content = message[{content}] if {content} in message else message['content'] -%}}"
+        f"{{%- set role = {roles}.get(role, role) -%}}"
+        "{%- set renamed.messages = renamed.messages + [dict(message, role=role, content=content)] -%}"
+        "{%- endfor -%}{%- set messages = renamed.messages -%}"
+    )
+
+
+def _with_system(text: str) -> str:
+    if not text:
+        return ""
+    return ("{%- if messages[0]['role'] != 'system' -%}"
+            f"{{%- set messages = [{{'role': 'system', 'content': {_text(text)}}}] + messages -%}}{{%- endif -%}}")
+
+
+def _text(text: str) -> str:
+    """A literal of Jinja's: JSON's, whose escapes Jinja reads alike."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+CHATML = _ROLES + "{{ '<|im_start|>' + message['role'] + '\n' + said(message) + '<|im_end|>\n' }}" + _ASK
+CHATML += "{{ '<|im_start|>assistant\n' }}" + _END
+IM_TOKENS = ("<|im_start|>",)
+GEMMA_TURNS = (
+    "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' + before "
+    "+ said(message, true) + '<end_of_turn>\n' }}" + _ASK + "{{ '<start_of_turn>model\n' }}" + _END
+)
+LLAMA3_TOKENS = ("<|start_header_id|>", "<|end_header_id|>")
+LLAMA3_ASK = _ASK + "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}" + _END
 
 TEMPLATES = {
-    "chatml": NamedTemplate(
-        _ROLES + "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-        + _END + "{{ '<|im_start|>assistant\n' }}{% endif %}",
-        "<|im_end|>", ("<|im_start|>",),
+    "chatml": NamedTemplate(CHATML, "<|im_end|>", IM_TOKENS),
+    "qwen-2.5": NamedTemplate(CHATML, "<|im_end|>", IM_TOKENS,
+                              system="You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
+    "qwen3": NamedTemplate(
+        _QWEN3 + "{%- if enable_thinking is defined and enable_thinking is false -%}{{ '<think>\n\n</think>\n\n' }}"
+        + _END + _END, "<|im_end|>", IM_TOKENS,
     ),
-    "llama-3": NamedTemplate(
-        "{{ bos_token }}" + _ROLES + "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' "
-        "+ message['content'] | trim + '<|eot_id|>' }}"
-        + _END + "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
-        "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>"),
+    "qwen3-instruct": NamedTemplate(CHATML, "<|im_end|>", IM_TOKENS),
+    "qwen3-thinking": NamedTemplate(_QWEN3 + "{{ '<think>\n' }}" + _END, "<|im_end|>", IM_TOKENS),
+    "llama-3": NamedTemplate("{{ bos_token }}" + _ROLES + _HEADER + LLAMA3_ASK, "<|eot_id|>", LLAMA3_TOKENS),
+    "llama-3.1": NamedTemplate(
+        "{{ bos_token }}" + _TAKE_SYSTEM
+        + "{{ '<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\nToday Date: ' "
+        "+ (date_string or '26 Jul 2024') + '\n\n' + system | trim + '<|eot_id|>' }}" + _ROLES + _HEADER + LLAMA3_ASK,
+        "<|eot_id|>", LLAMA3_TOKENS,
     ),
     "gemma": NamedTemplate(
-        "{{ bos_token }}" + _ROLES
-        + "{% if message['role'] == 'system' %}{{ raise_exception('gemma knows no system role') }}{% endif %}"
-        "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' "
-        "+ message['content'] | trim + '<end_of_turn>\n' }}"
-        + _END + "{{ '<start_of_turn>model\n' }}{% endif %}",
+        "{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}{{ raise_exception('gemma knows no system role') }}"
+        "{%- endif -%}{%- set before = '' -%}" + _ROLES + _ALTERNATE + GEMMA_TURNS, "<end_of_turn>", ("<start_of_turn>",),
+    ),
+    "gemma-3": NamedTemplate(
+        "{{ bos_token }}" + _TAKE_SYSTEM + _ROLES + _ALTERNATE
+        + "{%- set before = system + '\n\n' if loop.first and has_system else '' -%}" + GEMMA_TURNS,
         "<end_of_turn>", ("<start_of_turn>",),
     ),
-    "phi-3": NamedTemplate(
-        _ROLES + "{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}"
-        + _END + "{{ '<|assistant|>\n' }}{% endif %}",
-        "<|end|>", ("<|user|>", "<|assistant|>"),
+    "gemma-4": NamedTemplate(_GEMMA4 + _END, "<turn|>", ("<|turn>",)),
+    "gemma-4-thinking": NamedTemplate(
+        _GEMMA4 + "{%- if not thinks -%}{{ '<|channel>thought\n<channel|>' }}{%- endif -%}" + _END,
+        "<turn|>", ("<|turn>", "<|channel>", "<channel|>"),
     ),
+    "phi-3": NamedTemplate(
+        _ROLES + "{%- if message['role'] in ['user', 'assistant'] or (message['role'] == 'system' and message['content']) -%}"
+        "{{ '<|' + message['role'] + '|>\n' + said(message) + '<|end|>\n' }}{%- endif -%}"
+        + _ASK + "{{ '<|assistant|>\n' }}{%- else -%}{{ '<|endoftext|>' }}" + _END,
+        "<|end|>", ("<|user|>", "<|assistant|>", "<|endoftext|>"),
+    ),
+    "phi-4": NamedTemplate(
+        _ROLES + "{{ '<|im_start|>' + message['role'] + '<|im_sep|>' + said(message) + '<|im_end|>' }}"
+        + _ASK + "{{ '<|im_start|>assistant<|im_sep|>' }}" + _END, "<|im_end|>", ("<|im_start|>", "<|im_sep|>"),
+    ),
+    "gpt-oss": NamedTemplate("", "", ("<|start|>", "<|message|>", "<|channel|>", "<|return|>")),
     "mistral": NamedTemplate(
-        "{{ bos_token }}" + _ROLES + "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
-        "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}"
-        "{% else %}{{ raise_exception('mistral knows the roles user and assistant') }}{% endif %}{% endfor %}",
+        "{{ bos_token }}" + _ROLES + "{%- if message['role'] == 'user' -%}{{ '[INST] ' + said(message) + ' [/INST]' }}"
+        "{%- elif message['role'] == 'assistant' -%}{{ ' ' + said(message) + eos_token }}"
+        "{%- else -%}{{ raise_exception('mistral knows the roles user and assistant') }}{%- endif -%}{%- endfor -%}",
+    ),
+    "llama": NamedTemplate(
+        _TAKE_SYSTEM + "{%- set before = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' if system else '' -%}" + _ROLES + _ALTERNATE
+        + "{%- if message['role'] == 'user' -%}"
+        "{{ bos_token + '[INST] ' + ((before if loop.first else '') + said(message)).strip() + ' [/INST]' }}"
+        "{%- else -%}{{ ' ' + said(message).strip() + ' ' + eos_token }}{%- endif -%}{%- endfor -%}",
+    ),
+    "zephyr": NamedTemplate(
+        _ROLES + "{{ '<|' + message['role'] + '|>\n' + said(message) + eos_token + '\n' }}" + _ASK
+        + "{{ '<|assistant|>\n' }}" + _END,
+    ),
+    "vicuna": NamedTemplate(
+        "{{ bos_token }}" + _TAKE_SYSTEM + "{{ system + ' ' }}" + _ROLES
+        + "{%- if message['role'] == 'user' -%}{{ 'USER: ' + said(message) + ' ' }}"
+        "{%- elif message['role'] == 'assistant' -%}{{ 'ASSISTANT: ' + said(message) + eos_token }}"
+        "{%- else -%}{{ raise_exception('vicuna knows the roles user and assistant') }}{%- endif -%}"
+        + _ASK + "{{ 'ASSISTANT:' }}" + _END,
+        system="A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+        "and polite answers to the user's questions.",
     ),
     "alpaca": NamedTemplate(
-        _ROLES + "{% if message['role'] == 'user' %}{{ '### Instruction:\n' + message['content'] + '\n\n' }}"
-        "{% elif message['role'] == 'assistant' %}{{ '### Response:\n' + message['content'] + eos_token + '\n\n' }}"
-        "{% else %}{{ message['content'] + '\n\n' }}{% endif %}" + _END + "{{ '### Response:\n' }}{% endif %}",
+        _ROLES + "{%- if message['role'] == 'user' -%}{{ '### Instruction:\n' + said(message) + '\n\n' }}"
+        "{%- elif message['role'] == 'assistant' -%}{{ '### Response:\n' + said(message) + eos_token + '\n\n' }}"
+        "{%- else -%}{{ said(message) + '\n\n' }}{%- endif -%}" + _ASK + "{{ '### Response:\n' }}" + _END,
     ),
 }  # fmt: skip
-SAME_AS = {"llama-3.1": "llama-3", "llama-3.2": "llama-3", "llama-3.3": "llama-3", "llama3": "llama-3", "gemma-2": "gemma",
-           "gemma2": "gemma", "gemma-3": "gemma", "gemma3": "gemma", "phi3": "phi-3", "qwen-2.5": "chatml",
-           "qwen2.5": "chatml"}
+SAME_AS = {
+    "llama-31": "llama-3.1", "llama-3.2": "llama-3.1", "llama-3.3": "llama-3.1", "llama3": "llama-3", "llama3.1": "llama-3.1",
+    "llama-2": "llama", "gemma-2": "gemma", "gemma2": "gemma", "gemma3": "gemma-3", "gemma4": "gemma-4", "gemma-3n": "gemma-3",
+    "phi3": "phi-3", "phi-3.5": "phi-3", "phi4": "phi-4", "qwen2.5": "qwen-2.5", "qwen25": "qwen-2.5", "qwen-3": "qwen3",
+}  # fmt: skip
 
 
-def get_chat_template(tokenizer: Any, chat_template: str = "chatml", map_eos_token: bool = True) -> Any:
-    """A copy of the tokenizer with this template; `map_eos_token` makes the format's end of turn its end token."""
-    name = SAME_AS.get(chat_template, chat_template)
-    if name not in TEMPLATES:
-        known = [*TEMPLATES, *SAME_AS]
-        close = difflib.get_close_matches(chat_template, known, n=1)
-        raise CommandError(what=f"chat_template={chat_template!r}",
-                           fix=(f"did you mean {close[0]!r}? " if close else "") + f"one of: {', '.join(TEMPLATES)}")
-    chosen, vocabulary = TEMPLATES[name], tokenizer.get_vocab()
-    missing = [token for token in (*chosen.tokens, chosen.end_of_turn) if token and token not in vocabulary]
-    if missing:
-        able = [other for other, row in TEMPLATES.items()
-                if all(token in vocabulary for token in (*row.tokens, row.end_of_turn) if token)]
-        raise CommandError(what=f"chat_template={chat_template!r}: this tokenizer has no token {missing[0]}",
-                           why="as plain text it would be several tokens, and generation would not stop there",
-                           fix=f"one of: {', '.join(able)}; or tokenizer.chat_template = a template of your own")
-    changed = copy.deepcopy(tokenizer)
-    changed.chat_template = chosen.template
-    if map_eos_token and chosen.end_of_turn:
-        changed.eos_token = chosen.end_of_turn
-    return changed
+def named(name: str) -> NamedTemplate | None:
+    return TEMPLATES.get(SAME_AS.get(name, name))
+
+
+def ending_with(row: NamedTemplate, token: str) -> NamedTemplate:
+    """The same with another end of turn, for a vocabulary that has not the usual one."""
+    return replace(row, body=row.body.replace(row.end_of_turn, token.replace("'", "\\'")), end_of_turn=token)

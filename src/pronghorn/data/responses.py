@@ -12,32 +12,62 @@ IGNORED = -100
 SPACE = "▁"  # SentencePiece puts one before a text that begins a line
 
 
-def train_on_responses_only(trainer: Any, instruction_part: str, response_part: str) -> Any:
-    """Sets every label of the trainer's data to -100 but those between `response_part` and the next `instruction_part`."""
+def train_on_responses_only(
+    trainer: Any = None,
+    instruction_part: str | None = None,
+    response_part: str | None = None,
+    force_match: bool = True,
+    tokenizer: Any = None,
+    return_function: bool = False,
+    num_proc: int | None = None,
+    last_response_only: bool = False,
+) -> Any:
+    """Sets every label of the trainer's data to -100 but those between `response_part` and the next `instruction_part`.
+
+    Without the two they are derived from the tokenizer's chat template. `return_function` gives back what labels a row, or a
+    batch of rows, instead of a trainer. A marker is always found as a whole (`force_match`).
+    """
+    if not force_match:
+        raise CommandError(what="force_match=False", why="part of a marker would count as the marker", fix="leave it out")
+    if trainer is None and not return_function:
+        raise CommandError(what="no trainer", fix="train_on_responses_only(trainer), or return_function=True with a tokenizer")
+    tokenizer = tokenizer if tokenizer is not None else getattr(trainer, "processing_class", None)
+    if tokenizer is None:
+        raise CommandError(what="this trainer has no tokenizer", fix="pass processing_class=tokenizer to the trainer")
+    marker = _marker(getattr(tokenizer, "tokenizer", tokenizer), instruction_part, response_part, last_response_only)
+    if return_function:
+        return marker
     collator = type(trainer.data_collator)
     if collator.__name__ == "DataCollatorForLanguageModeling" and collator.__module__.startswith("transformers."):
         raise CommandError(what="this trainer's collator makes labels of its own", why="they would replace these",
                            fix="pass data_collator=DataCollatorForSeq2Seq(tokenizer), or use SFTTrainer")
-    tokenizer = getattr(trainer, "processing_class", None)
-    if tokenizer is None:
-        raise CommandError(what="this trainer has no tokenizer", fix="pass processing_class=tokenizer to the trainer")
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-    marker = Marker(tokenizer, instruction_part, response_part)
     if trainer.train_dataset is not None:
-        trainer.train_dataset = _labelled(trainer.train_dataset, marker, "train_dataset")
+        trainer.train_dataset = _labelled(trainer.train_dataset, marker, "train_dataset", num_proc)
     held_out = getattr(trainer, "eval_dataset", None)
     if isinstance(held_out, dict):
-        trainer.eval_dataset = {name: _labelled(data, marker, f"eval_dataset[{name!r}]") for name, data in held_out.items()}
+        trainer.eval_dataset = {name: _labelled(data, marker, f"eval_dataset[{name!r}]", num_proc)
+                                for name, data in held_out.items()}
     elif held_out is not None:
-        trainer.eval_dataset = _labelled(held_out, marker, "eval_dataset")
+        trainer.eval_dataset = _labelled(held_out, marker, "eval_dataset", num_proc)
     return trainer
 
 
-def _labelled(data: Any, marker: Marker, name: str) -> Any:
+def _marker(tokenizer: Any, instruction: str | None, response: str | None, last_only: bool) -> Marker:
+    if (instruction is None) != (response is None):
+        raise CommandError(what="only one of instruction_part and response_part", fix="give both, or neither")
+    if instruction is None or response is None:
+        from pronghorn.data.turn_parts import turn_parts
+
+        instruction, response = turn_parts(tokenizer)
+    return Marker(tokenizer, instruction, response, last_only=last_only)
+
+
+def _labelled(data: Any, marker: Marker, name: str, processes: int | None) -> Any:
     if "input_ids" not in (data.column_names or ()):
         raise DataError(what="the data set is not tokenized", where=name, why="it has no column input_ids",
                         fix="let SFTTrainer prepare it first, or tokenize it")
-    labelled = data.map(marker.label_row)
+    several = {"num_proc": processes} if processes and processes > 1 and hasattr(data, "__len__") else {}
+    labelled = data.map(marker.label_row, **several)
     if hasattr(labelled, "__len__"):
         without = sum(all(label == IGNORED for label in row["labels"]) for row in labelled)
         if without == len(labelled):
@@ -48,7 +78,10 @@ def _labelled(data: Any, marker: Marker, name: str) -> Any:
 
 
 class Marker:
-    def __init__(self, tokenizer: Any, instruction_part: str, response_part: str) -> None:
+    """Labels rows of tokens: `label_row` one, a call one or a batch."""
+
+    def __init__(self, tokenizer: Any, instruction_part: str, response_part: str, *, last_only: bool = False) -> None:
+        self.last_only = last_only
         self.tokenizer, self.instruction, self.response = tokenizer, instruction_part, response_part
         self._instruction, self._response = (self._spelling(part) for part in (instruction_part, response_part))
 
@@ -59,6 +92,14 @@ class Marker:
             raise CommandError(what="instruction_part and response_part may not be empty")
         return text if part.startswith(" ") else text.removeprefix(SPACE)
 
+    def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
+        ids = rows["input_ids"]
+        if not len(ids) or not hasattr(ids[0], "__len__"):
+            return self.label_row(rows)
+        columns = {name: rows[name] for name in ("input_ids", "labels", "seq_lengths") if name in rows}
+        each = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return {"labels": [self.label_row(row)["labels"] for row in each]}
+
     def label_row(self, row: dict[str, Any]) -> dict[str, Any]:
         """Packed rows are looked at document by document: an answer ends with its document."""
         ids = list(row["input_ids"])
@@ -66,13 +107,14 @@ class Marker:
         labels = [IGNORED] * len(ids)
         begin = 0
         for length in row.get("seq_lengths") or [len(ids)]:
-            for start, stop in self._answers(ids[begin : begin + length]):
+            found = list(self.answers(ids[begin : begin + length]))
+            for start, stop in found[-1:] if self.last_only else found:
                 places = slice(begin + start, begin + stop)
                 labels[places] = ids[places] if before is None else before[places]
             begin += length
         return {"labels": labels}
 
-    def _answers(self, ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    def answers(self, ids: Sequence[int]) -> Iterator[tuple[int, int]]:
         """(first token, token behind the last) of each answer."""
         tokens = self.tokenizer.convert_ids_to_tokens(ids)
         ends = list(accumulate(len(token) for token in tokens))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pronghorn.data.named_templates import get_chat_template
+from pronghorn.data.template_by_name import with_template
 from pronghorn.errors import CommandError, RecipeError
 from pronghorn.recipe import Data
 
@@ -21,7 +21,7 @@ def changed(tokenizer: Any, spec: Data) -> Any:
     """The tokenizer as the recipe wants it: itself, or a copy where a template has a name."""
     if spec.template is not None:
         try:
-            tokenizer = get_chat_template(tokenizer, chat_template=spec.template)
+            tokenizer = with_template(tokenizer, spec.template)
         except CommandError as error:
             what = error.what.replace(f"chat_template={spec.template!r}", "").strip(": ") or "no template has this name"
             raise RecipeError(f"data.template: {spec.template}: {what}", where="data.template", why=error.why,
