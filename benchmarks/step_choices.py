@@ -164,9 +164,9 @@ def capture(step: GraphedStep, batch: Any, choice: Choice) -> tuple[Replay, tupl
     with choice(), replaced(cublaslt, "choose", _choose):
         cublaslt._prepared.cache_clear()
         step._clear()
-        step._try(work)
+        step._graphs.attempt(work)
         found = float(step._loss), float(step._sums.buffer.double().abs().sum())
-        return step._capture(work), found
+        return step._graphs.capture([work])[0], found
 
 
 def in_turns(graphs: dict[str, Replay], turns: int) -> tuple[list[float], dict[str, list[float]]]:

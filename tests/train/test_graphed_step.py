@@ -168,7 +168,7 @@ def test_kernels_that_cannot_be_compiled_ahead_stop_nothing(monkeypatch: pytest.
         step._loss += float("nan")
         raise RuntimeError("no room\nfor it")
 
-    monkeypatch.setattr(step, "_try", fails)
+    monkeypatch.setattr(step._graphs, "attempt", fails)
     step._compile(batches[0].batches[0])
     monkeypatch.undo()
     assert any("one after the other" in line and "no room" in line for line in said)
@@ -191,11 +191,11 @@ def test_work_that_fails_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("half-way")
 
     step, usual = graphed(model_of()), Stream("usual")
-    monkeypatch.setattr(step, "_capture_stream", Stream("capture"), raising=False)
+    monkeypatch.setattr(step._graphs, "_stream", Stream("capture"), raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: usual)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     with pytest.raises(RuntimeError, match="half-way"):
-        step._try(fails)
+        step._graphs.attempt(fails)
     assert order == ["capture waits for usual", "work", "usual waits for capture"]
 
 
@@ -209,7 +209,7 @@ def test_sums_are_clear_after_work_that_fails() -> None:
         raise RuntimeError("half-way")
 
     with pytest.raises(RuntimeError, match="half-way"):
-        step._try(fails)
+        step._graphs.attempt(fails)
     total.zero_()
     torch.cuda.synchronize()
     assert not total.any()

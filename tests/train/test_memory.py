@@ -20,6 +20,7 @@ from pronghorn.memory.gpus import GPUS
 from pronghorn.memory.levels import KEEP
 from pronghorn.memory.longest import with_one_document
 from pronghorn.memory.plan import smallest_budget
+from pronghorn.model.capture import raise_if_out_of_memory
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.config import read_config
 from pronghorn.model.decoder_layer import FastDecoderLayer
@@ -27,7 +28,7 @@ from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.train import setup
 from pronghorn.train.fused_adamw import FusedAdamW
-from pronghorn.train.graphed_step import GraphedStep, raise_if_out_of_memory
+from pronghorn.train.graphed_step import GraphedStep
 from pronghorn.train.loop import RunResult, train
 from pronghorn.train.memory import RunMemory, evaluation_capacity, plan_memory, run_job
 from pronghorn.train.setup import Session, set_up

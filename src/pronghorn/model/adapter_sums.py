@@ -8,13 +8,16 @@ gradients to sums that stay where they are (kernels/lora_linear.py), and `collec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from pronghorn.kernels.lora_collect import CollectTable
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.projections import Group
 
-ALIGNMENT = 64  # elements: each sum begins at a multiple of 256 bytes
+ALIGNMENT = 64  # elements: each sum, and each gradient, begins at a multiple of 256 bytes
 
 
 class AdapterSums:
@@ -29,10 +32,16 @@ class AdapterSums:
         self.buffer = torch.zeros(sum(places), dtype=like.dtype, device=like.device)
         parts = iter(part[: rows * columns].view(rows, columns)
                      for part, (rows, columns) in zip(self.buffer.split(places), shapes, strict=True))
-        self._groups: list[Group] = [group for group, pair in groups if pair is not None]
-        for group in self._groups:
-            group.add_up_in((next(parts), next(parts)))
+        self._sums: list[tuple[Group, tuple[Tensor, Tensor]]] = [
+            (group, (next(parts), next(parts))) for group, pair in groups if pair is not None
+        ]
+        self.attach()
         self._table = CollectTable([job for layer in engine.layers for job in layer.collect_jobs()])
+
+    def attach(self) -> None:
+        """From now on the adapters' gradients go to the sums."""
+        for group, sums in self._sums:
+            group.add_up_in(sums)
 
     def collect(self) -> None:
         """Writes the `.grad` of every adapter; what stood there is overwritten."""
@@ -40,5 +49,41 @@ class AdapterSums:
 
     def release(self) -> None:
         """From now on the adapters' gradients go to autograd again."""
-        for group in self._groups:
+        for group, _ in self._sums:
             group.add_up_in(None)
+
+
+class GradientBuffers:
+    """Room for the gradients of parameters, zeros: one buffer a dtype, which is cleared or copied in one launch."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = list(parameters)
+        self.buffers: dict[torch.dtype, Tensor] = {}
+        for dtype in sorted({p.dtype for p in self.parameters}, key=str):
+            members = [p for p in self.parameters if p.dtype == dtype]
+            self.buffers[dtype] = torch.zeros(sum(map(_place, members)), dtype=dtype, device=members[0].device)
+        self.views = self._parts(self.buffers)
+
+    def copied(self) -> list[Tensor]:
+        """The gradients as they are now, for somebody who may keep them."""
+        return self._parts({dtype: buffer.clone() for dtype, buffer in self.buffers.items()})
+
+    def _parts(self, buffers: dict[torch.dtype, Tensor]) -> list[Tensor]:
+        begin, parts = dict.fromkeys(buffers, 0), []
+        for parameter in self.parameters:
+            first = begin[parameter.dtype]
+            parts.append(buffers[parameter.dtype][first : first + parameter.numel()].view(parameter.shape))
+            begin[parameter.dtype] += _place(parameter)
+        return parts
+
+
+def _place(parameter: Tensor) -> int:
+    return -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+
+
+def shared_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Gives every parameter a `.grad` that is a view of one buffer a dtype: they stay where they are. Returns the buffers."""
+    room = GradientBuffers(parameters)
+    for parameter, view in zip(room.parameters, room.views, strict=True):
+        parameter.grad = view
+    return list(room.buffers.values())

@@ -22,6 +22,7 @@ from pronghorn.kernels.fp8_lora import SplitTable
 from pronghorn.kernels.host_embedding import host_embedding
 from pronghorn.kernels.linear_cross_entropy import linear_cross_entropy
 from pronghorn.kernels.lora_refresh import CopyTable
+from pronghorn.model.captured_layers import CapturedLayers
 from pronghorn.model.changes import Changes, inner_of, is_known
 from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm
 from pronghorn.model.expert_load import ExpertCounts, ExpertLoad, padding_mask
@@ -72,6 +73,7 @@ class FastCausalLM:
         self.host_embeddings = False  # whether they wait in pinned memory (memory/host_embeddings.py)
         self.paused = False  # the model's own layers, for one call
         self.changes = Changes(self)
+        self.captured = CapturedLayers(self)  # for loops that are not ours
         self.trained_with: tuple[Any, ...] | None = None  # adapters of the latest forward that recorded gradients
         scaling = float(getattr(config, "logits_scaling", None) or 1.0)
         self.head_terms: dict[str, Any] = {

@@ -124,8 +124,8 @@ def _model_forward(model: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> 
                 return type(model).forward(model, **inputs)
         targets = targets[pack.real]
     load = engine.load_of()
+    rows = (targets != IGNORED).nonzero().flatten()  # asks the device, which is idle now and is not after the next line
     h = _run(engine, inputs, pack, load)
-    rows = (targets != IGNORED).nonzero().flatten()
     loss_sum, _ = engine.loss(h.index_select(0, rows), targets[rows])
     count = inputs.get("num_items_in_batch")
     count = len(rows) if count is None else count.to(loss_sum.device) if isinstance(count, Tensor) else count
@@ -175,6 +175,9 @@ def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack, load: ExpertL
     else:
         h = embedded.flatten(0, 1)
         h = engine.scaled(h if pack.real is None else h[pack.real])
+    out = engine.captured.hidden(h, pack.cu_seqlens, pack.longest, pack.positions)
+    if out is not None:
+        return out
     return engine.hidden(h, replace(engine.documents(pack.cu_seqlens, pack.longest, pack.positions), load=load))
 
 

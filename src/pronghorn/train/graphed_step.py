@@ -14,8 +14,6 @@ The same functions run without capture where it failed, and on the CPU, where th
 
 from __future__ import annotations
 
-import functools
-import gc
 import math
 import time
 from collections import deque
@@ -29,22 +27,15 @@ import torch
 from pronghorn.data.batches import PackedBatch, StepBatch
 from pronghorn.errors import EnvironmentFault
 from pronghorn.kernels.dispatch import compile_kernels
-from pronghorn.model.adapter_sums import AdapterSums
+from pronghorn.model.adapter_sums import AdapterSums, shared_gradients
+from pronghorn.model.capture import Graphs, Work, first_line
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.load import DTYPES
 from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.objectives import finish_backward, loss_sum
 from pronghorn.train.step import StageTimer, Step, StepResult
 
-Work = Callable[[], None]
 DRY_TOKENS = 1024  # for which kernels are compiled: sizes as whole batches have them, and next to no work
-ALIGNMENT = 64  # elements: every gradient begins at a multiple of 256 bytes in the buffer they share
-
-
-@functools.cache
-def _capture_stream(device: int) -> torch.cuda.Stream:
-    """One for all runs of a process: cuBLAS keeps 33.5 MB for every stream that ever multiplied, and never gives them back."""
-    return torch.cuda.Stream(device)
 
 
 @dataclass
@@ -72,8 +63,7 @@ class GraphedStep(Step):
         super().__init__(model, optimizer, device=device, precision=precision, clip=clip)
         self._adamw, self._say, self._must = optimizer, say, must
         self._cuda = device.type == "cuda"
-        self._captures = self._cuda  # until a capture fails
-        self._tried = False  # whether forward and backward ran once
+        self._graphs = Graphs(device, failed=self._capture_failed)
         self._accumulated = False  # whether the step under way has gradients already
         self._micros: dict[tuple[int, ...], _Micro] = {}
         self._staging: dict[tuple[int, ...], deque[_Staging]] = {}
@@ -87,9 +77,7 @@ class GraphedStep(Step):
         self._limit = torch.full((), math.inf, device=device)  # of the step's loss, where it is guarded
         self._spiked = torch.zeros((), dtype=torch.int32, device=device)
         if self._cuda:
-            self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
             self._copies = torch.cuda.Stream()
-            self._capture_stream = _capture_stream(torch.cuda.current_device())
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -180,7 +168,7 @@ class GraphedStep(Step):
     def _compile(self, inputs: PackedBatch) -> None:
         """All kernels, together. Where that fails they are compiled as they are needed; whatever is wrong shows then."""
         try:
-            self._try(lambda: compile_kernels(lambda: self._run_dry(inputs)))
+            self._graphs.attempt(lambda: compile_kernels(lambda: self._run_dry(inputs)))
         except Exception as error:  # noqa: BLE001  (nothing depends on it)
             self._say(f"kernels are compiled one after the other: {first_line(error)}")
             self._clear()
@@ -211,9 +199,9 @@ class GraphedStep(Step):
         self._adamw.prepare()
         assert self._adamw.skipped is not None
         self._adamw.skipped.fill_(1)
-        if self._captures and engine.can_run_dry:
+        if self._graphs.captures and engine.can_run_dry:
             self._compile(batch.beginning(DRY_TOKENS).map(lambda tensor: tensor.to(self.device)))
-        self._update = self._captured(self._clip_and_update)
+        (self._update,) = self._graphs.captured(self._clip_and_update)
         self._adamw.skipped.zero_()
 
     def _prepare(self, batch: PackedBatch) -> _Micro:
@@ -225,8 +213,8 @@ class GraphedStep(Step):
         engine = engine_of(self.model)
         assert engine is not None
         counted = engine.expert_counts.counts_LE.clone() if engine.expert_counts is not None else None
-        run = self._captured(lambda: self._forward_backward(inputs))
-        self._tried = True
+        (run,) = self._graphs.captured(lambda: self._forward_backward(inputs))
+        self._graphs.tried = True
         if engine.expert_counts is not None:  # a trial does not count
             counts = engine.expert_counts.counts_LE
             counts.copy_(torch.zeros_like(counts) if counted is None else counted)
@@ -238,59 +226,18 @@ class GraphedStep(Step):
             # Their memory may be that of a tensor just freed, which kernels under way on this stream still write.
             self._copies.wait_stream(torch.cuda.current_stream())
             self._staging[batch.shape] = deque(_Staging(copy, torch.cuda.Event(), torch.cuda.Event()) for copy in copies)
-        if self._captures:
+        if self._graphs.captures:
             tokens, entries, rows, _ = batch.shape
             self._say(f"captured a CUDA graph for {tokens:,} tokens, {rows:,} of them with loss, up to {entries - 1} documents "
                       f"({time.perf_counter() - began:.1f} s)")
         self._micros[batch.shape] = _Micro(inputs, run)
         return self._micros[batch.shape]
 
-    def _captured(self, work: Work) -> Work:
-        """A graph's replay; the work itself where capture is not possible.
-
-        The first time, the work runs once before: kernels are compiled, libraries get their workspaces, and whatever is wrong
-        is not blamed on the capture. Later shapes need the same kernels, and a trial beside the first graph's memory would
-        need twice of it; should one meet a kernel that is not there yet, its capture fails, and is repeated after a trial.
-        """
-        if not self._captures:
-            return work
-        if self._tried:
-            try:
-                return self._capture(work)
-            except RuntimeError as error:
-                raise_if_out_of_memory(error)
-        self._try(work)
-        try:
-            return self._capture(work)
-        except (RuntimeError, EnvironmentFault) as error:
-            raise_if_out_of_memory(error)
-            self._capture_failed(error)
-            return work
-
-    def _try(self, work: Work) -> None:
-        self._capture_stream.wait_stream(torch.cuda.current_stream())
-        try:
-            with torch.cuda.stream(self._capture_stream):
-                work()
-        finally:  # work that ends with an error has launched some of it, which may add to sums that are cleared next
-            torch.cuda.current_stream().wait_stream(self._capture_stream)
-
-    def _capture(self, work: Work) -> Work:
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.empty_cache()  # what a trial used; the graph takes as much out of its own pool
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: the loader's threads pin memory meanwhile, which a global capture would forbid them
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._capture_stream, capture_error_mode="thread_local"):
-            work()
-        return graph.replay
-
     def _capture_failed(self, error: Exception) -> None:
         reason = first_line(error)
         if self._must:
             raise EnvironmentFault(what="train.graph: on, but the step could not be captured", why=reason,
                                    fix="set train.graph: auto, which goes on without a graph") from error
-        self._captures = False
         self._say(f"the step could not be captured as a CUDA graph and runs eagerly: {reason}")
 
     # ---- inputs --------------------------------------------------------------------------------------------------
@@ -309,31 +256,3 @@ class GraphedStep(Step):
         torch.cuda.current_stream().wait_event(place.loaded)
         inputs.copy_from(place.batch)
         place.free.record()
-
-
-def first_line(error: Exception) -> str:
-    """CUDA's and Triton's have many."""
-    return str(error).strip().split("\n")[0]
-
-
-def raise_if_out_of_memory(error: BaseException) -> None:
-    """A capture that ran out of memory may end with another error, which hides it."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, torch.OutOfMemoryError):
-            raise torch.OutOfMemoryError(str(seen)) from error
-        seen = seen.__cause__ or seen.__context__
-
-
-def shared_gradients(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """Gives every parameter a `.grad` that is a view of one buffer a dtype, zeros: they are cleared in one launch, and stay
-    where they are. Returns the buffers."""
-    buffers = []
-    for dtype in sorted({p.dtype for p in parameters}, key=str):
-        members = [p for p in parameters if p.dtype == dtype]
-        places = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in members]
-        buffer = torch.zeros(sum(places), dtype=dtype, device=members[0].device)
-        for parameter, part in zip(members, buffer.split(places), strict=True):
-            parameter.grad = part[: parameter.numel()].view(parameter.shape)
-        buffers.append(buffer)
-    return buffers

@@ -1,0 +1,355 @@
+"""The layers' forward and backward as CUDA graphs, for training loops that are not ours.
+
+T = packed tokens, D = model width.
+
+A trainer calls the model with a batch of any size, does with the result what it likes, and calls backward some time later,
+perhaps. So forward and backward of all layers together are two graphs, and everything around them stays as it is: embeddings,
+norm, head and loss, whatever the trainer multiplies the loss with. To autograd the pair is one node, which takes the
+embedded tokens and every parameter that trains, and hands their gradients out.
+
+    embedded rows -> h0 [replay: all layers] -> io -> a copy           io is what comes out of forward, and later what
+    gradient      -> io [replay: back through all layers] -> copies    comes into backward
+
+Graphs have fixed shapes. A batch is filled up with documents of padding, which nobody looks at, to one of a few sizes, eight
+between a number and its double; a size that has come twice is captured. Captured backwards add the adapters' gradients up as
+our own step does (model/adapter_sums.py).
+
+Whatever is not sure to be the same runs eagerly, on the same layers: a second forward while one still waits for its backward, a
+second backward through the same forward, mixtures of experts, FP8, models that train whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pronghorn.kernels.dispatch import keeps_graph, say_once
+from pronghorn.kernels.nf4_lora import NF4LoraGroup
+from pronghorn.model.capture import Graphs, first_line
+from pronghorn.model.decoder_layer import Waiting
+from pronghorn.model.projections import Projections
+from pronghorn.model.watched import Watched
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pronghorn.model.adapter_sums import GradientBuffers
+    from pronghorn.model.causal_lm import FastCausalLM
+
+EAGER_TIMES = 1  # so often a size runs eagerly before it is captured, which takes as long as a few steps
+MOST_SIZES = 24  # graphs of a model; a size that comes later runs eagerly
+MOST_CHANGES = 4  # of what the graphs were captured with; a loop that goes on changing it runs eagerly
+LEAST_TOKENS, LEAST_ENTRIES, LEAST_LONGEST = 128, 32, 128
+MOST_TRAINED = 2**30  # bytes: gradients are held twice here, and whole models are busy enough without graphs
+
+
+class Size(NamedTuple):
+    """What makes two batches the same work."""
+
+    tokens: int
+    entries: int  # of cu_seqlens
+    longest: int
+    dtype: torch.dtype
+    needs_dh: bool  # whether somebody wants the gradient of the embedded tokens
+    levels: tuple[str, ...]  # what each layer computes again
+
+
+def rounded(tokens: int) -> int:
+    """Up to the next of eight sizes between a power of 2 and the next."""
+    step = max(LEAST_TOKENS, (1 << (tokens - 1).bit_length()) // 16)
+    return -(-tokens // step) * step
+
+
+def power_of_2(number: int, least: int) -> int:
+    return max(least, 1 << max(number - 1, 0).bit_length())
+
+
+class CapturedLayers:
+    def __init__(self, engine: FastCausalLM, *, simulated: bool = False) -> None:
+        """`simulated`: the same without graphs, which a CPU can do; for tests."""
+        self.engine, self._simulated = engine, simulated
+        self.on = simulated  # until its tests have passed on a GPU
+        self._state: _State | None = None
+        self._sizes: Counter[Size] = Counter()
+        self._changes = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedLayers:
+        """A copy of the model captures its own."""
+        return CapturedLayers(copy.deepcopy(self.engine, memo), simulated=self._simulated)
+
+    def hidden(self, h_TD: Tensor, cu_seqlens: Tensor, longest: int, positions_T: Tensor) -> Tensor | None:
+        """What `engine.hidden` gives, or None: this time it is for the engine to do."""
+        if not (self.on and torch.is_grad_enabled() and (self._simulated or h_TD.is_cuda)) or self._capturing():
+            return None
+        if self._simulated and self._state is not None:
+            self._state.drop_abandoned()
+        size = self._size(h_TD, len(cu_seqlens), longest)
+        self._sizes[size] += 1
+        if self._sizes[size] <= EAGER_TIMES or any(layer.waiting for layer in self.engine.layers):
+            return None
+        state = self._look(h_TD.dtype)
+        pair = state and (state.pairs.get(size) or self._captured(state, size, len(h_TD), len(cu_seqlens)))
+        if not state or not pair:
+            return None
+        out: Tensor = _Replayed.apply(h_TD, state, pair, cu_seqlens, positions_T, *state.parameters)  # type: ignore[no-untyped-call]
+        return out
+
+    def forget(self) -> None:
+        """Graphs and their memory are given back; what still waits for its backward keeps its own."""
+        self._state = None
+        self._sizes.clear()
+
+    def _capturing(self) -> bool:
+        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+    def _size(self, h_TD: Tensor, entries: int, longest: int) -> Size:
+        tokens = rounded(len(h_TD))
+        longest = min(tokens, power_of_2(longest, LEAST_LONGEST))
+        more = -(-tokens // longest)  # documents of padding
+        return Size(tokens, power_of_2(entries + more, LEAST_ENTRIES), longest, h_TD.dtype, h_TD.requires_grad,
+                    tuple(layer.effective_level for layer in self.engine.layers))
+
+    def _look(self, dtype: torch.dtype) -> _State | None:
+        """The state that everything was captured with, or a new one if the model is not the same any more."""
+        if self._state is not None and self._state.watched.unchanged():
+            return self._state
+        if self._state is not None:
+            self._changes += 1
+            self._state = None
+        if self._changes > MOST_CHANGES:
+            say_once("what trains, or its adapter, changes again and again: steps are not captured as CUDA graphs any more")
+            self.on = False
+            return None
+        self.engine.prepare(dtype)
+        if why := why_not_captured(self.engine):
+            say_once(f"steps of other people's loops are not captured as CUDA graphs: {why}")
+            self.on = False
+            return None
+        self._state = _State(self.engine, dtype, failed=self._failed, simulated=self._simulated)
+        return self._state
+
+    def _captured(self, state: _State, size: Size, tokens: int, entries: int) -> _Pair | None:
+        if len(state.pairs) >= MOST_SIZES:
+            return None
+        began = time.perf_counter()
+        pair = _Pair(state, size, typical=tokens // max(1, entries - 1))
+        pair.fill_with_padding()
+        try:
+            pair.capture(state.graphs)
+        except torch.OutOfMemoryError:
+            self.on, self._state = False, None
+            say_once("there is no memory for CUDA graphs beside the model: steps run eagerly")
+            return None
+        if not (state.graphs.captures or self._simulated):
+            self.on, self._state = False, None
+            return None
+        if not state.pairs and not self._simulated:
+            say_once(f"captured the layers as CUDA graphs for batches of up to {size.tokens:,} tokens "
+                     f"({time.perf_counter() - began:.1f} s); other sizes follow as they come")
+        state.pairs[size] = pair
+        return pair
+
+    def _failed(self, error: Exception) -> None:
+        say_once(f"the layers could not be captured as CUDA graphs and run eagerly: {first_line(error)}")
+
+
+def why_not_captured(engine: FastCausalLM) -> str:
+    """After `engine.prepare`."""
+    if engine.expert_layers:
+        return "it has experts"
+    if engine.offload is not None or engine.host_embeddings:
+        return "a part of it waits in host memory"
+    if why := next((why for layer in engine.layers if (why := layer.why_not_fused())), ""):
+        return why
+    if any(type(group) is not Projections for layer in engine.layers for group in layer.groups):
+        return "its layers multiply in FP8"
+    parameters = _trained(engine)
+    if not parameters:
+        return "nothing in its layers trains"
+    trained = sum(p.numel() * p.element_size() for p in parameters)
+    return "" if trained <= MOST_TRAINED else f"its gradients take {trained / 1e9:.1f} GB"
+
+
+def _trained(engine: FastCausalLM) -> list[Tensor]:
+    found = {id(p): p for layer in engine.layers for p in layer.parameters() if p.requires_grad}
+    return list(found.values())
+
+
+class _State:
+    """What all graphs of a model share, as long as it stays as it is."""
+
+    def __init__(self, engine: FastCausalLM, dtype: torch.dtype, *, failed: Callable[[Exception], None], simulated: bool
+                 ) -> None:
+        from pronghorn.model.adapter_sums import AdapterSums, GradientBuffers
+
+        self.engine = engine
+        self.parameters = _trained(engine)
+        adapters = [p for layer in engine.layers for group in layer.groups for a in group.adapters for p in (a.A_RD, a.B_OR)]
+        frozen = [p for p in adapters if not p.requires_grad]  # have sums nevertheless
+        self.gradients = GradientBuffers([*self.parameters, *frozen])
+        with _as_gradients(self.gradients):
+            self.sums = AdapterSums(engine, dtype)
+        self.sums.release()
+        self.watched = Watched(engine)
+        device = self.parameters[0].device
+        self.graphs = Graphs(torch.device("cpu") if simulated else device, failed=failed)
+        self.pairs: dict[Size, _Pair] = {}
+        self.under_way: WeakSet[Waiting] = WeakSet()  # forwards that wait for their backward
+        self._rooms: list[Tensor] = []
+        groups = [group for layer in engine.layers for group in layer.groups if isinstance(group, Projections)]
+        self._scratches = {id(s): s for group in groups if isinstance(group._group, NF4LoraGroup)
+                           for s in (group._group.scratch,)}.values()
+
+    def room(self, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """h0 and io. All sizes lie in the same memory, since one pair is under way at a time; a larger size than any before
+        gets memory of its own."""
+        width = int(self.engine.config.hidden_size)
+        if not self._rooms or len(self._rooms[0]) < tokens or self._rooms[0].dtype != dtype:
+            device = self.parameters[0].device
+            self._rooms = [torch.zeros(tokens, width, dtype=dtype, device=device) for _ in range(2)]
+        h0, io = self._rooms
+        return h0[:tokens], io[:tokens]
+
+    def drop_abandoned(self) -> None:
+        """Forwards that nobody will go back through; graphs hold nothing of theirs."""
+        if not self.under_way:
+            for pair in self.pairs.values():
+                pair.drop()
+
+    def forget_weights(self) -> None:
+        """Weights in 4 bits are dequantized into memory that all layers share. What a graph has put there, or will find there,
+        is not what the host believes."""
+        for scratch in self._scratches:
+            scratch.forget()
+
+
+@contextmanager
+def _as_gradients(room: GradientBuffers) -> Iterator[None]:
+    """It stands in `.grad` for the moment, for who takes the address of what stands there."""
+    before = [p.grad for p in room.parameters]
+    for parameter, view in zip(room.parameters, room.views, strict=True):
+        parameter.grad = view
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(room.parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+class _Pair:
+    """Forward and backward for one size."""
+
+    def __init__(self, state: _State, size: Size, typical: int) -> None:
+        self.state, self.size, self.typical = state, size, typical
+        self.h0, self.io = state.room(size.tokens, size.dtype)
+        device = self.h0.device
+        self.cu_seqlens = torch.zeros(size.entries, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(size.tokens, dtype=torch.int64, device=device)
+        self._leaf: Tensor | None = None
+        self._live: Tensor | None = None
+        self.forward, self.backward = self._forward, self._backward
+
+    def capture(self, graphs: Graphs) -> None:
+        try:
+            self.forward, self.backward = graphs.captured(self._forward, self._backward)
+            graphs.tried = True
+        finally:
+            self.drop()
+            self.state.forget_weights()
+
+    def drop(self) -> None:
+        self._leaf = self._live = None
+
+    def fill_with_padding(self) -> None:
+        self.load(self.h0[:0], self.cu_seqlens[:1].zero_(), self.positions[:0])
+
+    def load(self, h_TD: Tensor, cu_seqlens: Tensor, positions_T: Tensor) -> None:
+        """Real tokens, then padding in documents of at most the longest length; nothing asks the device."""
+        real, (tokens, entries, longest, *_) = len(h_TD), self.size
+        self.h0[:real].copy_(h_TD)
+        self.h0[real:].zero_()
+        self.positions[:real].copy_(positions_T)
+        torch.remainder(torch.arange(tokens - real, device=self.positions.device), longest, out=self.positions[real:])
+        given = len(cu_seqlens)
+        self.cu_seqlens[:given].copy_(cu_seqlens)
+        behind = torch.arange(1, entries - given + 1, device=self.cu_seqlens.device) * longest + real
+        self.cu_seqlens[given:].copy_(behind.clamp(max=tokens))
+
+    def eager(self) -> tuple[Tensor, Tensor]:
+        """(the embedded tokens, the result), with autograd's own graph between them."""
+        engine, size = self.state.engine, self.size
+        with torch.enable_grad():
+            leaf = self.h0.detach().requires_grad_(size.needs_dh)
+            documents = engine.documents(self.cu_seqlens, size.longest, self.positions, self.typical)
+            return leaf, engine.hidden(leaf, documents)
+
+    def gradients(self, leaf: Tensor, live: Tensor) -> tuple[Tensor | None, ...]:
+        """Of the embedded tokens, if they are asked for, and of every parameter."""
+        inputs = [*([leaf] if self.size.needs_dh else []), *self.state.parameters]
+        found = torch.autograd.grad(live, inputs, self.io, allow_unused=True)
+        return found if self.size.needs_dh else (None, *found)
+
+    def _forward(self) -> None:
+        self._leaf, self._live = self.eager()
+        self.io.copy_(self._live.detach())
+
+    def _backward(self) -> None:
+        assert self._leaf is not None
+        assert self._live is not None
+        state = self.state
+        state.forget_weights()
+        state.sums.buffer.zero_()
+        state.sums.attach()
+        try:
+            dh, *found = self.gradients(self._leaf, self._live)
+        finally:
+            state.sums.release()
+        state.sums.collect()
+        for gradient, view in zip(found, state.gradients.views, strict=False):
+            if gradient is not None:  # adapters' are collected
+                view.copy_(gradient)
+        if dh is not None:
+            self.io.copy_(dh)
+        self.drop()
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h_TD: Tensor, state: _State, pair: _Pair, cu_seqlens: Tensor, positions_T: Tensor,
+                *parameters: Tensor) -> Tensor:
+        pair.load(h_TD, cu_seqlens, positions_T)
+        pair.forward()
+        state.forget_weights()
+        ctx.state, ctx.pair, ctx.tokens = state, pair, len(h_TD)
+        ctx.waiting = Waiting()
+        state.under_way.add(ctx.waiting)
+        state.engine.layers[0].waiting.add(ctx.waiting)
+        return pair.io[: len(h_TD)].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
+        if ctx.waiting is None:
+            raise RuntimeError("the layers gave away what they had kept in a first backward: compute the loss again, or ask "
+                               "the first backward for retain_graph=True")
+        pair, state = ctx.pair, ctx.state
+        pair.io[: ctx.tokens].copy_(incoming[0])
+        pair.io[ctx.tokens :].zero_()
+        if keeps_graph():  # a graph's backward leaves nothing for a second one: the forward is done again, outside of it
+            dh, *gradients = pair.gradients(*pair.eager())
+        else:
+            ctx.waiting = None
+            pair.backward()
+            state.forget_weights()
+            dh, gradients = pair.io, state.gradients.copied()[: len(state.parameters)]
+        dh = dh[: ctx.tokens].clone() if ctx.needs_input_grad[0] else None
+        return (dh, None, None, None, None, *gradients)
