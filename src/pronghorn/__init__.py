@@ -26,7 +26,10 @@ _HOMES = {
         "apply_chat_template", "get_chat_template", "standardize_data_formats", "standardize_sharegpt", "to_sharegpt",
         "train_on_responses_only",
     ),
-    "trainer": ("PatchDPOTrainer", "UnslothTrainer", "UnslothTrainingArguments", "UnslothVisionDataCollator"),
+    "trainer": (
+        "PatchDPOTrainer", "PronghornTrainer", "PronghornTrainingArguments", "UnslothTrainer", "UnslothTrainingArguments",
+        "UnslothVisionDataCollator",
+    ),
     "dropin.absent": (
         "FastSentenceTransformer", "FastVisionModel", "check_python_modules", "create_locked_down_function",
         "execute_with_time_limit", "is_port_open", "launch_openenv",

@@ -7,10 +7,17 @@ from pronghorn.dropin.training import PatchDPOTrainer, arguments_class, trainer_
 
 __all__ = ["PatchDPOTrainer", "UnslothVisionDataCollator"]
 UnslothVisionDataCollator = ABSENT["UnslothVisionDataCollator"]
-_MADE = {"UnslothTrainer": trainer_class, "UnslothTrainingArguments": arguments_class}
+_MADE = {
+    "PronghornTrainer": trainer_class, "UnslothTrainer": trainer_class,
+    "PronghornTrainingArguments": arguments_class, "UnslothTrainingArguments": arguments_class,
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MADE:
         raise AttributeError(f"module 'pronghorn.trainer' has no attribute {name!r}")
     return _MADE[name]()  # TRL is imported when it is asked for
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MADE])

@@ -68,7 +68,7 @@ def _messages_of(dataset: Any) -> tuple[str | None, tuple[str, str]]:
     if column is None:
         return None, ("", "")
     rows = next(iter(dataset.values())) if hasattr(dataset, "values") else dataset  # of several splits, the first
-    first = next((message for row in rows for message in row[column]), {})
+    first: dict[str, Any] = next((message for row in rows for message in row[column]), {})
     role, content = (next((key for key in keys if key in first), None) for keys in (ROLE_KEYS, CONTENT_KEYS))
     if role is None or content is None:
         raise DataError(what=f"column {column}: a message has the keys {', '.join(map(str, first)) or 'none'}",

@@ -1,17 +1,114 @@
-"""UnslothTrainer and UnslothTrainingArguments: TRL's SFTTrainer and SFTConfig, and a learning rate for embeddings."""
+"""UnslothTrainer and UnslothTrainingArguments: TRL's SFTTrainer and SFTConfig, and a learning rate for embeddings.
+
+TRL is not among what Pronghorn needs, so the two classes are made when they are first asked for.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
+
+from pronghorn.errors import CommandError, EnvironmentFault
+from pronghorn.kernels.dispatch import say_once
+from pronghorn.model.causal_lm import base_of
+
+HOME = "pronghorn.trainer"  # where a pickle finds the classes
+# What scripts still give the trainer, and what its arguments call it.
+INTO_ARGUMENTS = {"max_seq_length": "max_length", "dataset_text_field": "dataset_text_field", "packing": "packing",
+                  "dataset_num_proc": "dataset_num_proc"}
 
 
 def PatchDPOTrainer() -> None:  # noqa: N802 - the name scripts call it by
     """Nothing to do: our models go through TRL's DPOTrainer as it is."""
 
 
-def trainer_class() -> Any:
-    raise NotImplementedError
+def _trl() -> Any:
+    if find_spec("trl") is None:
+        raise EnvironmentFault(what="trl is not installed", why="UnslothTrainer is TRL's SFTTrainer with one more argument",
+                               fix="pip install 'trl>=1.15'")
+    return import_module("trl")
 
 
+@functools.cache
 def arguments_class() -> Any:
-    raise NotImplementedError
+    config: Any = _trl().SFTConfig
+
+    @dataclass
+    class PronghornTrainingArguments(config):  # type: ignore[misc]
+        embedding_learning_rate: float | None = field(
+            default=None, metadata={"help": "learning rate of embeddings and head, where they are trained whole"})
+
+    return _at_home(PronghornTrainingArguments)
+
+
+@functools.cache
+def trainer_class() -> Any:
+    trainer: Any = _trl().SFTTrainer
+
+    class PronghornTrainer(trainer):  # type: ignore[misc]
+        def __init__(self, *given: Any, **named: Any) -> None:
+            if "tokenizer" in named:
+                named["processing_class"] = named.pop("tokenizer")
+            moved = {INTO_ARGUMENTS[name]: named.pop(name) for name in list(named) if name in INTO_ARGUMENTS}
+            if moved:
+                given, named = _with_arguments(given, named, moved)
+            super().__init__(*given, **named)
+            if getattr(self.args, "embedding_learning_rate", None) is not None and self.optimizer is not None:
+                raise CommandError(what="embedding_learning_rate with an optimizer of your own",
+                                   why="its groups of parameters are yours to make", fix="drop one of them")
+
+        def create_optimizer(self, *given: Any, **named: Any) -> Any:
+            made = self.optimizer is None
+            optimizer = super().create_optimizer(*given, **named)
+            rate = getattr(self.args, "embedding_learning_rate", None)
+            if made and rate is not None:
+                set_embedding_rate(optimizer, self.model, rate)
+            return optimizer
+
+    return _at_home(PronghornTrainer)
+
+
+def _at_home(cls: Any) -> Any:
+    cls.__module__, cls.__qualname__ = HOME, cls.__name__
+    return cls
+
+
+def _with_arguments(given: tuple[Any, ...], named: dict[str, Any], moved: dict[str, Any]) -> tuple[Any, Any]:
+    """What the trainer was given goes before what its arguments say."""
+    config: Any = _trl().SFTConfig
+    arguments = given[1] if len(given) > 1 else named.get("args")
+    if arguments is None:
+        arguments = config(output_dir="outputs", **moved)
+    elif not isinstance(arguments, config):
+        arguments = config(**{**arguments.to_dict(), "hub_token": arguments.hub_token, **moved})  # as TRL makes one of it
+    else:
+        arguments = copy.copy(arguments)
+        for name, value in moved.items():
+            setattr(arguments, name, value)
+    if len(given) > 1:
+        return (given[0], arguments, *given[2:]), named
+    return given, named | {"args": arguments}
+
+
+def set_embedding_rate(optimizer: Any, model: Any, rate: float) -> None:
+    """Puts what trains of embeddings and head into groups with this learning rate. Before the first step."""
+    base = base_of(model)
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    chosen = {id(p) for module in ends if module is not None for p in module.parameters() if p.requires_grad}
+    found = 0
+    for group in list(optimizer.param_groups):
+        inside = [p for p in group["params"] if id(p) in chosen]
+        if not inside:
+            continue
+        found += len(inside)
+        settings = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
+        group["params"] = [p for p in group["params"] if id(p) not in chosen]
+        optimizer.add_param_group({**settings, "params": inside, "lr": rate})
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    if not found:
+        say_once("embedding_learning_rate: neither embeddings nor head are trained; target_modules with embed_tokens and "
+                 "lm_head train them")
