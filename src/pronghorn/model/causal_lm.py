@@ -33,6 +33,7 @@ from pronghorn.model.fp8_moe_layer import expert_layer
 from pronghorn.model.fp8_projections import Fp8Projections, Fp8Workspace, trains_whole
 from pronghorn.model.kept import Elsewhere, GradientRoom
 from pronghorn.model.positions import Positions
+from pronghorn.model.same_weights import Weights
 from pronghorn.model.text_stack import backbone
 
 IGNORED = -100  # the label of what is not trained on
@@ -71,6 +72,7 @@ class FastCausalLM:
         self._adapters_fp8 = SplitTable([])
         self.offload: Offload | None = None  # the place that some layers share
         self.host_embeddings = False  # whether they wait in pinned memory (memory/host_embeddings.py)
+        self.prepared = 0  # how often
         self.paused = False  # the model's own layers, for one call
         self.changes = Changes(self)
         self.captured = CapturedLayers(self)  # for loops that are not ours
@@ -123,6 +125,8 @@ class FastCausalLM:
     def hidden(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None) -> Tensor:
         """The residual stream after the last layer, before the final norm: of all tokens, or of `rows`."""
         self.prepare(h_TD.dtype)
+        if documents.guarded and torch.is_grad_enabled():
+            documents = replace(documents, weights=Weights(self, h_TD.dtype))
         load = documents.load
         late = rows is not None and load is not None and load.coefficient != 0.0  # the balance is of all tokens
         with torch.autocast(h_TD.device.type, enabled=False):  # the layers choose their precision themselves
@@ -157,6 +161,7 @@ class FastCausalLM:
 
     def prepare(self, dtype: torch.dtype) -> None:
         """Weights and adapters as the layers read them. On every forward: nothing tells reliably that an optimizer stepped."""
+        self.prepared += 1
         moved = [layer.prepare(dtype) for layer in self.layers]  # all of them, not up to the first
         if any(moved) or self._adapters is None:
             groups = [group for layer in self.layers for group in layer.groups]

@@ -49,6 +49,7 @@ from pronghorn.model.kept import Attended, Elsewhere, GradientRoom, Input, Kept,
 from pronghorn.model.mlp_pieces import PlainSteps, again_up_to_the_mlp, backward_in_pieces, forward_in_pieces
 from pronghorn.model.projections import Group, Projections
 from pronghorn.model.rows import rows_like, spread
+from pronghorn.model.same_weights import Weights, require_same, stamp
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Documents:
     query_scale_T: Tensor | None = None  # factor of each token's queries, where the model has one
     load: ExpertLoad | None = None  # what the experts of this step are given
     room: GradientRoom = field(default_factory=GradientRoom)
+    guarded: bool = False  # whether a program may do anything between forward and backward
+    weights: Weights | None = None  # if so: those of this forward
 
 
 class Norm:
@@ -454,6 +457,7 @@ class _Layer(torch.autograd.Function):
         level = layer.effective_level
         out, kept = layer.forward_at(level, h, documents, rows)
         ctx.layer, ctx.documents, ctx.rows = layer, documents, rows
+        ctx.stamp = stamp(parameters) if documents.weights else None
         ctx.left = leave(kept, level, layer.index, layer.offload)
         ctx.waiting = Waiting()
         layer.waiting.add(ctx.waiting)
@@ -466,6 +470,9 @@ class _Layer(torch.autograd.Function):
         if left is None:
             raise RuntimeError("a layer gave away what it had kept in a first backward: compute the loss again, or ask the "
                                "first backward for retain_graph=True")
+        if ctx.documents.weights is not None:
+            ctx.documents.weights.come_back()
+            require_same(ctx.stamp, ctx.layer.parameters(), ctx.layer.index)
         if keeps_graph():
             left = copied(left)  # gradients take the place of what was kept
         else:

@@ -52,6 +52,7 @@ def _in_place_of(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
     forwards down to the innermost when it takes mixed precision off again, and that must be ours."""
     signature = inspect.signature(own)
     names = list(signature.parameters)[1:]
+    ours = torch.compiler.disable(ours)  # a compiled model calls it as it is: tracing it takes minutes and gains nothing
 
     @functools.wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -178,7 +179,8 @@ def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack, load: ExpertL
     out = engine.captured.hidden(h, pack.cu_seqlens, pack.longest, pack.positions)
     if out is not None:
         return out
-    return engine.hidden(h, replace(engine.documents(pack.cu_seqlens, pack.longest, pack.positions), load=load))
+    documents = engine.documents(pack.cu_seqlens, pack.longest, pack.positions)
+    return engine.hidden(h, replace(documents, load=load, guarded=True))
 
 
 def _normed(engine: FastCausalLM, h: Tensor) -> Tensor:
@@ -387,9 +389,7 @@ class Output(CausalLMOutputWithPast):  # type: ignore[misc]
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
         if name == "logits" and isinstance(value, LateLogits):
-            value = value.compute()
-            if not torch.is_grad_enabled():
-                self["logits"] = value
+            value = self["logits"] = value.compute()  # who changes them, or keeps their gradient, finds that again
         return value
 
     def __getitem__(self, key: Any) -> Any:

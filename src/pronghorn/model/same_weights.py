@@ -1,0 +1,63 @@
+"""Backward reads the weights that its forward read.
+
+Between the two a program may do as it likes: evaluate with an average of the weights, say, and put them back. The layers hold
+adapters and weights in buffers that every forward fills anew, so a backward after another forward has them filled again. What
+cannot be had back is refused, as torch refuses it: weights that were changed in place since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter, is_
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+VERSION = attrgetter("_version")  # how often torch has seen a weight changed
+
+
+class Stamp(NamedTuple):
+    weights: Sequence[Tensor]
+    versions: list[int]
+
+
+def stamp(weights: Sequence[Tensor]) -> Stamp:
+    return Stamp(weights, list(map(VERSION, weights)))
+
+
+class Prepared(Protocol):
+    """FastCausalLM, as it is asked for here."""
+
+    prepared: int  # how often
+
+    def prepare(self, dtype: torch.dtype) -> None: ...
+
+
+class Weights:
+    """As one forward found them."""
+
+    def __init__(self, model: Prepared, dtype: torch.dtype) -> None:
+        self.model, self.dtype = model, dtype
+        self.turn = model.prepared
+
+    def come_back(self) -> None:
+        """Before a layer's backward: whatever other forwards have made of the layers' buffers."""
+        if self.model.prepared != self.turn:
+            self.model.prepare(self.dtype)
+            self.turn = self.model.prepared
+
+
+def require_same(then: Stamp, now: Sequence[Tensor], number: int) -> None:
+    """`number`: of the decoder layer."""
+    if len(then.weights) != len(now) or not all(map(is_, then.weights, now)):
+        raise RuntimeError(f"decoder layer {number} does not have the weights that its forward was computed with: call "
+                           "backward before they are replaced, or adapters switched")
+    versions = list(map(VERSION, now))
+    if versions != then.versions:
+        shape, was, found = next((list(weight.shape), was, found) for weight, was, found
+                                 in zip(now, then.versions, versions, strict=True) if was != found)
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a weight of "
+            f"decoder layer {number}, {shape}, is at version {found}; expected version {was} instead. Call backward before the "
+            "optimizer's step, or compute the loss again after it")

@@ -1,0 +1,106 @@
+"""The same use of a model of stock transformers and PEFT and of a fast one, compared number by number."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen3Config
+
+from api_parts import LINEARS
+from pronghorn import FastLanguageModel
+from pronghorn.model.causal_lm import FastCausalLM
+from samples import make_tokenizer
+
+SIZES: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 2,
+                         "bos_token_id": None, "initializer_range": 0.15, "max_position_embeddings": 512}
+WINDOW: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "head_dim": 8}
+FAMILIES = {
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+    "gemma3": Gemma3TextConfig(**SIZES, **WINDOW, query_pre_attn_scalar=8),
+    "gpt-oss": GptOssConfig(**SIZES, **WINDOW, num_local_experts=4, num_experts_per_tok=2,
+                            rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+}
+TOLERANCE = 1e-5
+
+
+@functools.cache
+def written(folder: Path, family: str) -> Path:
+    """A model of the family, as a folder there."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family])
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "sinks" in name or "bias" in name:
+            torch.nn.init.normal_(parameter, mean=float("norm" in name and family != "gemma3"), std=0.2)
+    model.save_pretrained(folder / family)
+    make_tokenizer().save_pretrained(folder / family)
+    return folder / family
+
+
+def pair(folder: Path, *, adapter: bool = True, recompute: bool = False, **options: Any) -> tuple[Any, Any]:
+    """The model as stock libraries load it, and as ours do, from the same weights; `options` are of the adapter."""
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    fast, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=512, load_in_4bit=False, dtype=torch.float32,
+                                                full_finetuning=not adapter, use_gradient_checkpointing=recompute)
+    if adapter:
+        names = LINEARS[:4] if plain.config.model_type == "gpt_oss" else LINEARS
+        options = {"r": 4, "lora_alpha": 16, "target_modules": names} | options
+        fast = FastLanguageModel.get_peft_model(fast, use_gradient_checkpointing=recompute, **options)
+        plain = get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM", **options))
+        for name, parameter in plain.named_parameters():
+            if "lora_B" in name:  # zeros would hide what goes wrong with A
+                torch.nn.init.normal_(parameter, std=0.1)
+        fast.load_state_dict(plain.state_dict())
+    return plain.train(), fast.train()
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(use: Callable[[Any], Any], plain: Any, fast: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often the fast layers ran."""
+    ran: list[bool] = []
+    own = FastCausalLM.hidden
+    monkeypatch.setattr(FastCausalLM, "hidden", lambda *args: ran.append(True) or own(*args))
+    seen = []
+    for model in (plain, fast):
+        torch.manual_seed(5)
+        assert not ran
+        seen.append(use(model))
+    same(*seen, "seen")
+    same(gradients(plain), gradients(fast), "gradient")
+    same(dict(plain.named_parameters()), dict(fast.named_parameters()), "weight")
+    return len(ran)
+
+
+def same(expected: Any, found: Any, where: str) -> None:
+    """Numbers within 1e-5 of the largest beside them."""
+    if isinstance(expected, dict):
+        assert expected.keys() == found.keys(), where
+        for key, value in expected.items():
+            same(value, found[key], f"{where} {key}")
+    elif isinstance(expected, list | tuple):
+        assert len(expected) == len(found), where
+        for number, (one, other) in enumerate(zip(expected, found, strict=True)):
+            same(one, other, f"{where} {number}")
+    elif isinstance(expected, Tensor) and expected.is_floating_point():
+        assert expected.shape == found.shape, where
+        if not torch.equal(expected, found):  # among them: none at all
+            apart, size = float((expected - found).abs().max()), float(expected.abs().max())
+            assert apart <= TOLERANCE * size + 1e-8, f"{where}: {apart:.2g} of {size:.2g}"
+    elif isinstance(expected, Tensor):
+        assert torch.equal(expected, found), where
+    elif isinstance(expected, float):
+        assert abs(expected - found) <= TOLERANCE * max(1.0, abs(expected)), (where, expected, found)
+    else:
+        assert expected == found, where
