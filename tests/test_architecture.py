@@ -29,7 +29,7 @@ ARROWS = {
     "hub": set(),
     "model_files": set(),
     "process": set(),
-    "dropin": {"model", "data", "kernels"},
+    "dropin": {"model", "data", "kernels", "memory"},
     "chat_templates": {"dropin", "data"},
     "trainer": {"dropin"},
     "__init__": {"dropin", "chat_templates", "trainer", "recipe_file"},

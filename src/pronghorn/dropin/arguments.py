@@ -49,7 +49,7 @@ def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def check_recompute(asked: Any) -> None:
-    if asked not in (True, False, "unsloth"):
+    if asked not in (True, False, "unsloth", None):
         raise CommandError(what=f"use_gradient_checkpointing={asked!r}",
                            fix='True, False, or "unsloth" (which means our own)')
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from pronghorn.dropin import saving
 from pronghorn.dropin.arguments import Recompute
+from pronghorn.dropin.recompute import set_recompute
 from pronghorn.kernels.dispatch import say_once
-from pronghorn.model.causal_lm import base_of, engine_of, install
-from pronghorn.model.load import without_progress_bars
+from pronghorn.model.causal_lm import base_of, install
 
 
-def make_fast(model: Any, recompute: Recompute) -> None:
+def make_fast(model: Any, recompute: Recompute | None) -> None:
     if why := install(model):
         say_once(f"{base_of(model).config.model_type} trains on transformers' own layers: {why}")
     set_recompute(model, recompute)
@@ -32,17 +32,3 @@ def verify_loaded(model: Any, full: bool) -> None:
     finally:
         for parameter in norms:
             parameter.requires_grad_(False)
-
-
-def set_recompute(model: Any, recompute: Recompute) -> None:
-    """Each layer keeps only its input and runs again in backward: a third more compute, a tenth of the memory."""
-    engine, base = engine_of(model), base_of(model)
-    if engine is not None:
-        for layer in engine.layers:
-            layer.recompute = bool(recompute)
-    elif recompute:
-        with without_progress_bars():
-            base.gradient_checkpointing_enable()
-        base.enable_input_require_grads()
-    elif base.is_gradient_checkpointing:
-        base.gradient_checkpointing_disable()

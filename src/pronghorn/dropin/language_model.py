@@ -164,7 +164,8 @@ class FastLanguageModel:
         return model
 
     @staticmethod
-    def for_training(model: Any, use_gradient_checkpointing: Recompute = True) -> Any:
+    def for_training(model: Any, use_gradient_checkpointing: Recompute | None = None) -> Any:
+        """`use_gradient_checkpointing` None: as it was asked for before."""
         check_recompute(use_gradient_checkpointing)
         model.train()
         set_cache(base_of(model), False)

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pronghorn.errors import CommandError
+
+if TYPE_CHECKING:
+    import torch
 
 PRICES_AS_OF = "March 2026"
 
@@ -61,6 +65,24 @@ def find_gpu(name: str) -> Gpu:
     close = difflib.get_close_matches(name.lower(), GPUS, n=1)
     raise CommandError(what=f"no GPU is known as {name!r}", why="its memory and rates are not in the table",
                        fix=(f"did you mean {close[0]}? " if close else "") + f"choose from {', '.join(GPUS)}")
+
+
+def local_gpu(device: torch.device) -> Gpu | None:
+    """The table's row for this device, if it has one."""
+    if device.type != "cuda":
+        return None
+    import torch  # commands that only name a GPU do without
+
+    try:
+        return find_gpu(torch.cuda.get_device_name(device))
+    except CommandError:
+        return None
+
+
+def reckoned_with(gpu: Gpu | None, *, fp8: bool) -> Gpu:
+    """A GPU whose rates stand in where it is not known, until they are measured: sizes do not depend on them. What a chip
+    without FP8 does in FP8 is refused elsewhere."""
+    return GPUS["h200"] if gpu is None or (fp8 and not gpu.fp8_tflops) else gpu
 
 
 def _plain(name: str) -> str:

@@ -47,6 +47,13 @@ class Offload(Elsewhere, Protocol):
     def finish(self) -> None: ...
 
 
+class Chooser(Protocol):
+    """dropin.recompute.KeptByMemory, as the model uses it."""
+
+    def before(self, tokens: int) -> None: ...  # a batch that trains
+    def lower(self) -> bool: ...  # after its forward ran out of memory: whether the layers keep less now
+
+
 class FastCausalLM:
     def __init__(self, model: Any, *, fp8: bool = False) -> None:
         """`fp8`: layers stored in 4 bits, and those that are trained themselves, multiply in FP8; those stored in FP8 do it
@@ -75,7 +82,9 @@ class FastCausalLM:
         self.prepared = 0  # how often
         self.paused = False  # the model's own layers, for one call
         self.changes = Changes(self)
-        self.captured = CapturedLayers(self)  # for loops that are not ours
+        # For loops that are not ours:
+        self.captured = CapturedLayers(self)
+        self.chooser: Chooser | None = None  # of what the layers keep
         self.trained_with: tuple[Any, ...] | None = None  # adapters of the latest forward that recorded gradients
         scaling = float(getattr(config, "logits_scaling", None) or 1.0)
         self.head_terms: dict[str, Any] = {

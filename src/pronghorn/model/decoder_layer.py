@@ -116,7 +116,9 @@ class FastDecoderLayer(Attending):
         self.norms = {name: norm for name, norm in named.items() if norm is not None}
         self.fused = self._product_adds = False  # set by `prepare`
         self.level: Level = "nothing"  # what backward computes again (model/kept.py)
-        self.recompute = False  # everything, whatever the level: as people ask for it who know gradient checkpointing
+        # As people ask for it who know gradient checkpointing: everything, or nothing, whatever the level. None: nobody did.
+        self.recompute: bool | None = None
+        self.planned = False  # whether the level is a memory plan's, which a trainer's default does not overrule
         self.pieces = 1  # turns in which the MLP's rows are done where gate and up are not kept (model/mlp_pieces.py)
         self.offload: Elsewhere | None = None  # where what is kept waits for backward
         self.waiting: WeakSet[Waiting] = WeakSet()  # forwards whose backward will read this layer's state
@@ -138,7 +140,9 @@ class FastDecoderLayer(Attending):
     @property
     def recomputes(self) -> bool:
         """Asked for here, or by a trainer on the family's layer (`gradient_checkpointing_enable` sets it there)."""
-        return self.recompute or bool(getattr(self.layer, "gradient_checkpointing", False))
+        if self.recompute is not None:
+            return self.recompute
+        return not self.planned and bool(getattr(self.layer, "gradient_checkpointing", False))
 
     def parameters(self) -> list[Tensor]:
         """Everything the node may return a gradient for, in the order in which backward returns them."""
@@ -169,7 +173,9 @@ class FastDecoderLayer(Attending):
 
     @property
     def effective_level(self) -> Level:
-        return "layer" if self.recomputes else self.level
+        if self.recomputes:
+            return "layer"
+        return "nothing" if self.recompute is False else self.level
 
     def in_pieces(self, level: Level) -> bool:
         return self.pieces > 1 and level != "nothing"

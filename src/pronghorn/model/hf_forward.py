@@ -176,6 +176,18 @@ def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack, load: ExpertL
     else:
         h = embedded.flatten(0, 1)
         h = engine.scaled(h if pack.real is None else h[pack.real])
+    chooser = engine.chooser if torch.is_grad_enabled() else None
+    if chooser is not None:
+        chooser.before(len(h))
+    while True:
+        try:
+            return _hidden(engine, h, pack, load)
+        except torch.OutOfMemoryError:
+            if chooser is None or not chooser.lower():
+                raise  # else the forward is repeated: nothing has come of it yet
+
+
+def _hidden(engine: FastCausalLM, h: Tensor, pack: Pack, load: ExpertLoad | None) -> Tensor:
     out = engine.captured.hidden(h, pack.cu_seqlens, pack.longest, pack.positions)
     if out is not None:
         return out

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from pronghorn.data.batches import PackedBatch, Shapes
-from pronghorn.errors import CommandError, EnvironmentFault, RecipeError
+from pronghorn.errors import EnvironmentFault, RecipeError
 from pronghorn.kernels.attention import gradients_in_place, pick_backend
 from pronghorn.memory.calibrate import calibrate
 from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.forecast import job_of, level_table, memory_lines, picture, problem_of
-from pronghorn.memory.gpus import GPUS, Gpu, find_gpu
+from pronghorn.memory.gpus import local_gpu, reckoned_with
 from pronghorn.memory.host_embeddings import move_embeddings, why_embeddings_stay
 from pronghorn.memory.levels import KEEP
 from pronghorn.memory.offload import OffloadPool
@@ -36,7 +36,6 @@ from pronghorn.model.load import DTYPES, Precision
 from pronghorn.recipe import Recipe
 from pronghorn.train.run_forecast import why_no_plan
 
-ANY_GPU = GPUS["h200"]  # stands in where the GPU is not known, until one is measured: sizes do not depend on it
 EVALUATION_TOKENS = 4096  # of a pack without gradients: enough to keep a GPU busy, and a quarter of a training pack's memory
 COMPARED_AFTER = 10  # steps: then the plan is held against what was measured
 HARD_LIMIT = 1.06  # of a budget that was asked for: fragments included, the allocator takes no more
@@ -66,7 +65,7 @@ def plan_memory(recipe: Recipe, config: Any, shapes: Shapes, device: torch.devic
     aside = evaluation_bytes(job, evaluation_capacity(recipe)) if evaluates and job.graphed else 0
     gpu = local_gpu(device)
     budget, remark = budget_of(recipe.memory.budget, device)
-    problem = problem_of(job, predicted_costs(job, _able(gpu, job)), budget, host_room(), aside)
+    problem = problem_of(job, predicted_costs(job, reckoned_with(gpu, fp8=job.fp8)), budget, host_room(), aside)
     if device.type == "cuda" and host_moments(job) > problem.host > 0:
         raise RecipeError(what=f"train.optimizer: {job.optimizer} takes {host_moments(job) / 1e9:.1f} GB of host memory",
                           why=f"{problem.host / 1e9:.1f} GB may be pinned of what is free",
@@ -101,21 +100,6 @@ def budget_of(text: str, device: torch.device) -> tuple[int, str]:
     if asked > most:
         return most, f"memory.budget is {text}, but there is room for {most / 1e9:.1f} GB of tensors"
     return asked, ""
-
-
-def local_gpu(device: torch.device) -> Gpu | None:
-    """The table's row for this device, if it has one."""
-    if device.type != "cuda":
-        return None
-    try:
-        return find_gpu(torch.cuda.get_device_name(device))
-    except CommandError:
-        return None
-
-
-def _able(gpu: Gpu | None, job: Job) -> Gpu:
-    """A GPU that can be reckoned with: what a chip without FP8 does in FP8 is refused elsewhere."""
-    return ANY_GPU if gpu is None or (job.fp8 and not gpu.fp8_tflops) else gpu
 
 
 # ---- with the model ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,163 @@
+"""Who decides about recomputing: the user, else the memory there is, never a trainer's default."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from api_parts import load
+from pronghorn import FastLanguageModel
+from pronghorn.dropin import recompute
+from pronghorn.dropin.recompute import KeptByMemory, job_of
+from pronghorn.memory.sizes import kept_bytes
+from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of
+from samples import make_model, make_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def engine_in(model: Any) -> FastCausalLM:
+    engine = engine_of(model)
+    assert engine is not None
+    return engine
+
+
+def levels(model: Any) -> set[str]:
+    return {layer.effective_level for layer in engine_in(model).layers}
+
+
+@pytest.mark.parametrize(("loading", "adapting", "level"), [
+    (True, "unsloth", "layer"), (False, "unsloth", "nothing"), (False, True, "layer"), (True, False, "nothing"),
+    ("unsloth", False, "nothing"), ("unsloth", True, "layer"), ("unsloth", "unsloth", "layer"),  # without a GPU: as asked
+])
+def test_what_was_asked_for_stands(folder: Path, loading: Any, adapting: Any, level: str) -> None:
+    model, _ = load(folder, use_gradient_checkpointing=loading)
+    model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=adapting)
+    assert levels(model) == {level}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # as a trainer does
+    model.enable_input_require_grads()
+    assert levels(model) == {level}
+    assert not base_of(model).get_input_embeddings()._forward_hooks
+    FastLanguageModel.for_training(FastLanguageModel.for_inference(model))
+    assert levels(model) == {level}
+    FastLanguageModel.for_training(model, use_gradient_checkpointing=level != "layer")
+    assert levels(model) == {"nothing" if level == "layer" else "layer"}
+
+
+def test_a_trainer_may_ask_where_nobody_else_did() -> None:
+    from pronghorn.model.causal_lm import install
+
+    model = make_model()
+    assert install(model) == ""
+    model.gradient_checkpointing_enable()
+    assert levels(model) == {"layer"}
+
+
+# The memory's word, on a model that believes to be on a GPU
+
+
+def planned(folder: Path, free: int, **options: Any) -> tuple[Any, KeptByMemory]:
+    model, _ = load(folder, **options)
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    engine = engine_in(model)
+    chooser = engine.chooser = KeptByMemory(engine, free=lambda: free)
+    for layer in engine.layers:
+        layer.recompute, layer.planned = None, True
+    return model, chooser
+
+
+def forward(model: Any, tokens: int) -> float:
+    ids = torch.randint(3, 259, (1, tokens), generator=torch.Generator().manual_seed(0))
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+def test_what_fits_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(recompute, "ASIDE", 0)
+    model, _ = planned(folder, 10**9)
+    forward(model, 40)
+    assert levels(model) == {"nothing"}
+    assert "everything is kept" in capsys.readouterr().err
+
+
+def test_with_less_some_layers_are_computed_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute, "ASIDE", 0)
+    model, _ = planned(folder, 0)
+    job = job_of(engine_in(model), 4096)
+    more = kept_bytes(job, "nothing") - kept_bytes(job, "layer")
+    found = []
+    for free in range(0, 400 * more, more // 2):
+        chooser = KeptByMemory(engine_in(model), free=lambda free=free: free)  # type: ignore[misc]
+        chooser.before(4000)
+        found.append([layer.level for layer in engine_in(model).layers])
+    assert found[0] == ["layer"] * len(found[0])
+    assert found[-1] == ["nothing"] * len(found[0])
+    between = [each for each in found if each not in (found[0], found[-1])]
+    assert between  # and there is something in between, which only ever keeps more
+    amounts = [sum(kept_bytes(job, level) for level in each) for each in found]  # type: ignore[arg-type]
+    assert amounts == sorted(amounts)
+
+
+def test_a_larger_batch_is_planned_for_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute, "ASIDE", 0)
+    asked: list[int] = []
+    model, _ = planned(folder, 0)
+    chooser = KeptByMemory(engine_in(model), free=lambda: asked.append(1) or 10**9)  # type: ignore[func-returns-value]
+    for tokens in (100, 90, 128, 129, 250, 3000, 3000):
+        chooser.before(tokens)
+    assert len(asked) == 3  # 128, 256, 3072
+
+
+def test_a_forward_that_runs_out_of_memory_is_repeated_with_less_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute, "ASIDE", 0)
+    model, _ = planned(folder, 10**12)
+    expected = forward(model, 300)
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    engine, tried = engine_in(model), []
+    hidden = FastCausalLM.hidden
+
+    def fails(self: FastCausalLM, *args: Any) -> torch.Tensor:
+        tried.append([layer.level for layer in engine.layers])
+        if len(tried) < 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return hidden(self, *args)
+
+    monkeypatch.setattr(FastCausalLM, "hidden", fails)
+    assert forward(model, 300) == expected
+    assert tried[0] == ["nothing"] * len(tried[0])
+    assert tried[2] != tried[0]
+    assert all(torch.equal(p.grad, before) for p, before in zip(
+        [p for p in model.parameters() if p.grad is not None], gradients, strict=True))
+    monkeypatch.setattr(FastCausalLM, "hidden", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+    with pytest.raises(torch.OutOfMemoryError):
+        forward(model, 300)
+    assert levels(model) == {"layer"}
+
+
+def test_a_copy_of_the_model_plans_for_itself(folder: Path) -> None:
+    model, chooser = planned(folder, 10**12)
+    twin = copy.deepcopy(model)
+    theirs = engine_in(twin).chooser
+    assert isinstance(theirs, KeptByMemory)
+    assert theirs is not chooser
+    assert theirs.engine is engine_in(twin)
+
+
+@pytest.mark.parametrize(("options", "method"), [({}, "lora"), ({"load_in_4bit": True}, "qlora")])
+def test_the_planner_sees_the_model_as_it_is(folder: Path, options: dict[str, Any], method: str) -> None:
+    model, _ = load(folder, **options)
+    model = FastLanguageModel.get_peft_model(model, r=8, target_modules=["q_proj", "down_proj"])
+    job = job_of(engine_in(model), 1024)
+    assert (job.method, job.rank, job.targets, job.element) == (method, 8, ("down_proj", "q_proj"), 4)
+    assert {name: group.adapters for name, group in job.groups().items()} == {"qkv": 1, "out": 0, "gate_up": 0, "down": 1}
