@@ -102,7 +102,9 @@ def test_inference_and_training_modes(tiny_model: Path, stored: dict[str, bool])
     assert model.training
     assert not base_of(model).config.use_cache
     assert not any(layer.recompute for layer in engine_of(model).layers)
-    FastLanguageModel.for_training(model)
+    FastLanguageModel.for_training(model)  # as asked for before
+    assert not any(layer.recompute for layer in engine_of(model).layers)
+    FastLanguageModel.for_training(model, use_gradient_checkpointing=True)
     assert all(layer.recompute for layer in engine_of(model).layers)
 
 
