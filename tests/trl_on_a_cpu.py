@@ -17,4 +17,5 @@ class TorchLogProbs:
         logits = (torch.tanh(logits / softcap) * softcap if softcap else logits) / temperature
         everything = logits.log_softmax(-1)
         entropy = -(everything.exp() * everything).sum(-1).detach()
-        return everything.gather(1, targets[:, None])[:, 0], entropy, None, None, logits.argmax(-1) == targets
+        squares, mean = (2 * everything).logsumexp(-1).detach(), logits.mean(-1).detach()
+        return everything.gather(1, targets[:, None])[:, 0], entropy, squares, mean, logits.argmax(-1) == targets

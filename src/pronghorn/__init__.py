@@ -53,3 +53,16 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOME])
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext pronghorn`"""
+    from pronghorn.scripts.notebooks import load
+
+    load(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    from pronghorn.scripts.notebooks import unload
+
+    unload(shell)

@@ -16,6 +16,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
+from pronghorn.cli import run_script
 from pronghorn.cli.output import (
     STARTING,
     coloured,
@@ -78,7 +79,10 @@ def main(words: Sequence[str] | None = None) -> int:
 def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     """argparse (3.11) takes key=value words only right after the recipe; people also write them after an option."""
     parser = build_parser()
-    arguments, left = parser.parse_known_args(words)
+    ours, of_script = run_script.split(sys.argv[1:] if words is None else words)
+    arguments, left = parser.parse_known_args(ours)
+    if of_script:
+        arguments.words = of_script
     if hasattr(arguments, "overrides"):
         arguments.overrides = arguments.overrides + [word for word in left if "=" in word and not word.startswith("-")]
         left = [word for word in left if word.startswith("-") or "=" not in word]
@@ -143,6 +147,7 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="(default: %(default)s)")
     one.add_argument("--method", choices=("lora", "full"), default="lora", help="(default: %(default)s)")
 
+    run_script.options(verb("run", run_script.run_script, run_script.TEXT))
     _bench_options(verb("bench", bench, "this machine: Pronghorn beside other systems, each where it is installed"))
     one = verb("runs", runs, "list runs, or compare some")
     one.add_argument("folders", nargs="*", help="compare these runs; without any, list all below --root")

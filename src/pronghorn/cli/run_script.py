@@ -1,0 +1,64 @@
+"""`pronghorn run script.py [its arguments]`: a script or notebook written for another library, as it is."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pronghorn.cli.output import ignore_ctrl_c, say
+from pronghorn.errors import CommandError
+
+TEXT = "run a script or notebook written for Unsloth, as it is, on Pronghorn"
+
+
+def options(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--explain", action="store_true", help="run nothing: say what is adapted, and what the script uses of it")
+    one.add_argument("script", nargs="?", help="a .py or .ipynb file")
+    one.add_argument("words", nargs="*", default=[], help="the script's own arguments")
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(what is ours, what is the script's own): all behind the script is, also `--help`, `--json` and `--`."""
+    script = next((i for i, word in enumerate(words) if i > 0 and not word.startswith("-")), len(words))
+    cut = script + 1 if words[:1] == ["run"] else len(words)
+    return list(words[:cut]), list(words[cut:])
+
+
+def run_script(arguments: argparse.Namespace) -> None:
+    if arguments.explain:
+        _explain(arguments)
+        return
+    if arguments.script is None:
+        raise CommandError(what="no script to run", fix="pronghorn run script.py, or pronghorn run --explain")
+    from pronghorn.scripts.running import as_python_shows_it, exit_code, run
+
+    path = Path(arguments.script)
+    in_place_of = 0 if sys.flags.safe_path else 1  # the folder of this command, or with `-m` the current one
+    try:
+        run(arguments.script, arguments.words, in_place_of=in_place_of)
+    except SystemExit:
+        raise  # the script's own
+    except BaseException as error:  # noqa: BLE001 - whatever the script lets escape is shown as plain python shows it
+        sys.stdout.flush()
+        print(as_python_shows_it(error, path), end="", file=sys.stderr, flush=True)
+        if isinstance(error, KeyboardInterrupt):
+            ignore_ctrl_c(None)
+        raise SystemExit(exit_code(error)) from None
+
+
+def _explain(arguments: argparse.Namespace) -> None:
+    from pronghorn.scripts.explain import as_text, everything, of_script
+
+    if arguments.script is None:
+        say(arguments, {"adapted": everything().splitlines()}, everything())
+        return
+    path = Path(arguments.script)
+    found = of_script(path)
+    facts: dict[str, Any] = {
+        name: [{"where": one.where, "what": one.what} for one in found if one.missing is missing]
+        for name, missing in (("adapted", False), ("missing", True))
+    }
+    say(arguments, facts, as_text(path, found))

@@ -1,0 +1,150 @@
+"""`pronghorn run --explain`: what is adapted, and with a script, what of it that script uses and what it uses that is not here.
+
+By reading only: nothing of the script runs, and neither TRL nor torch is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pronghorn.errors import CommandError
+from pronghorn.scripts.fronts import MOVED, SEEN_THROUGH
+from pronghorn.scripts.modules import OURS, STOOD_IN_FOR, not_here
+from pronghorn.scripts.notebooks import Cell, read_cells
+from pronghorn.scripts.renames import BITSANDBYTES_ADAMW, LEFT_OUT, REFUSED, RENAMED, TRAINER_RENAMED
+
+# Arguments that trainers took themselves, and that are part of their args now.
+INTO_ARGS = ("max_seq_length", "dataset_text_field", "packing", "dataset_num_proc", "beta", "max_length", "dataset_kwargs",
+             "eval_packing", "neftune_noise_alpha")
+ABSENT_METHODS = {"fast_generate": "generation goes through model.generate",
+                  "infer": "models that read images are not run here"}
+
+
+def everything() -> str:
+    """The adaptor, in words."""
+    lines = ["inside `pronghorn run`, and nowhere else:", "", "modules"]
+    lines += [f"  import {name:<24} gives {ours}" for name, ours in OURS.items() if ours]
+    lines += ["  import unsloth_zoo...           nothing of it is here; using it says so",
+              f"  import {', '.join(SEEN_THROUGH):<24} in the script's own files: the package itself, seen through a view",
+              "                                  with the classes below; the package is not changed", "", "trainers"]
+    lines += [f"  Trainer({old}=) -> {new}=" for old, new in TRAINER_RENAMED.items()]
+    lines += [f"  Trainer({', '.join(INTO_ARGS)}) -> into its args",
+              "  SFTTrainer(args=TrainingArguments(...)) -> an SFTConfig with the same values; so with DPO, KTO, ...",
+              "  SFTTrainer(formatting_func=) for a batch -> gets batches of one",
+              "  SFTTrainer's data -> the script's text column is trained on, and begins with one first token",
+              *(f"  from trl import {name} -> {home}" for name, home in MOVED.items()), "", "arguments"]
+    lines += [f"  {old}= -> {new}=" for old, new in RENAMED.items()]
+    lines += ["  warmup_ratio= -> warmup_steps=, a share of all steps",
+              '  group_by_length=True -> train_sampling_strategy="group_by_length"',
+              f"  optim={', '.join(sorted(BITSANDBYTES_ADAMW))} -> adamw_torch_fused, where bitsandbytes is not installed",
+              "  fp16=True, and bf16 where it is not said -> False, without a GPU"]
+    lines += [f"  {old}= is left out: {why}" for old, why in LEFT_OUT.items()]
+    lines += [f"  {old}= is refused: {why}" for old, (why, _) in REFUSED.items()]
+    lines += ["", "tokenizers", "  apply_chat_template without return_dict= -> token ids, which also answer as a dict"]
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Found:
+    where: str
+    what: str
+    missing: bool = False
+
+
+def of_script(path: Path) -> list[Found]:
+    """What of a script is adapted or missing, in its order."""
+    if not path.is_file():
+        raise CommandError(what="there is no such script", where=str(path), fix="pronghorn run --explain script.py")
+    found: list[Found] = []
+    for name, source, cell in _sources(path):
+        found += [Found(name, f"skipped: {line}") for line in (cell.skipped if cell else ())]
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError) as error:
+            raise CommandError(what=f"Python cannot read it: {error}", where=name, fix="correct it first") from error
+        for node in sorted((node for node in ast.walk(tree) if hasattr(node, "lineno")), key=lambda node: node.lineno):
+            found += [Found(f"{name}:{node.lineno}", what, missing) for what, missing in _of_node(node)]
+    return found
+
+
+def _sources(path: Path) -> list[tuple[str, str, Cell | None]]:
+    if path.suffix != ".ipynb":
+        return [(path.name, path.read_bytes().decode("utf-8", errors="replace"), None)]
+    return [(f"cell {cell.number}", cell.source, cell) for cell in read_cells(path)]
+
+
+def _of_node(node: Any) -> list[tuple[str, bool]]:
+    if isinstance(node, ast.Import):
+        return [one for alias in node.names for one in _of_import(alias.name, "")]
+    if isinstance(node, ast.ImportFrom):
+        return [one for alias in node.names for one in _of_import(node.module or "", alias.name)]
+    if isinstance(node, ast.Call):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        return _of_call(name, [word for word in node.keywords if word.arg])
+    return []
+
+
+def _of_import(module: str, name: str) -> list[tuple[str, bool]]:
+    if module == "trl" and name in MOVED:
+        return [(f"from trl import {name}: the one of {MOVED[name]}", False)]
+    if module.partition(".")[0] not in STOOD_IN_FOR:
+        return []
+    if module not in OURS:
+        return [(_sentence(module), True)]
+    if not name or name == "*":
+        return [(f"import {module}: {OURS[module]}", False)] if OURS[module] else []
+    if f"{module}.{name}" in OURS:
+        return [(f"import {module}.{name}: {OURS[f'{module}.{name}']}", False)]
+    return _of_name(module, name)
+
+
+def _of_name(module: str, name: str) -> list[tuple[str, bool]]:
+    import pronghorn
+    from pronghorn.dropin.absent import ABSENT
+
+    if name in ABSENT:
+        why, fix = ABSENT[name]._why, ABSENT[name]._fix
+        return [(f"{module}.{name} is not in this version: {why}; instead: {fix}", True)]
+    if not OURS[module] or name not in dir(pronghorn):
+        return [(_sentence(f"{module}.{name}"), True)]
+    return [(f"from {module} import {name}: ours", False)]
+
+
+def _sentence(name: str) -> str:
+    error = not_here(name)
+    return "; ".join(part for part in (error.what, error.why) if part)
+
+
+def _of_call(name: str, words: list[ast.keyword]) -> list[tuple[str, bool]]:
+    if name in ABSENT_METHODS:
+        return [(f"{name}() is not in this version: {ABSENT_METHODS[name]}", True)]
+    found: list[tuple[str, bool]] = []
+    for word in words:
+        old = str(word.arg)
+        value = word.value.value if isinstance(word.value, ast.Constant) else None
+        if name.endswith("Trainer") and old in TRAINER_RENAMED:
+            found.append((f"{name}({old}=) -> {TRAINER_RENAMED[old]}=", False))
+        elif name.endswith("Trainer") and old in INTO_ARGS:
+            found.append((f"{name}({old}=) -> into its args, as {RENAMED.get(old, old)}=", False))
+        elif not name.endswith(("Trainer", "Config", "TrainingArguments")):
+            continue
+        elif old in LEFT_OUT:
+            found.append((f"{name}({old}=) is left out: {LEFT_OUT[old]}", False))
+        elif old in REFUSED:
+            found.append((f"{name}({old}=) is refused: {REFUSED[old][0]}; {REFUSED[old][1]}", True))
+        elif old == "warmup_ratio" or old in RENAMED:
+            found.append((f"{name}({old}=) -> {RENAMED.get(old, 'warmup_steps')}=", False))
+        elif old == "optim" and value in BITSANDBYTES_ADAMW:
+            found.append((f'{name}(optim="{value}") -> adamw_torch_fused, where bitsandbytes is not installed', False))
+    return found
+
+
+def as_text(path: Path, found: list[Found]) -> str:
+    lines = []
+    for title, missing in (("adapted", False), ("not here", True)):
+        rows = [one for one in found if one.missing is missing]
+        lines += [f"{title}: {'nothing' if not rows else ''}".rstrip(), *(f"  {one.where}  {one.what}" for one in rows)]
+    return "\n".join([str(path), *lines])

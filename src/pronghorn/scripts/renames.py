@@ -1,0 +1,215 @@
+"""What trainers and their arguments were called before, and what it is in the TRL and transformers that are installed.
+
+A rule applies only where the installed class refuses the old name: with an older TRL a script's arguments pass as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+from pronghorn.errors import CommandError
+from pronghorn.scripts.notes import Notes
+
+# old -> new, with the same meaning
+RENAMED = {
+    "max_seq_length": "max_length",
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "push_to_hub_token": "hub_token",
+    "push_to_hub_model_id": "hub_model_id",
+    "use_liger": "use_liger_kernel",
+}
+# gone, and why leaving it out is right
+LEFT_OUT = {
+    "max_prompt_length": "prompts are not cut by themselves any more; max_length is for prompt and answer together",
+    "overwrite_output_dir": "the output folder is always written into",
+    "logging_dir": "the environment variable TENSORBOARD_LOGGING_DIR says where",
+    "save_safetensors": "checkpoints always are safetensors",
+    "dataset_batch_size": "it changed how fast the data is prepared, not what comes out",
+    "num_of_sequences": "packing needs no estimate",
+    "chars_per_token": "packing needs no estimate",
+    "fp16_opt_level": "it was for apex",
+    "half_precision_backend": "torch's autocast is the only one",
+    "fp16_backend": "torch's autocast is the only one",
+    "include_tokens_per_second": "it changed the log only",
+}
+REFUSED = {
+    "vllm_sampling_params": ("it is an addition of the other library", "give temperature, top_p, top_k and min_p as arguments"),
+}
+TRAINER_RENAMED = {"tokenizer": "processing_class"}
+# AdamW with states in 8 bits or in pages needs bitsandbytes; the same steps with states in 32 bits do not.
+BITSANDBYTES_ADAMW = {"adamw_8bit", "adamw_bnb_8bit", "paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit"}
+NEEDS_GPU = ("fp16", "fp16_full_eval")
+
+
+def is_trainer(value: Any) -> bool:
+    return _descends(value, "transformers.trainer", "Trainer")
+
+
+def is_arguments(value: Any) -> bool:
+    return _descends(value, "transformers.training_args", "TrainingArguments")
+
+
+def _descends(value: Any, module: str, name: str) -> bool:
+    """By name, so that nothing is imported to find out."""
+    return isinstance(value, type) and any(base.__module__ == module and base.__name__ == name for base in value.__mro__)
+
+
+def arguments_class(trainer: type) -> type:
+    """SFTConfig for SFTTrainer and what is derived from it, TrainingArguments for Trainer."""
+    for base in trainer.__mro__:
+        name = "TrainingArguments" if base.__name__ == "Trainer" else f"{base.__name__.removesuffix('Trainer')}Config"
+        found: Any = getattr(sys.modules[base.__module__], name, None)
+        if is_arguments(found):
+            return found  # type: ignore[no-any-return]
+    raise TypeError(f"{trainer.__name__} has no class of arguments")
+
+
+def fields_of(cls: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls) if field.init}
+
+
+def positional_names(cls: type) -> list[str]:
+    """Names of what may be given by place. A class that only passes `*args` on has those of the class it passes them to."""
+    for base in cls.__mro__:
+        if "__init__" in vars(base):
+            parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+            if not any(one.kind is one.VAR_POSITIONAL for one in parameters):
+                return [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+    return []
+
+
+def by_name(cls: type, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    names = positional_names(cls)
+    if len(given) > len(names) or set(names[: len(given)]) & set(named):
+        raise TypeError(f"{cls.__name__}() was given too many arguments, or one of them twice")
+    return dict(zip(names, given, strict=False)) | named
+
+
+# ---- arguments of a run ----------------------------------------------------------------------------------------------
+
+
+def translate_arguments(cls: type, given: dict[str, Any], notes: Notes) -> dict[str, Any]:
+    """Arguments for `cls` (SFTConfig, TrainingArguments, ...) out of those a script gives."""
+    known, name = fields_of(cls), cls.__name__
+    result = {key: value for key, value in given.items() if key in known}
+    for old, value in given.items():
+        if old in known:
+            continue
+        if old in REFUSED:
+            why, fix = REFUSED[old]
+            raise CommandError(what=f"{name}({old}=...) is not honoured", why=why, fix=fix)
+        if old in LEFT_OUT:
+            notes.say(f"{name}({old}=...) is left out: {LEFT_OUT[old]}")
+        elif old == "warmup_ratio":
+            _warm_up(name, value, result, notes)
+        elif old == "group_by_length":
+            if value:
+                _put(name, old, "train_sampling_strategy", "group_by_length", result, notes)
+        elif RENAMED.get(old) in known:
+            _put(name, old, RENAMED[old], value, result, notes)
+        else:
+            result[old] = value  # unknown to us, too: the class itself says so
+    _optimizer(name, result, notes)
+    _without_gpu(cls, result, notes)
+    return result
+
+
+def _put(cls: str, old: str, new: str, value: Any, result: dict[str, Any], notes: Notes) -> None:
+    if new in result and result[new] != value:
+        raise CommandError(what=f"{cls}({old}={value!r}) and {new}={result[new]!r}", why=f"{old} is now called {new}",
+                           fix="keep one of them")
+    result[new] = value
+    shown = f'"{value}"' if old == "group_by_length" else "..."  # of the others only the name is new
+    notes.say(f"{cls}({old}=...) is {new}={shown} now")
+
+
+def _warm_up(cls: str, ratio: Any, result: dict[str, Any], notes: Notes) -> None:
+    """A share of all steps is `warmup_steps` below 1; a count of steps always went before the share."""
+    if not ratio or result.get("warmup_steps"):
+        return
+    if not 0 < float(ratio) < 1:
+        raise CommandError(what=f"{cls}(warmup_ratio={ratio!r})", fix="a share of all steps, from 0 up to, but not, 1")
+    result["warmup_steps"] = float(ratio)
+    notes.say(f"{cls}(warmup_ratio=...) is warmup_steps=... now, where a number below 1 is a share of all steps")
+
+
+def _optimizer(cls: str, result: dict[str, Any], notes: Notes) -> None:
+    asked = str(getattr(result.get("optim"), "value", result.get("optim")))
+    if asked in BITSANDBYTES_ADAMW and find_spec("bitsandbytes") is None:
+        result["optim"] = "adamw_torch_fused"
+        notes.say(f'{cls}(optim="{asked}") is "adamw_torch_fused": bitsandbytes is not installed; the same steps, '
+                  "with 8 bytes of optimizer state a trained weight")
+
+
+def _without_gpu(cls: type, result: dict[str, Any], notes: Notes) -> None:
+    """Without a GPU, 16 bits are left to who asks for them: `fp16=not is_bf16_supported()` did not ask for a CPU's fp16, and
+    TRL's own default bf16=True did not either."""
+    from torch import cuda
+
+    if cuda.is_available():
+        return
+    for key in NEEDS_GPU:
+        if result.get(key):
+            result[key] = False
+            notes.say(f"{cls.__name__}({key}=True) is {key}=False: there is no GPU here, and a CPU trains in float32")
+    default = next(field.default for field in dataclasses.fields(cls) if field.name == "bf16")
+    if default is None and result.get("bf16") is None:  # None becomes True
+        result["bf16"] = False
+        notes.say(f"{cls.__name__}(bf16=False): TRL's default is True, and there is no GPU here")
+
+
+# ---- arguments of a trainer ------------------------------------------------------------------------------------------
+
+
+def translate_trainer(cls: type, given: dict[str, Any], notes: Notes) -> dict[str, Any]:
+    """Arguments for the trainer `cls`. What belongs to its arguments by now goes there."""
+    known, name, config = set(positional_names(cls)), cls.__name__, arguments_class(cls)
+    result, moved = {}, {}
+    for key, value in given.items():
+        new = TRAINER_RENAMED.get(key, key)
+        if key in known or new not in known:
+            result[key] = value
+        else:
+            _put(name, key, new, value, result, notes)
+    for key in [key for key in result if key not in known]:
+        if key in fields_of(config) or key in LEFT_OUT or RENAMED.get(key) in fields_of(config):
+            moved[key] = result.pop(key)
+    settings = result.get("args")
+    if is_arguments(type(settings)) and not isinstance(settings, config):
+        notes.say(f"{name}(args={type(settings).__name__}(...)) is given a {config.__name__} with the same values")
+        settings = config(**_values(settings))
+    if moved:
+        settings = _with(settings, config, moved, name, notes)
+    if settings is not None:
+        result["args"] = settings
+    return result
+
+
+def _values(settings: Any) -> dict[str, Any]:
+    """As TRL itself makes one of its own out of TrainingArguments."""
+    return {**settings.to_dict(), "hub_token": settings.hub_token}
+
+
+def _with(settings: Any, config: type, moved: dict[str, Any], trainer: str, notes: Notes) -> Any:
+    """A copy with these values; what a trainer is given itself goes before what its arguments say."""
+    quiet = Notes(lambda text: None)
+    wanted = translate_arguments(config, moved, quiet)
+    for old in moved:
+        if old in LEFT_OUT:
+            notes.say(f"{trainer}({old}=...) is left out: {LEFT_OUT[old]}")
+        else:
+            notes.say(f"{trainer}({old}=...) goes into its args, as {config.__name__}({RENAMED.get(old, old)}=...)")
+    if settings is None:
+        return config(**wanted)
+    settings = copy.copy(settings)
+    for key in {RENAMED.get(old, old) for old in moved} & fields_of(config):
+        setattr(settings, key, wanted[key])
+    return settings

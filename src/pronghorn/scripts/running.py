@@ -1,0 +1,123 @@
+"""A script or notebook as `__main__`, as plain python runs it: its arguments, its tracebacks, its exit code."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+
+from pronghorn.errors import CommandError, PronghornError
+from pronghorn.scripts.adaptor import Adaptor
+from pronghorn.scripts.notebooks import read_cells, tell_skipped
+from pronghorn.scripts.notes import Notes
+
+OURS = str(Path(__file__).parent.parent)
+
+
+def run(script: str, words: Sequence[str] = (), *, notes: Notes | None = None, in_place_of: int = 0) -> ModuleType:
+    """Runs the file and returns its `__main__`; what it raises comes out. Afterwards the adaptor is off.
+
+    `in_place_of`: how many entries at the head of `sys.path` are there for the command that was started, not for the script.
+    """
+    path = Path(script).absolute()
+    with Adaptor(notes, path.resolve().parent) as adaptor, _as_main(path, [script, *words], in_place_of) as main:
+        vars(main)["__builtins__"] = adaptor.builtins
+        for code in _codes(path, adaptor.notes):
+            exec(code, vars(main))
+    return main
+
+
+def _codes(path: Path, notes: Notes) -> Iterator[CodeType]:
+    if path.suffix != ".ipynb":
+        yield compile(_read(path), str(path), "exec", dont_inherit=True)
+        return
+    cells = read_cells(_readable(path))
+    tell_skipped(cells, notes)
+    for cell in cells:
+        name = f"{path}, cell {cell.number}"
+        lines = cell.source.splitlines(keepends=True)
+        linecache.cache[name] = (len(cell.source), None, lines, name)  # for tracebacks, and inspect
+        yield compile(cell.source, name, "exec", dont_inherit=True)
+
+
+def _read(path: Path) -> bytes:
+    return _readable(path).read_bytes()
+
+
+def _readable(path: Path) -> Path:
+    if not path.is_file():
+        raise CommandError(what="there is no such script" if not path.exists() else "this is no file", where=str(path),
+                           fix="pronghorn run script.py [its arguments], or notebook.ipynb")
+    return path
+
+
+@contextmanager
+def _as_main(path: Path, words: list[str], in_place_of: int) -> Iterator[ModuleType]:
+    main = ModuleType("__main__")
+    vars(main).update(__file__=str(path), __loader__=SourceFileLoader("__main__", str(path)), __package__=None, __cached__=None)
+    before = sys.modules["__main__"], sys.argv, sys.path
+    sys.modules["__main__"], sys.argv = main, words
+    sys.path = [str(path.resolve().parent), *sys.path[in_place_of:]]
+    try:
+        yield main
+    finally:
+        sys.modules["__main__"], sys.argv, sys.path = before
+
+
+# ---- what escapes ----------------------------------------------------------------------------------------------------
+
+
+def exit_code(error: BaseException) -> int:
+    if isinstance(error, PronghornError):
+        return error.exit_code
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def as_python_shows_it(error: BaseException, path: Path) -> str:
+    """The traceback from the script on. For an error of ours, which has a sentence, only the script's own lines."""
+    own = str(path.absolute())
+    folder = str(path.resolve().parent)
+    trace = _from_script(error.__traceback__, own)
+    if not isinstance(error, PronghornError):
+        for one in _chain(error):
+            one.__traceback__ = _from_script(one.__traceback__, own)
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    frames = [frame for frame in traceback.extract_tb(trace) if _is_own(frame.filename, own, folder)]
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
+    return "".join(lines) + f"{error}\n"
+
+
+def _is_own(file: str, own: str, folder: str) -> bool:
+    inside = file.startswith(folder) and "site-packages" not in file and not file.startswith(OURS)
+    return inside or file.startswith(own)
+
+
+def _from_script(trace: TracebackType | None, own: str) -> TracebackType | None:
+    """Without the frames of the command that runs it; all of them, where the script is not among them."""
+    first = trace
+    while first is not None and not first.tb_frame.f_code.co_filename.startswith(own):
+        first = first.tb_next
+    return first or (None if _raised_here(trace) else trace)
+
+
+def _raised_here(trace: TracebackType | None) -> bool:
+    """A script that does not compile has no frame at all."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename == __file__
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen = set[int]()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            waiting += [one.__cause__, one.__context__]

@@ -1,0 +1,91 @@
+"""What the data of an SFTTrainer meant when scripts were written: the text that they made is what is trained on.
+
+TRL 1.15 goes by the columns first: with `prompt`, `messages` or ShareGPT's `conversations` beside the script's own `text`, it
+trains on those. It calls `formatting_func` row by row, where scripts expect a batch. And a text that begins with the
+tokenizer's first token, as chat templates write it, gets a second one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pronghorn.errors import DataError
+from pronghorn.scripts.notes import Notes
+
+GO_BEFORE_TEXT = ("prompt", "completion", "messages", "conversations", "chosen", "rejected")
+
+
+def translate_data(trainer: type, given: dict[str, Any], notes: Notes) -> dict[str, Any]:
+    """The same arguments of an SFTTrainer, with data that this TRL reads as it was meant."""
+    if not any(base.__name__ == "SFTTrainer" for base in trainer.__mro__):
+        return given
+    result = dict(given)
+    field = getattr(given.get("args"), "dataset_text_field", "text")
+    formatting = result.pop("formatting_func", None)
+    reader = Reader(field, formatting, given.get("processing_class"), notes)
+    for key in ("train_dataset", "eval_dataset"):
+        data = result.get(key)
+        if isinstance(data, dict):
+            result[key] = type(data)({name: reader.read(one, key) for name, one in data.items()})
+        elif data is not None:
+            result[key] = reader.read(data, key)
+    return result
+
+
+class Reader:
+    def __init__(self, field: str, formatting: Callable[[Any], Any] | None, tokenizer: Any, notes: Notes) -> None:
+        self.field, self.formatting, self.notes = field, formatting, notes
+        self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+
+    def read(self, data: Any, name: str) -> Any:
+        columns = list(getattr(data, "column_names", None) or ())
+        if "input_ids" in columns or not columns:
+            return data
+        if self.formatting is not None:
+            as_text = per_row(self.formatting, next(iter(data), {}), self.notes)
+            data = data.map(lambda row: {self.field: as_text(row)}, remove_columns=[c for c in columns if c != self.field])
+        elif self.field not in columns:
+            return data
+        elif beside := [column for column in columns if column in GO_BEFORE_TEXT and column != self.field]:
+            self.notes.say(f"{name}: its column {self.field!r} is trained on; {', '.join(beside)} beside it would go first in "
+                           "this TRL, so it gets the data without")
+            data = data.remove_columns(beside)
+        return self._with_one_first_token(data, name)
+
+    def _with_one_first_token(self, data: Any, name: str) -> Any:
+        first = getattr(self.tokenizer, "bos_token", None)
+        rows: Any = iter(data)
+        text = next(rows, {self.field: None})[self.field]
+        if not first or not isinstance(text, str) or not text.startswith(first):
+            return data
+        if list(self.tokenizer(text)["input_ids"][:2]) != [self.tokenizer.bos_token_id] * 2:
+            return data
+        self.notes.say(f"{name}: its texts begin with {first}, which the tokenizer writes, too; one of them is taken away")
+        field = self.field
+        return data.map(lambda row: {field: row[field].removeprefix(first)})
+
+
+def per_row(formatting: Callable[[Any], Any], row: dict[str, Any], notes: Notes) -> Callable[[dict[str, Any]], str]:
+    """A function of one row. Scripts have them for a row (a text, or a list with one) and for a batch (a list of texts): on the
+    first row, a function for a batch goes through the letters of a text, or does not work at all."""
+    try:
+        once = formatting(row)
+    except (TypeError, KeyError, IndexError, AttributeError, ValueError):
+        once = None
+    if isinstance(once, str):
+        return formatting
+    if isinstance(once, (list, tuple)) and len(once) == 1:
+        return lambda row: str(formatting(row)[0])
+    notes.say("formatting_func= takes a batch of rows; this TRL gives it one, so it gets batches of one")
+
+    def as_batch(row: dict[str, Any]) -> str:
+        texts = formatting({key: [value] for key, value in row.items()})
+        if isinstance(texts, dict):
+            texts = next(iter(texts.values()))
+        if not isinstance(texts, (list, tuple)) or len(texts) != 1:
+            raise DataError(what="formatting_func gives no text for a row",
+                            fix="return a text for a row, or a list of texts for a batch")
+        return str(texts[0])
+
+    return as_batch

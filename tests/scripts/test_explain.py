@@ -1,0 +1,62 @@
+"""What `--explain` says, by reading alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pronghorn.errors import CommandError
+from pronghorn.scripts.explain import INTO_ARGS, as_text, everything, of_script
+from pronghorn.scripts.fronts import MOVED
+from pronghorn.scripts.modules import OURS
+from pronghorn.scripts.renames import BITSANDBYTES_ADAMW, LEFT_OUT, REFUSED, RENAMED, TRAINER_RENAMED
+from public_models import write_notebook
+
+SCRIPT = """
+from unsloth import FastLanguageModel, FastVisionModel, made_up
+from unsloth.chat_templates import get_chat_template
+import unsloth_zoo.rl_replacements
+from trl import SFTTrainer, ORPOTrainer
+trainer = SFTTrainer(model, tokenizer=tokenizer, max_seq_length=2048, packing=False, learning_rate=1,
+                     args=TrainingArguments(warmup_ratio=0.1, optim="adamw_8bit", max_prompt_length=3))
+model.fast_generate("text")
+sort(data, tokenizer=1)
+"""
+
+
+def test_everything_that_is_adapted_is_listed() -> None:
+    text = everything()
+    for name in (*RENAMED, *LEFT_OUT, *REFUSED, *TRAINER_RENAMED, *INTO_ARGS, *BITSANDBYTES_ADAMW, *MOVED, *OURS):
+        assert name in text, name
+
+
+def test_a_script(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(SCRIPT, encoding="utf-8")
+    found = of_script(path)
+    adapted = {one.what.split(":")[0] for one in found if not one.missing}
+    assert adapted == {
+        "from unsloth import FastLanguageModel", "from unsloth.chat_templates import get_chat_template",
+        "from trl import ORPOTrainer", "SFTTrainer(tokenizer=) -> processing_class=",
+        "SFTTrainer(max_seq_length=) -> into its args, as max_length=", "SFTTrainer(packing=) -> into its args, as packing=",
+        "TrainingArguments(warmup_ratio=) -> warmup_steps=", "TrainingArguments(max_prompt_length=) is left out",
+        'TrainingArguments(optim="adamw_8bit") -> adamw_torch_fused, where bitsandbytes is not installed',
+    }
+    missing = [one.what for one in found if one.missing]
+    assert [text.split(" ")[0] for text in missing] == [
+        "unsloth.FastVisionModel", "unsloth.made_up", "unsloth_zoo.rl_replacements", "fast_generate()"]
+    text = as_text(path, found)
+    assert "mine.py:2  from unsloth import FastLanguageModel: ours" in text
+    assert text.index("adapted:") < text.index("not here:") < text.index("fast_generate()")
+
+
+def test_a_notebook_and_what_cannot_be_read(tmp_path: Path) -> None:
+    path = write_notebook(tmp_path / "some.ipynb", ["!pip install unsloth", "import unsloth"])
+    assert [(one.where, one.what) for one in of_script(path)] == [
+        ("cell 1", "skipped: !pip install unsloth"), ("cell 2:1", "import unsloth: pronghorn")]
+    (tmp_path / "bad.py").write_text("x = (", encoding="utf-8")
+    with pytest.raises(CommandError, match="Python cannot read it"):
+        of_script(tmp_path / "bad.py")
+    with pytest.raises(CommandError, match="there is no such script"):
+        of_script(tmp_path / "none.py")

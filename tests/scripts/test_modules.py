@@ -1,0 +1,70 @@
+"""Which of our modules answer to which names, and what is said of those that nobody answers to."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import pronghorn
+from pronghorn.errors import CommandError
+from pronghorn.scripts.adaptor import Adaptor
+from pronghorn.scripts.modules import NotHere
+from pronghorn.scripts.notes import Notes
+
+
+@pytest.fixture
+def notes() -> Notes:
+    return Notes(lambda text: None)
+
+
+def test_names_are_ours_and_only_inside(notes: Notes) -> None:
+    with Adaptor(notes):
+        import unsloth
+        from unsloth import get_chat_template, is_bf16_supported
+        from unsloth.chat_templates import train_on_responses_only
+
+        assert is_bf16_supported is pronghorn.is_bf16_supported
+        assert train_on_responses_only is pronghorn.train_on_responses_only
+        assert get_chat_template.__wrapped__ is pronghorn.get_chat_template
+        assert unsloth.chat_templates.train_on_responses_only is train_on_responses_only
+        assert unsloth.__version__ == pronghorn.__version__
+    assert "unsloth" not in sys.modules
+    assert "unsloth.chat_templates" not in sys.modules
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("unsloth")
+    assert notes.said == ["import unsloth gives pronghorn",
+                          "import unsloth.chat_templates gives pronghorn.chat_templates"]
+
+
+def test_what_is_not_here_is_a_sentence_and_an_import_error(notes: Notes) -> None:
+    with Adaptor(notes):
+        with pytest.raises(NotHere, match=r"unsloth.no_such_name is not in Pronghorn"):
+            from unsloth import no_such_name  # noqa: F401
+        with pytest.raises(NotHere, match=r"unsloth_zoo.utils is not in Pronghorn\n  why: .*own workings"):
+            importlib.import_module("unsloth_zoo.utils")
+        with pytest.raises(NotHere, match=r"unsloth_zoo.patch is not in Pronghorn"):
+            from unsloth_zoo import patch  # noqa: F401
+        with pytest.raises(CommandError, match="makes data by a server"):
+            from unsloth.dataprep import SyntheticDataKit  # noqa: F401
+        with pytest.raises(ImportError):  # as a script asks that goes on without
+            from unsloth import other_name  # noqa: F401
+
+
+def test_ours_also_where_the_other_library_is_installed(tmp_path: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "unsloth.py").write_text("raise RuntimeError('the real one')", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with Adaptor(notes):
+        import unsloth
+
+        assert unsloth.is_bf16_supported is pronghorn.is_bf16_supported
+    assert any("is installed here, and not used" in line for line in notes.said)
+
+
+def test_a_process_with_the_other_library_is_refused(notes: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "unsloth", ModuleType("unsloth"))
+    with pytest.raises(CommandError, match="unsloth is imported in this process already"), Adaptor(notes):
+        pass

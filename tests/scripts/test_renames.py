@@ -1,0 +1,116 @@
+"""Old names of trainers' arguments: what is made of each with the TRL that is installed, and what is said of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import Trainer, TrainingArguments
+from trl import DPOConfig, DPOTrainer, GRPOConfig, KTOTrainer, SFTConfig, SFTTrainer
+
+from pronghorn.errors import CommandError
+from pronghorn.scripts.notes import Notes
+from pronghorn.scripts.renames import arguments_class, by_name, translate_arguments, translate_trainer
+
+
+@pytest.fixture
+def notes() -> Notes:
+    return Notes(lambda text: None)
+
+
+@pytest.mark.parametrize(
+    ("given", "made", "said"),
+    [
+        ({"max_seq_length": 512}, {"max_length": 512}, 1),
+        ({"evaluation_strategy": "steps"}, {"eval_strategy": "steps"}, 1),
+        ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}, 1),
+        ({"warmup_ratio": 0.1, "warmup_steps": 5}, {"warmup_steps": 5}, 0),
+        ({"warmup_ratio": 0.0}, {}, 0),
+        ({"group_by_length": True}, {"train_sampling_strategy": "group_by_length"}, 1),
+        ({"group_by_length": False}, {}, 0),
+        ({"max_prompt_length": 64, "overwrite_output_dir": True}, {}, 2),
+        ({"optim": "adamw_8bit"}, {"optim": "adamw_torch_fused"}, 1),
+        ({"optim": "paged_adamw_8bit"}, {"optim": "adamw_torch_fused"}, 1),
+        ({"optim": "lion_8bit"}, {"optim": "lion_8bit"}, 0),  # no other one takes the same steps
+        ({"fp16": True, "bf16": False}, {"fp16": False, "bf16": False}, 1),
+        ({"learning_rate": 1e-3, "nobody_knows": 1}, {"learning_rate": 1e-3, "nobody_knows": 1}, 0),
+    ],
+)
+def test_arguments(given: dict[str, Any], made: dict[str, Any], said: int, notes: Notes) -> None:
+    assert translate_arguments(SFTConfig, given, notes) == {"bf16": False} | made
+    assert len([line for line in notes.said if "TRL's default" not in line]) == said
+
+
+def test_a_share_of_the_steps_is_the_same_share() -> None:
+    settings = SFTConfig(**translate_arguments(SFTConfig, {"warmup_ratio": 0.25, "max_steps": 40}, Notes(lambda text: None)))
+    assert settings.get_warmup_steps(40) == 10
+
+
+def test_what_cannot_be_translated_is_refused(notes: Notes) -> None:
+    with pytest.raises(CommandError, match=r"vllm_sampling_params=...\) is not honoured"):
+        translate_arguments(GRPOConfig, {"vllm_sampling_params": object()}, notes)
+    with pytest.raises(CommandError, match="warmup_ratio=2"):
+        translate_arguments(SFTConfig, {"warmup_ratio": 2}, notes)
+    with pytest.raises(CommandError, match=r"max_seq_length=10\) and max_length=20"):
+        translate_arguments(SFTConfig, {"max_seq_length": 10, "max_length": 20}, notes)
+
+
+def test_each_is_said_once(notes: Notes) -> None:
+    for _ in range(2):
+        translate_arguments(SFTConfig, {"max_seq_length": 512, "bf16": False}, notes)
+    assert notes.said == ["SFTConfig(max_seq_length=...) is max_length=... now"]
+
+
+def test_what_a_gpu_trains_in_is_left_alone(monkeypatch: pytest.MonkeyPatch, notes: Notes) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert translate_arguments(SFTConfig, {"fp16": True}, notes) == {"fp16": True}
+    assert notes.said == []
+
+
+def test_a_class_of_arguments_for_each_trainer() -> None:
+    derived = type("MyTrainer", (SFTTrainer,), {})
+    assert [arguments_class(one) for one in (SFTTrainer, derived, DPOTrainer, Trainer)] == [
+        SFTConfig, SFTConfig, DPOConfig, TrainingArguments]
+    assert arguments_class(KTOTrainer).__name__ == "KTOConfig"
+
+
+def test_a_trainer_as_scripts_call_it(notes: Notes) -> None:
+    settings = TrainingArguments(output_dir="somewhere", learning_rate=3e-4, bf16=False, report_to="none", hub_token="mine")
+    given = {"model": 1, "tokenizer": 2, "args": settings, "dataset_text_field": "words", "max_seq_length": 64, "packing": True,
+             "dataset_num_proc": 2}
+    made = translate_trainer(SFTTrainer, given, notes)
+    config = made.pop("args")
+    assert made == {"model": 1, "processing_class": 2}
+    assert type(config) is SFTConfig
+    assert (config.dataset_text_field, config.max_length, config.packing, config.dataset_num_proc) == ("words", 64, True, 2)
+    assert (config.learning_rate, config.output_dir, config.hub_token) == (3e-4, "somewhere", "mine")
+    assert settings.learning_rate == 3e-4
+    assert len(notes.said) == 6
+
+
+def test_values_of_a_trainer_go_before_those_of_its_arguments_and_leave_them_alone(notes: Notes) -> None:
+    settings = SFTConfig(output_dir="somewhere", bf16=False, max_length=1024, report_to="none")
+    made = translate_trainer(SFTTrainer, {"args": settings, "max_seq_length": 64}, notes)
+    assert made["args"].max_length == 64
+    assert settings.max_length == 1024
+
+
+def test_preference_trainers(notes: Notes) -> None:
+    settings = TrainingArguments(output_dir="somewhere", bf16=False, report_to="none")
+    made = translate_trainer(DPOTrainer, {"args": settings, "beta": 0.3, "max_length": 99, "max_prompt_length": 50}, notes)
+    assert type(made["args"]) is DPOConfig
+    assert (made["args"].beta, made["args"].max_length) == (0.3, 99)
+    assert any("max_prompt_length=...) is left out" in line for line in notes.said)
+
+
+def test_a_trainer_of_transformers_keeps_its_arguments(notes: Notes) -> None:
+    settings = TrainingArguments(output_dir="somewhere", report_to="none")
+    assert translate_trainer(Trainer, {"args": settings, "tokenizer": 1}, notes) == {"args": settings, "processing_class": 1}
+
+
+def test_what_is_given_by_place() -> None:
+    assert by_name(SFTTrainer, ("m", "a"), {"train_dataset": 1}) == {"model": "m", "args": "a", "train_dataset": 1}
+    passing_on = type("Passing", (SFTTrainer,), {"__init__": lambda self, *args, **kwargs: None})
+    assert by_name(passing_on, ("m",), {}) == {"model": "m"}
+    with pytest.raises(TypeError, match="one of them twice"):
+        by_name(SFTTrainer, ("m",), {"model": "n"})

@@ -1,0 +1,92 @@
+"""A file as `__main__`: as plain python runs it. The process of the command itself is in tests/test_cli_run.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pronghorn.errors import CommandError, HealthStop
+from pronghorn.scripts.notes import Notes
+from pronghorn.scripts.running import as_python_shows_it, exit_code, run
+from public_models import write_notebook
+
+
+def quiet() -> Notes:
+    return Notes(lambda text: None)
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_the_script_finds_itself_as_plain_python_lets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "mine.py", "'''doc'''\nimport sys, __main__\n"
+                                "found = (__name__, __file__, sys.argv, sys.path[0], __doc__)\n"
+                                "is_main = __main__.__dict__ is globals()\nimport beside\n")
+    write(tmp_path / "beside.py", "from trl import SFTConfig\nfrom unsloth import is_bf16_supported\n")
+    before = sys.argv, list(sys.path), sys.modules["__main__"], list(sys.meta_path)
+    main = run("./mine.py", ["--lr", "1e-4", "--json"], notes=quiet())
+    assert main.found == ("__main__", str(tmp_path / "mine.py"), ["./mine.py", "--lr", "1e-4", "--json"], str(tmp_path), "doc")
+    assert main.is_main
+    assert type(main.beside.SFTConfig).__name__ == "Arguments"  # modules beside it see what it sees
+    assert (sys.argv, list(sys.path), sys.modules["__main__"], list(sys.meta_path)) == before
+    assert "beside" not in sys.modules
+
+
+def test_a_traceback_begins_in_the_script(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.py", "def f():\n    1 / 0\n\ntry:\n    f()\n"
+                                       "except ZeroDivisionError as e:\n    raise KeyError(1) from e\n")
+    with pytest.raises(KeyError) as caught:
+        run(path, notes=quiet())
+    shown = as_python_shows_it(caught.value, Path(path))
+    assert shown.startswith("Traceback (most recent call last):\n")
+    assert [line.strip().split(", ")[1:] for line in shown.splitlines() if line.startswith("  File")] == [
+        ["line 5", "in <module>"], ["line 2", "in f"], ["line 7", "in <module>"]]
+    assert shown.endswith("KeyError: 1\n")
+    assert exit_code(caught.value) == 1
+
+
+def test_an_error_of_ours_is_the_scripts_lines_and_a_sentence(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.py", "from unsloth import FastLanguageModel\n\n"
+                                       "def load():\n    FastLanguageModel.from_pretrained('/no/such')\n\nload()\n")
+    with pytest.raises(Exception, match="no such model folder") as caught:
+        run(path, notes=quiet())
+    lines = as_python_shows_it(caught.value, Path(path)).splitlines()
+    assert [line for line in lines if line.startswith("  File")] == [
+        f'  File "{path}", line 6, in <module>', f'  File "{path}", line 4, in load']
+    assert "/no/such: no such model folder" in lines
+    assert "pronghorn" not in "".join(line for line in lines if line.startswith("  File"))
+    assert exit_code(caught.value) == 2
+    assert exit_code(HealthStop("a loss that is no number")) == 4
+    assert exit_code(KeyboardInterrupt()) == 130
+
+
+def test_a_script_that_python_cannot_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.py", "x = (\n")
+    with pytest.raises(SyntaxError) as caught:
+        run(path, notes=quiet())
+    assert as_python_shows_it(caught.value, Path(path)).startswith(f'  File "{path}", line 1\n')
+    with pytest.raises(CommandError, match="there is no such script"):
+        run(str(tmp_path / "none.py"), notes=quiet())
+
+
+def test_cells_of_a_notebook_one_after_the_other(tmp_path: Path) -> None:
+    notes = quiet()
+    path = write_notebook(tmp_path / "some.ipynb", [
+        "%%capture\n!pip install unsloth", "from unsloth import is_bf16_supported\nx = 1", "x += 1\n!ls", "\n\n1 / 0"])
+    with pytest.raises(ZeroDivisionError) as caught:
+        run(str(path), notes=notes)
+    assert [line for line in notes.said if "skipped" in line] == [
+        "cell 1: skipped %%capture", "cell 1: skipped !pip install unsloth", "cell 3: skipped !ls"]
+    shown = as_python_shows_it(caught.value, path)
+    assert f'File "{path}, cell 4", line 3, in <module>\n    1 / 0' in shown
+
+
+def test_exit_is_the_scripts_own(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(write(tmp_path / "mine.py", "import sys\nsys.exit(7)\n"), notes=quiet())
+    assert caught.value.code == 7

@@ -1,0 +1,74 @@
+"""What an SFTTrainer is given is what the script meant to train on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from datasets import Dataset, DatasetDict
+from trl import DPOTrainer, SFTConfig, SFTTrainer
+
+from pronghorn.errors import DataError
+from pronghorn.scripts.notes import Notes
+from pronghorn.scripts.trainer_data import per_row, translate_data
+from public_models import LLAMA3, make_tokenizer
+
+ROWS = [{"question": "one", "answer": "1"}, {"question": "two", "answer": "2"}]
+
+
+@pytest.fixture
+def notes() -> Notes:
+    return Notes(lambda text: None)
+
+
+def for_a_batch(rows: dict[str, list[str]]) -> list[str]:
+    return [f"{rows['question'][i]}={rows['answer'][i]}" for i in range(len(rows["question"]))]
+
+
+@pytest.mark.parametrize(
+    "formatting",
+    [lambda row: f"{row['question']}={row['answer']}", lambda row: [f"{row['question']}={row['answer']}"], for_a_batch,
+     lambda rows: {"text": for_a_batch(rows)}],
+    ids=["a row", "a list of one", "a batch", "a batch in a dict"],
+)
+def test_texts_of_a_formatting_function(formatting: Any, notes: Notes) -> None:
+    config = SFTConfig("somewhere", bf16=False, report_to="none")
+    made = translate_data(SFTTrainer, {"args": config, "train_dataset": Dataset.from_list(ROWS),
+                                       "eval_dataset": DatasetDict(some=Dataset.from_list(ROWS[1:])),
+                                       "formatting_func": formatting}, notes)
+    assert made["train_dataset"].to_list() == [{"text": "one=1"}, {"text": "two=2"}]
+    assert made["eval_dataset"]["some"].to_list() == [{"text": "two=2"}]
+    assert "formatting_func" not in made
+
+
+def test_a_formatting_function_without_texts_is_refused() -> None:
+    with pytest.raises(DataError, match="formatting_func gives no text"):
+        per_row(lambda row: None, ROWS[0], Notes(lambda text: None))(ROWS[0])
+
+
+def test_the_column_of_texts_goes_before_others(notes: Notes) -> None:
+    """TRL 1.15 trains on `conversations` (ShareGPT) or `prompt` where they are."""
+    rows = [{"text": "a", "conversations": [{"from": "human", "value": "b"}], "prompt": "c", "score": 1}]
+    made = translate_data(SFTTrainer, {"train_dataset": Dataset.from_list(rows)}, notes)
+    assert made["train_dataset"].column_names == ["text", "score"]
+    assert "conversations, prompt beside it would go first" in notes.said[0]
+    conversations = Dataset.from_list([{"messages": [{"role": "user", "content": "b"}]}])
+    assert translate_data(SFTTrainer, {"train_dataset": conversations}, notes)["train_dataset"] is conversations
+
+
+def test_one_first_token(notes: Notes) -> None:
+    tokenizer = make_tokenizer(LLAMA3, None)
+    data = Dataset.from_list([{"text": "<|begin_of_text|>once"}, {"text": "twice"}])
+    assert tokenizer(data[0]["text"])["input_ids"][:2] == [tokenizer.bos_token_id] * 2
+    made = translate_data(SFTTrainer, {"train_dataset": data, "processing_class": tokenizer}, notes)
+    assert made["train_dataset"]["text"][:] == ["once", "twice"]
+    plain = data.select([1])
+    assert translate_data(SFTTrainer, {"train_dataset": plain, "processing_class": tokenizer}, notes)["train_dataset"] is plain
+
+
+def test_other_trainers_and_tokenized_data_are_left_alone(notes: Notes) -> None:
+    given = {"train_dataset": Dataset.from_list([{"text": "a", "prompt": "b"}])}
+    assert translate_data(DPOTrainer, given, notes) is given
+    tokens = Dataset.from_list([{"input_ids": [1], "text": "a", "prompt": "b"}])
+    assert translate_data(SFTTrainer, {"train_dataset": tokens}, notes)["train_dataset"] is tokens
+    assert notes.said == []
