@@ -53,7 +53,7 @@ def adapters_switched_between_steps(model: Any) -> Any:
 @of_an_adapter
 def an_adapter_off_for_a_reference(model: Any) -> Any:
     """As DPO does it: without gradients, before and after the forward that trains."""
-    seen, optimizer = [], sgd(model)
+    seen, optimizer = [], sgd(model, 0.02)
     for step in range(2):
         optimizer.zero_grad()
         loss = loss_of(model, step)
@@ -236,7 +236,7 @@ def padded(side: str, seed: int = 0) -> dict[str, Any]:
     return {"input_ids": given["input_ids"] * mask, "attention_mask": mask, "labels": labels}
 
 
-def over(model: Any, batches: list[dict[str, Any]], rate: float = 0.1) -> list[Any]:
+def over(model: Any, batches: list[dict[str, Any]], rate: float = 0.05) -> list[Any]:
     optimizer, seen = sgd(model, rate), []
     for given in batches:
         optimizer.zero_grad()

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, L
 
 from api_parts import LINEARS
 from pronghorn import FastLanguageModel
-from pronghorn.model.causal_lm import FastCausalLM
+from pronghorn.model.captured_layers import CapturedLayers
+from pronghorn.model.causal_lm import FastCausalLM, engine_of
 from samples import make_tokenizer
 
 SIZES: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -46,41 +47,60 @@ def written(folder: Path, family: str) -> Path:
     return folder / family
 
 
-def pair(folder: Path, *, adapter: bool = True, recompute: bool = False, **options: Any) -> tuple[Any, Any]:
-    """The model as stock libraries load it, and as ours do, from the same weights; `options` are of the adapter."""
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    fast, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=512, load_in_4bit=False, dtype=torch.float32,
-                                                full_finetuning=not adapter, use_gradient_checkpointing=recompute)
+def stock_model(folder: Path, *, adapter: bool = True, **options: Any) -> Any:
+    """As stock libraries load it; `options` are of the adapter."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if adapter:
-        names = LINEARS[:4] if plain.config.model_type == "gpt_oss" else LINEARS
-        options = {"r": 4, "lora_alpha": 16, "target_modules": names} | options
-        fast = FastLanguageModel.get_peft_model(fast, use_gradient_checkpointing=recompute, **options)
-        plain = get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM", **options))
-        for name, parameter in plain.named_parameters():
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **_with_defaults(model, options)))
+        for name, parameter in model.named_parameters():
             if "lora_B" in name:  # zeros would hide what goes wrong with A
                 torch.nn.init.normal_(parameter, std=0.1)
-        fast.load_state_dict(plain.state_dict())
-    return plain.train(), fast.train()
+    return model.train()
+
+
+def fast_model(folder: Path, plain: Any, *, adapter: bool = True, recompute: bool = False, **options: Any) -> Any:
+    """The same as ours load it, from the same weights."""
+    model, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=512, load_in_4bit=False, dtype=torch.float32,
+                                                 full_finetuning=not adapter, use_gradient_checkpointing=recompute)
+    if adapter:
+        options = _with_defaults(model, options)
+        model = FastLanguageModel.get_peft_model(model, use_gradient_checkpointing=recompute, **options)
+        model.load_state_dict(plain.state_dict())
+    return model.train()
+
+
+def with_captured_layers(fast: Any) -> Any:
+    """From the first batch on; there is no GPU here, so what would be graphs is run."""
+    engine = engine_of(fast)
+    engine.captured = CapturedLayers(engine, simulated=True)
+    return fast
+
+
+def _with_defaults(model: Any, options: dict[str, Any]) -> dict[str, Any]:
+    names = LINEARS[:4] if model.config.model_type == "gpt_oss" else LINEARS
+    return {"r": 4, "lora_alpha": 16, "target_modules": names} | options
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def compare(use: Callable[[Any], Any], plain: Any, fast: Any, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How often the fast layers ran."""
+def compare(use: Callable[[Any], Any], plain: Any, *fasts: Any) -> None:
+    torch.manual_seed(5)
+    expected = use(plain)
+    for number, fast in enumerate(fasts):
+        torch.manual_seed(5)
+        same(expected, use(fast), f"seen of {number}:")
+        same(gradients(plain), gradients(fast), f"gradient of {number}:")
+        same(dict(plain.named_parameters()), dict(fast.named_parameters()), f"weight of {number}:")
+
+
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Filled with True each time fast layers run: a comparison must not hold because they never do."""
     ran: list[bool] = []
     own = FastCausalLM.hidden
     monkeypatch.setattr(FastCausalLM, "hidden", lambda *args: ran.append(True) or own(*args))
-    seen = []
-    for model in (plain, fast):
-        torch.manual_seed(5)
-        assert not ran
-        seen.append(use(model))
-    same(*seen, "seen")
-    same(gradients(plain), gradients(fast), "gradient")
-    same(dict(plain.named_parameters()), dict(fast.named_parameters()), "weight")
-    return len(ran)
+    return ran
 
 
 def same(expected: Any, found: Any, where: str) -> None:

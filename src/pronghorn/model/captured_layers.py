@@ -37,6 +37,7 @@ from pronghorn.kernels.nf4_lora import NF4LoraGroup
 from pronghorn.model.capture import Graphs, first_line
 from pronghorn.model.decoder_layer import Waiting
 from pronghorn.model.projections import Projections
+from pronghorn.model.same_weights import Weights, require_same, stamp
 from pronghorn.model.watched import Watched
 
 if TYPE_CHECKING:
@@ -98,8 +99,8 @@ class CapturedLayers:
             return None
         state = self._look(h_TD.dtype)
         pair = state and (state.pairs.get(size) or self._captured(state, size, len(h_TD), len(cu_seqlens)))
-        if not state or not pair:
-            return None
+        if not state or not pair or any(p._backward_hooks for p in state.parameters):
+            return None  # a hook on a parameter's gradient is called once, by autograd: not by what goes on inside the node
         out: Tensor = _Replayed.apply(h_TD, state, pair, cu_seqlens, positions_T, *state.parameters)  # type: ignore[no-untyped-call]
         return out
 
@@ -219,6 +220,10 @@ class _State:
         h0, io = self._rooms
         return h0[:tokens], io[:tokens]
 
+    def read(self) -> list[Tensor]:
+        """Everything that a backward reads."""
+        return [p for layer in self.engine.layers for p in layer.parameters()]
+
     def drop_abandoned(self) -> None:
         """Forwards that nobody will go back through; graphs hold nothing of theirs."""
         if not self.under_way:
@@ -330,6 +335,7 @@ class _Replayed(torch.autograd.Function):
         pair.forward()
         state.forget_weights()
         ctx.state, ctx.pair, ctx.tokens = state, pair, len(h_TD)
+        ctx.weights, ctx.stamp = Weights(state.engine, h_TD.dtype), stamp(state.read())
         ctx.waiting = Waiting()
         state.under_way.add(ctx.waiting)
         state.engine.layers[0].waiting.add(ctx.waiting)
@@ -342,12 +348,18 @@ class _Replayed(torch.autograd.Function):
             raise RuntimeError("the layers gave away what they had kept in a first backward: compute the loss again, or ask "
                                "the first backward for retain_graph=True")
         pair, state = ctx.pair, ctx.state
+        others = ctx.weights.come_back()
+        require_same(ctx.stamp, state.read())
         pair.io[: ctx.tokens].copy_(incoming[0])
         pair.io[ctx.tokens :].zero_()
-        if keeps_graph():  # a graph's backward leaves nothing for a second one: the forward is done again, outside of it
+        keeps = keeps_graph()
+        if not keeps:
+            ctx.waiting = None
+        # A graph's backward leaves nothing for a second one, and reads what another forward may have put in its place: the
+        # forward is done again, outside of it.
+        if keeps or others:
             dh, *gradients = pair.gradients(*pair.eager())
         else:
-            ctx.waiting = None
             pair.backward()
             state.forget_weights()
             dh, gradients = pair.io, state.gradients.copied()[: len(state.parameters)]

@@ -478,7 +478,7 @@ class _Layer(torch.autograd.Function):
                                "first backward for retain_graph=True")
         if ctx.documents.weights is not None:
             ctx.documents.weights.come_back()
-            require_same(ctx.stamp, ctx.layer.parameters(), ctx.layer.index)
+            require_same(ctx.stamp, ctx.layer.parameters(), f"decoder layer {ctx.layer.index}")
         if keeps_graph():
             left = copied(left)  # gradients take the place of what was kept
         else:

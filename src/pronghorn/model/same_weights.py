@@ -41,17 +41,18 @@ class Weights:
         self.model, self.dtype = model, dtype
         self.turn = model.prepared
 
-    def come_back(self) -> None:
-        """Before a layer's backward: whatever other forwards have made of the layers' buffers."""
-        if self.model.prepared != self.turn:
+    def come_back(self) -> bool:
+        """Before a layer's backward; whether another forward had put its own there."""
+        others = self.model.prepared != self.turn
+        if others:
             self.model.prepare(self.dtype)
             self.turn = self.model.prepared
+        return others
 
 
-def require_same(then: Stamp, now: Sequence[Tensor], number: int) -> None:
-    """`number`: of the decoder layer."""
+def require_same(then: Stamp, now: Sequence[Tensor], where: str = "a decoder layer") -> None:
     if len(then.weights) != len(now) or not all(map(is_, then.weights, now)):
-        raise RuntimeError(f"decoder layer {number} does not have the weights that its forward was computed with: call "
+        raise RuntimeError(f"{where} does not have the weights that its forward was computed with: call "
                            "backward before they are replaced, or adapters switched")
     versions = list(map(VERSION, now))
     if versions != then.versions:
@@ -59,5 +60,5 @@ def require_same(then: Stamp, now: Sequence[Tensor], number: int) -> None:
                                  in zip(now, then.versions, versions, strict=True) if was != found)
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a weight of "
-            f"decoder layer {number}, {shape}, is at version {found}; expected version {was} instead. Call backward before the "
+            f"{where}, {shape}, is at version {found}; expected version {was} instead. Call backward before the "
             "optimizer's step, or compute the loss again after it")
