@@ -52,7 +52,7 @@ def model_folder(name: str, *, weights: bool = False, token: str | None = None) 
         try:
             commit, files = _ask(name, token)
             return _fetch(name, commit, files, weights, token)
-        except _hub_errors() as error:
+        except hub_errors() as error:
             told = refusal(error, name, token=token)
             if not isinstance(told, EnvironmentFault) or (cached := _whole_in_cache(name)) is None:
                 raise told from error
@@ -69,7 +69,7 @@ def require_data_set(name: str) -> None:
     with quiet():
         try:
             _tried(lambda: _api(None).dataset_info(name, timeout=PATIENCE))
-        except _hub_errors() as error:
+        except hub_errors() as error:
             told = refusal(error, name, kind="data set")
             if isinstance(told, EnvironmentFault):
                 told.fix += "; with HF_HUB_OFFLINE=1 a data set that was loaded before is taken from the cache"
@@ -202,7 +202,7 @@ def _tried(ask: Callable[[], Any]) -> Any:
     for _ in range(TRIES - 1):
         try:
             return ask()
-        except _hub_errors() as error:
+        except hub_errors() as error:
             if not isinstance(refusal(error, ""), EnvironmentFault):
                 raise
             time.sleep(pause)
@@ -241,7 +241,7 @@ def refusal(error: Exception, name: str, *, token: str | None = None, kind: str 
                             why=f"{constants.ENDPOINT}: {first}", fix="check the network, or give a local folder")
 
 
-def _hub_errors() -> tuple[type[Exception], ...]:
+def hub_errors() -> tuple[type[Exception], ...]:
     """Its own errors are all OSErrors or those of its HTTP library, which it has changed once already."""
     from huggingface_hub.errors import HfHubHTTPError
 

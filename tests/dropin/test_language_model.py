@@ -106,8 +106,8 @@ def test_4_bit_checkpoints_are_loaded_as_they_are(tmp_path: Path) -> None:
 def test_unknown_arguments_are_told_with_the_nearest_known_one(tiny_model: Path) -> None:
     with pytest.raises(TypeError, match="did you mean `max_seq_length`"):
         FastLanguageModel.from_pretrained(str(tiny_model), max_seq_len=512)
-    with pytest.raises(TypeError, match=r"fast_inference.*leave it out"):
-        FastLanguageModel.from_pretrained(str(tiny_model), fast_inference=True)
+    with pytest.raises(TypeError, match=r"nonsense.*leave it out"):
+        FastLanguageModel.from_pretrained(str(tiny_model), nonsense=True)
     with pytest.raises(TypeError, match="did you mean `lora_dropout`"):
         FastLanguageModel.get_peft_model(make_model(), lora_drop=0.1)
     with pytest.raises(TypeError, match="did you mean `save_method`"):

@@ -23,15 +23,10 @@ Dtype = torch.dtype | None
 DeviceMap = str | int | torch.device | dict[str, Any] | None
 
 
-def refuse_unknown(function: Any, unknown: dict[str, Any]) -> None:
-    known = [name for name in function.__annotations__ if name not in ("unknown", "return")]
-    for name in unknown:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean `{close[0]}`?" if close else "it is not honoured, so leave it out"
-        raise TypeError(f"{function.__name__}() has no argument `{name}`; {hint}")
-
-
 def check_storage(eight_bit: bool, fp8: bool, half: bool, full: bool) -> None:
+    if fp8 not in (True, False):
+        raise CommandError(what=f"load_in_fp8={fp8!r}", why="weights in FP8 have one scale for each row",
+                           fix="load_in_fp8=True, or leave it out")
     if eight_bit:
         raise CommandError(what="load_in_8bit=True is not in this version", why="base weights are quantized as NF4 or FP8",
                            fix="pass load_in_4bit=True, load_in_fp8=True or load_in_16bit=True")
@@ -99,10 +94,13 @@ def precision_of(dtype: Dtype, half: bool, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def set_length(model: Any, tokenizer: Any, length: int, name: str) -> None:
-    if length < 1:
+def set_length(model: Any, tokenizer: Any, length: int | None, name: str) -> None:
+    """None: as long as the model was made for."""
+    if length is not None and length < 1:
         raise CommandError(what=f"max_seq_length={length}", fix="the longest sequence in tokens, such as 2048")
     made_for = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
+    if length is None:
+        length = made_for or DEFAULT_LENGTH
     if made_for and length > made_for:
         if length != DEFAULT_LENGTH:
             raise ModelError(what=f"max_seq_length={length:,} is more than the {made_for:,} positions of this model",

@@ -1,4 +1,4 @@
-"""What is done to the model instance: fast layers, recomputation, the check against its own layers."""
+"""What is done to the model instance: fast layers, recomputation, modes, methods, the check against its own layers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,35 @@ import functools
 from typing import Any
 
 from pronghorn.dropin import saving
-from pronghorn.dropin.arguments import Recompute
+from pronghorn.dropin.arguments import Recompute, check_recompute
 from pronghorn.dropin.recompute import set_recompute
 from pronghorn.kernels.dispatch import say_once
 from pronghorn.model.causal_lm import base_of, install
+from pronghorn.model.text_stack import set_cache
 
 
 def make_fast(model: Any, recompute: Recompute | None) -> None:
     if why := install(model):
         say_once(f"{base_of(model).config.model_type} trains on transformers' own layers: {why}")
     set_recompute(model, recompute)
-    model.save_pretrained_merged = functools.partial(saving.save_pretrained_merged, model)  # a pickle takes it along
+    for method in (*saving.METHODS_OF_A_MODEL, for_inference, for_training):
+        setattr(model, method.__name__, functools.partial(method, model))  # a pickle takes it along
+
+
+def for_inference(model: Any) -> Any:
+    """Ready to generate: no dropout, and a cache."""
+    model.eval()
+    set_cache(base_of(model), True)
+    return model
+
+
+def for_training(model: Any, use_gradient_checkpointing: Recompute | None = None) -> Any:
+    """`use_gradient_checkpointing` None: as it was asked for before."""
+    check_recompute(use_gradient_checkpointing)
+    model.train()
+    set_cache(base_of(model), False)
+    make_fast(model, use_gradient_checkpointing)
+    return model
 
 
 def verify_loaded(model: Any, full: bool) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from pronghorn.data.tokens import load_tokenizer
-from pronghorn.dropin import saving
+from pronghorn.dropin import instance, saving
+from pronghorn.dropin.accepted import ADAPTING, LOADING, check_class, check_others, one_dtype
 from pronghorn.dropin.arguments import (
     DEFAULT_LENGTH,
     DTYPES,
@@ -29,17 +30,17 @@ from pronghorn.dropin.arguments import (
     chosen_layers,
     one_device,
     precision_of,
-    refuse_unknown,
     set_length,
 )
 from pronghorn.dropin.instance import make_fast, verify_loaded
+from pronghorn.dropin.targets import SWITCHES, chosen_targets
 from pronghorn.errors import CommandError
 from pronghorn.hub import model_folder
 from pronghorn.kernels.dispatch import say_once
-from pronghorn.model.causal_lm import base_of
 from pronghorn.model.hf_adapter import QUANTIZED, with_adapter
 from pronghorn.model.load import load_model, require_fp8_precision, require_tokenizer_fits
-from pronghorn.model.text_stack import freeze_beside_text, set_cache
+from pronghorn.model.stored_adapter import adapter_folder, attach_adapter, base_name
+from pronghorn.model.text_stack import freeze_beside_text
 
 FULL = "_pronghorn_full_finetuning"  # attribute of the model instance
 
@@ -48,8 +49,8 @@ class FastLanguageModel:
     @staticmethod
     def from_pretrained(
         model_name: str | Path,
-        max_seq_length: int = DEFAULT_LENGTH,
-        dtype: Dtype = None,
+        max_seq_length: int | None = DEFAULT_LENGTH,
+        dtype: Dtype | str = None,
         load_in_4bit: bool = True,
         load_in_8bit: bool = False,
         load_in_16bit: bool = False,
@@ -61,7 +62,7 @@ class FastLanguageModel:
         use_gradient_checkpointing: Recompute = "unsloth",
         random_state: int = 3407,
         verify: bool = False,
-        **unknown: Any,
+        **others: Any,
     ) -> tuple[Any, Any]:
         """(model, tokenizer), the model on fast layers.
 
@@ -70,26 +71,34 @@ class FastLanguageModel:
         `load_in_16bit` and `full_finetuning` mean unquantized weights; each of these whatever `load_in_4bit` says. Without
         `full_finetuning` all weights are frozen: `get_peft_model` or a trainer's `peft_config` adds what trains; with it all
         train, in `dtype` (float32 for master weights). `verify` compares loss and gradients with the family's own layers.
+        The folder of an adapter gives the model it was trained on, with the adapter, which is trained on.
         """
-        refuse_unknown(FastLanguageModel.from_pretrained, unknown)
+        asked_dtype = one_dtype(dtype, others.pop("torch_dtype", None))
+        check_class(others.pop("auto_model", None))
+        tokenizer_name = others.pop("tokenizer_name", None)
+        check_others(FastLanguageModel.from_pretrained, others, LOADING)
         check_storage(load_in_8bit, load_in_fp8, load_in_16bit, full_finetuning)
         if trust_remote_code:
             raise CommandError(what="trust_remote_code=True", why="no file can make Pronghorn run code",
                                fix="use a model type that transformers has itself")
         check_recompute(use_gradient_checkpointing)
         device = one_device(device_map)
-        precision = precision_of(dtype, load_in_16bit, device)
+        precision = precision_of(asked_dtype, load_in_16bit, device)
         if load_in_fp8:
             require_fp8_precision(device, DTYPES[precision])
         torch.manual_seed(random_state)
-        model_name = str(model_name)
-        source = str(model_folder(model_name, weights=True, token=token)) if token else model_name
-        tokenizer = load_tokenizer(source)
+        adapter = adapter_folder(str(model_name))
+        if adapter and full_finetuning:
+            raise CommandError(what="full_finetuning=True of an adapter", fix="leave it out, or give a merged model's folder",
+                               why="an adapter trains beside its base model's weights, which are frozen")
+        name = base_name(adapter) if adapter else str(model_name)
+        source = str(model_folder(name, weights=True, token=token)) if token else name
+        tokenizer = load_tokenizer(tokenizer_name or (str(adapter) if adapter and _has_tokenizer(adapter) else source))
         four_bit = load_in_4bit and not (load_in_16bit or load_in_fp8 or full_finetuning)
-        model = load_model(source, precision, device, four_bit=four_bit, fp8=load_in_fp8)
-        model.config._name_or_path = model.name_or_path = model_name  # adapters name their base by it
-        require_tokenizer_fits(tokenizer, int(model.get_input_embeddings().weight.shape[0]), model_name)
-        set_length(model, tokenizer, max_seq_length, model_name)
+        model: Any = load_model(source, precision, device, four_bit=four_bit, fp8=load_in_fp8)
+        model.config._name_or_path = model.name_or_path = name  # adapters name their base by it
+        require_tokenizer_fits(tokenizer, int(model.get_input_embeddings().weight.shape[0]), name)
+        set_length(model, tokenizer, max_seq_length, name)
         model.requires_grad_(full_finetuning)
         if freeze_beside_text(model) and full_finetuning:
             say_once("only the text model is trained; what reads images stays as it is")
@@ -97,13 +106,16 @@ class FastLanguageModel:
         make_fast(model, use_gradient_checkpointing)
         if verify:
             verify_loaded(model, full_finetuning)
+        if adapter:
+            model = _with_length(attach_adapter(model, adapter), model.max_seq_length)
+            make_fast(model, use_gradient_checkpointing)
         return model.train(), tokenizer
 
     @staticmethod
     def get_peft_model(
         model: Any,
         r: int = 16,
-        target_modules: Sequence[str] | str = SEVEN_LINEARS,
+        target_modules: Sequence[str] | str | None = SEVEN_LINEARS,
         lora_alpha: float = 16,
         lora_dropout: float = 0.0,
         bias: str = "none",
@@ -117,13 +129,15 @@ class FastLanguageModel:
         finetune_last_n_layers: int | None = None,
         random_state: int = 3407,
         max_seq_length: int | None = None,
-        **unknown: Any,
+        **others: Any,
     ) -> Any:
         """An ordinary PEFT model, its base on fast layers. `embed_tokens` and `lm_head` among the targets train whole.
 
-        `max_seq_length` is there because scripts repeat it here; it must be the one the model was loaded with.
+        `max_seq_length` is there because scripts repeat it here; it must be the one the model was loaded with. The switches
+        `finetune_attention_modules` and `finetune_mlp_modules` choose among the targets (targets.py).
         """
-        refuse_unknown(FastLanguageModel.get_peft_model, unknown)
+        switches = {name: others.pop(name) for name in SWITCHES if name in others}
+        check_others(FastLanguageModel.get_peft_model, others, ADAPTING)
         if not isinstance(model, torch.nn.Module):
             raise CommandError(what=f"this is no model but a {type(model).__name__}",
                                fix="model, tokenizer = FastLanguageModel.from_pretrained(...), then get_peft_model(model)")
@@ -148,31 +162,25 @@ class FastLanguageModel:
         check_recompute(use_gradient_checkpointing)
         layers = chosen_layers(model, layers_to_transform, finetune_last_n_layers)
         adapted = with_adapter(
-            model, r=r, target_modules=target_modules, lora_alpha=lora_alpha, lora_dropout=lora_dropout, bias=bias,
-            use_rslora=use_rslora, use_dora=use_dora, modules_to_save=modules_to_save, init_lora_weights=init_lora_weights,
-            layers=layers, seed=random_state,
+            model, r=r, target_modules=chosen_targets(model, target_modules, switches), lora_alpha=lora_alpha,
+            lora_dropout=lora_dropout, bias=bias, use_rslora=use_rslora, use_dora=use_dora, modules_to_save=modules_to_save,
+            init_lora_weights=init_lora_weights, layers=layers, seed=random_state,
         )
-        adapted.max_seq_length = loaded_with
-        make_fast(adapted, use_gradient_checkpointing)
+        make_fast(_with_length(adapted, loaded_with), use_gradient_checkpointing)
         return adapted.train()
 
-    @staticmethod
-    def for_inference(model: Any) -> Any:
-        """Ready to generate: no dropout, and a cache."""
-        model.eval()
-        set_cache(base_of(model), True)
-        return model
-
-    @staticmethod
-    def for_training(model: Any, use_gradient_checkpointing: Recompute | None = None) -> Any:
-        """`use_gradient_checkpointing` None: as it was asked for before."""
-        check_recompute(use_gradient_checkpointing)
-        model.train()
-        set_cache(base_of(model), False)
-        make_fast(model, use_gradient_checkpointing)
-        return model
-
+    for_inference = staticmethod(instance.for_inference)
+    for_training = staticmethod(instance.for_training)
     save_pretrained_merged = staticmethod(saving.save_pretrained_merged)
+
+
+def _with_length(adapted: Any, length: int | None) -> Any:
+    adapted.max_seq_length = length
+    return adapted
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
 def is_bfloat16_supported() -> bool:

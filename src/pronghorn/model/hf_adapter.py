@@ -57,10 +57,15 @@ def with_adapter(model: Any, *, target_modules: Sequence[str] | str, modules_to_
         exclude_modules=not_adapted(model),
         layers_to_transform=None if layers is None else list(layers), **config,
     ), autocast_adapter_dtype=True)  # fmt: skip
-    if any(isinstance(module, QUANTIZED) for module in model.modules()):
+    refuse_merging(adapted)
+    return adapted
+
+
+def refuse_merging(adapted: PeftModel) -> None:
+    """Where the weights are in few bits."""
+    if any(isinstance(module, QUANTIZED) for module in adapted.modules()):
         for name in ("merge_adapter", "merge_and_unload"):
             setattr(adapted.base_model, name, _refuse_to_merge)
-    return adapted
 
 
 def _refuse_to_merge(*_: Any, **__: Any) -> None:

@@ -1,0 +1,104 @@
+"""Arguments that scripts give and that change nothing here: each is a row, with the values for which that is true.
+
+Any other value is refused with a sentence. What might surprise is told once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pronghorn.errors import CommandError
+from pronghorn.kernels.dispatch import say_once
+
+NOT_SET: tuple[Any, ...] = (None, False)
+OWN_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
+NO_VLLM = "there is no vLLM in here, and what is trained has no second copy of the weights"
+
+
+@dataclass(frozen=True)
+class Row:
+    """`allowed` None: every value. `told`: what is said where the value is not a plain no."""
+
+    allowed: tuple[Any, ...] | None = NOT_SET
+    why: str = ""
+    fix: str = "leave it out"
+    told: str = ""
+
+
+CLASSIFIES = Row(why="language models that write text are what trains here",
+                 fix="transformers' own class for it, and its trainer")
+LOADING = {
+    "fast_inference": Row(why=NO_VLLM, fix="leave it out: model.generate(...) answers"),
+    "float8_kv_cache": Row(why=NO_VLLM),
+    "unsloth_vllm_standby": Row(why=NO_VLLM),
+    "max_lora_rank": Row(None),
+    "disable_log_stats": Row(None),
+    "gpu_memory_utilization": Row(None, told="gpu_memory_utilization is not used: it is vLLM's share of the memory"),
+    "unsloth_force_compile": Row(None),
+    "unsloth_tiled_mlp": Row(None, told="unsloth_tiled_mlp is not used: an MLP's rows are computed together"),
+    "offload_embedding": Row(None, told="offload_embedding is not used: the embeddings stay where the model is"),
+    "attn_implementation": Row((None, *OWN_ATTENTION), why="it leads to attention kernels from a hub repository",
+                               told="attn_implementation is not used: the fast layers have an attention of their own"),
+    "fix_tokenizer": Row(None),
+    "use_exact_model_name": Row(None),
+    "return_logits": Row(None),
+    "revision": Row((None, "main"), why="a model is loaded as its name stands for it now",
+                    fix="huggingface_hub.snapshot_download(name, revision=...), and give that folder"),
+    "rope_scaling": Row(why="positions are not stretched here", fix="a max_seq_length that the model was made for"),
+    "resize_model_vocab": Row(why="a new token would need new rows in the embeddings"),
+    "qat_scheme": Row(why="training for a later rounding is not in this version"),
+    "device_map_planner_kwargs": Row(why="the whole model goes to one device", fix='device_map="auto"'),
+    "num_labels": CLASSIFIES, "id2label": CLASSIFIES, "label2id": CLASSIFIES,
+    "whisper_language": CLASSIFIES, "whisper_task": CLASSIFIES,
+}  # fmt: skip
+ADAPTING = {
+    "task_type": Row((None, "CAUSAL_LM"), why="language models that write text are what trains here"),
+    "qat_scheme": LOADING["qat_scheme"],
+    "temporary_location": Row(None),
+    "ensure_weight_tying": Row(),
+    "target_parameters": Row(why="experts are named in target_modules", fix='target_modules=[..., "experts"]'),
+}
+SAVING = {
+    "maximum_memory_usage": Row(None), "temporary_location": Row(None), "use_temp_dir": Row(None), "is_main_process": Row(None),
+    "save_peft_format": Row(None), "push_to_hub": Row(fix="push_to_hub_merged(name, tokenizer)"), "token": Row(None),
+    "safe_serialization": Row((None, True), why="weights are written as safetensors, never as a pickle"),
+    "state_dict": Row(), "variant": Row(), "tags": Row(), "max_shard_size": Row(),
+}  # fmt: skip
+
+
+def check_others(function: Any, given: dict[str, Any], rows: dict[str, Row]) -> None:
+    """What was given beside the arguments of `function`."""
+    known = [name for name in function.__annotations__ if name not in ("others", "return")]
+    for name, value in given.items():
+        row = rows.get(name)
+        if row is None:
+            close = difflib.get_close_matches(name, [*known, *rows], n=1)
+            hint = f"did you mean `{close[0]}`?" if close else "it is not honoured, so leave it out"
+            raise TypeError(f"{function.__name__}() has no argument `{name}`; {hint}")
+        if row.allowed is not None and not any(value is one or value == one for one in row.allowed):
+            raise CommandError(what=f"{name}={value!r} is not in this version", why=row.why, fix=row.fix)
+        if row.told and value not in NOT_SET:
+            say_once(row.told)
+
+
+def check_class(auto_model: Any) -> None:
+    """`auto_model`: transformers' class, as scripts give it for models that do not write text."""
+    name = getattr(auto_model, "__name__", str(auto_model))
+    if auto_model is not None and not name.endswith(("ForCausalLM", "ForImageTextToText")):
+        raise CommandError(what=f"auto_model={name}", why=CLASSIFIES.why, fix=CLASSIFIES.fix)
+
+
+def one_dtype(dtype: Any, torch_dtype: Any) -> Any:
+    """`torch_dtype` is the older name; both may be words."""
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "half": torch.float16, "auto": None}
+    found = []
+    for value in (dtype, torch_dtype):
+        word = value.removeprefix("torch.") if isinstance(value, str) else None
+        found.append(value if word is None else names[word] if word in names else getattr(torch, word, value))
+    if None not in found and found[0] != found[1]:
+        raise CommandError(what=f"dtype={dtype!r} and torch_dtype={torch_dtype!r}", fix="drop one of them")
+    return found[0] if found[0] is not None else found[1]

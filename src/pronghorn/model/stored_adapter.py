@@ -1,0 +1,112 @@
+"""A LoRA adapter out of its folder, on a model that was just loaded: as it was trained, and trainable again.
+
+PEFT follows some keys of adapter_config.json to modules that it imports, and opens a pickle where no safetensors file is. So
+the file is read as JSON, by a list of keys, and the weights from adapter_model.safetensors alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from pronghorn.errors import ModelError
+from pronghorn.folders import folder_of
+from pronghorn.model.hf_adapter import refuse_merging
+from pronghorn.model.lora import ADAPTER_WEIGHTS, PICKLED
+from pronghorn.model_files import ADAPTER, CONFIG, NOT_SET, read_json
+
+HONOURED = ("r", "lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora", "target_modules", "target_parameters",
+            "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
+            "fan_in_fan_out")
+# Says where it came from, or how it began.
+SAYS_NOTHING = ("base_model_name_or_path", "task_type", "peft_type", "peft_version", "auto_mapping", "inference_mode",
+                "init_lora_weights", "megatron_core", "qalora_group_size", "loftq_config", "runtime_config", "eva_config",
+                "corda_config", "lora_ga_config", "ensure_weight_tying", "unsloth_fixed")
+
+
+def adapter_folder(name: str) -> Path | None:
+    """The folder, where it holds an adapter and no model."""
+    folder = folder_of(name)
+    return folder if folder and (folder / ADAPTER).is_file() and not (folder / CONFIG).is_file() else None
+
+
+def base_name(folder: Path) -> str:
+    """The model that the adapter was trained on."""
+    name = _config(folder).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise ModelError(what=f"{ADAPTER} names no base model", where=str(folder), why="base_model_name_or_path is not set",
+                         fix="set it to the model that the adapter was trained on")
+    return name
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    config = read_json(folder / ADAPTER, str(folder))
+    if config.get("peft_type") != "LORA":
+        raise ModelError(what=f"{ADAPTER} describes {str(config.get('peft_type'))[:80]!r}", where=str(folder),
+                         why="only LoRA adapters are loaded here", fix="peft.PeftModel.from_pretrained(model, folder)")
+    return config
+
+
+def attach_adapter(model: torch.nn.Module, folder: Path) -> PeftModel:
+    """PEFT's model around ours, with the adapter of the folder, in float32."""
+    config = _config(folder)
+    for key, value in config.items():
+        if key not in (*HONOURED, *SAYS_NOTHING) and value not in NOT_SET:
+            raise ModelError(what=f"{ADAPTER} sets `{key}`", where=str(folder), why="an adapter of that kind is not known here",
+                             fix="peft.PeftModel.from_pretrained(model, folder)")
+    weights = _weights(folder)
+    kept = {key: config[key] for key in HONOURED if config.get(key) not in (None, {})}
+    try:
+        adapted: PeftModel = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **kept), autocast_adapter_dtype=True)
+        found = set_peft_model_state_dict(adapted, weights)
+    except (KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise _does_not_fit(folder, " ".join(str(error).split())[:300]) from error
+    if strange := next(_misfits(found), ""):
+        raise _does_not_fit(folder, strange)
+    refuse_merging(adapted)
+    return adapted
+
+
+def replace_weights(model: PeftModel, folder: Path) -> None:
+    """Puts the weights of an adapter folder into the model's own adapter, which has to be like it."""
+    try:
+        found = set_peft_model_state_dict(model, _weights(folder))
+    except (KeyError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise _does_not_fit(folder, " ".join(str(error).split())[:300]) from error
+    if strange := next(_misfits(found), ""):
+        raise _does_not_fit(folder, strange)
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    file = folder / ADAPTER_WEIGHTS
+    if not file.is_file():
+        pickled = sorted(found.name for found in folder.glob("adapter_model.*") if found.suffix in PICKLED)
+        why = f"there is {pickled[0]}, a pickle, which can run any code when it is opened" if pickled else ""
+        raise ModelError(what=f"{ADAPTER_WEIGHTS} is not there", where=str(folder), why=why,
+                         fix="save the adapter as safetensors, where you trust its origin" if pickled else "check the folder")
+    try:
+        return load_file(file)  # type: ignore[no-any-return]
+    except (SafetensorError, OSError) as error:
+        raise ModelError(what=f"{ADAPTER_WEIGHTS} cannot be read", where=str(folder), why=str(error)[:300],
+                         fix="get the adapter's files again") from error
+
+
+def _misfits(found: Any) -> Iterator[str]:
+    yield from (f"{name} is not in the file" for name in found.missing_keys if "lora_" in name or ".modules_to_save." in name)
+    yield from (f"{name} has no place in the model" for name in found.unexpected_keys)
+    yield from (f"{name[0]} has another shape" for name in getattr(found, "mismatched_keys", None) or ())
+
+
+def _does_not_fit(folder: Path, why: str) -> ModelError:
+    return ModelError(what="the adapter does not belong to this model", where=str(folder), why=why,
+                      fix=f"the model that {ADAPTER} names, as the adapter was trained on it")

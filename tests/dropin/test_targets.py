@@ -1,0 +1,55 @@
+"""Which linears the switches of FastModel leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api_parts import LINEARS
+from image_text_models import save_image_text_model
+from pronghorn import FastModel
+from pronghorn.dropin.targets import chosen_targets
+from pronghorn.errors import CommandError
+from samples import make_model
+
+TEXT_ONLY = {"finetune_vision_layers": False, "finetune_language_layers": True}
+
+
+@pytest.mark.parametrize(("asked", "switches", "found"), [
+    (None, {}, "all-linear"), (LINEARS, TEXT_ONLY, LINEARS), ("all-linear", TEXT_ONLY, "all-linear"),
+    (None, {"finetune_mlp_modules": False}, LINEARS[:4]), (None, {"finetune_attention_modules": False}, LINEARS[4:]),
+    ("all-linear", {"finetune_mlp_modules": False}, LINEARS[:4]),
+    (["q_proj", "up_proj"], {"finetune_mlp_modules": False}, ["q_proj"]),
+    (["q_proj", "experts"], {"finetune_attention_modules": False}, ["experts"]),
+])  # fmt: skip
+def test_switches_choose_among_the_targets(asked: Any, switches: dict[str, bool], found: Any) -> None:
+    chosen = chosen_targets(make_model(), asked, switches)
+    assert chosen == found or sorted(chosen) == sorted(found)
+
+
+@pytest.mark.parametrize(("asked", "switches", "words"), [
+    (None, {"finetune_language_layers": False}, "nothing would"),
+    (None, {"finetune_attention_modules": False, "finetune_mlp_modules": False}, "nothing would be trained"),
+    (["q_proj"], {"finetune_attention_modules": False}, "none of q_proj is left"),
+])  # fmt: skip
+def test_switches_that_leave_nothing(asked: Any, switches: dict[str, bool], words: str) -> None:
+    with pytest.raises(CommandError) as caught:
+        chosen_targets(make_model(), asked, switches)
+    assert words in str(caught.value)
+
+
+def test_a_vision_tower_is_never_adapted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = FastModel.from_pretrained(save_image_text_model("gemma3", tmp_path), max_seq_length=128, load_in_4bit=False)
+    with pytest.raises(CommandError, match="finetune_vision_layers=True"):
+        FastModel.get_peft_model(model, finetune_vision_layers=True)
+    with pytest.raises(CommandError, match="finetune_audio_layers=True"):
+        FastModel.get_peft_model(model, finetune_audio_layers=True)
+    adapted = FastModel.get_peft_model(model, r=4, target_modules=None, finetune_attention_modules=True,
+                                       finetune_mlp_modules=False, **TEXT_ONLY)
+    trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("self_attn" in name and "vision" not in name for name in trained)
+    chosen_targets(make_model(), None, {"finetune_vision_layers": True})
+    assert "nothing in this model reads images" in capsys.readouterr().err
