@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import resource
 import signal
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -82,3 +84,18 @@ def test_in_another_thread_there_is_no_timer_and_no_harm() -> None:
     thread.start()
     thread.join()
     assert found[0].startswith("<|im_start|>user")
+
+
+def test_a_process_that_grew_since_the_last_rendering_has_its_room() -> None:
+    """A model that is loaded in between takes more than the limit allows a template; the limit counts from then."""
+    calls = []
+
+    def render() -> str:
+        calls.append(1)
+        return bytearray(64 << 20)[:4].decode()
+
+    within_limits(lambda: "first", TALK, "")
+    with mmap.mmap(-1, 3 << 30, prot=mmap.PROT_READ):
+        time.sleep(2 * rendering.JUST_NOW)
+        assert within_limits(render, TALK, "") == "\0" * 4
+    assert len(calls) == 1

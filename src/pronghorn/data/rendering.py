@@ -12,8 +12,8 @@ import os
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,7 +50,7 @@ def within_limits(render: Callable[[], T], messages: Sequence[Any], where: str) 
         try:
             found = _limited(render, memory)
         except MemoryError:
-            _memory_now.cache_clear()  # the process may have grown since it was last looked at
+            _last.clear()  # another thread may have taken much since it was last looked at
             found = _limited(render, memory)
     except TEMPLATE_ERRORS as error:
         raise _template_fault(error, where) from error
@@ -75,7 +75,7 @@ def _limited(work: Callable[[], T], memory: int) -> T:
             raise _TimeIsUpError
 
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = _memory_now(os.getpid()) + memory
+    limit = _memory_now() + memory
     allowed = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
     before = signal.signal(signal.SIGVTALRM, time_is_up)
     try:
@@ -87,16 +87,23 @@ def _limited(work: Callable[[], T], memory: int) -> T:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.signal(signal.SIGVTALRM, before)
+        _last.update(process=os.getpid(), ended=time.monotonic())
 
 
-@lru_cache(maxsize=1)
-def _memory_now(process: int) -> int:
-    """Addresses in use, which is what the limit counts; asking takes as long as a rendering, so it is done once a process.
-    Without /proc there is no limit."""
-    try:
-        return int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
-    except OSError:
-        return 1 << 60
+_last: dict[str, float] = {}  # the process, its memory, and when a rendering last ended
+JUST_NOW = 0.005  # seconds
+
+
+def _memory_now() -> int:
+    """Addresses in use, which is what the limit counts; asking takes as long as a rendering, so not between two that follow one
+    another. After anything else it is asked again: under a limit below what is in use, Python itself does not get far (a model
+    of some gigabytes may have been loaded since). Without /proc there is no limit."""
+    if _last.get("process") != os.getpid() or time.monotonic() - _last["ended"] > JUST_NOW:
+        try:
+            _last["memory"] = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
+        except OSError:
+            _last["memory"] = 1 << 60
+    return int(_last["memory"])
 
 
 def _beyond(what: str, why: str, where: str) -> DataError:
