@@ -112,7 +112,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def parse_recipe(text: str, overrides: Sequence[str] = (), name: str = "recipe") -> Recipe:
     problems: list[PronghornError] = []
-    values, places = _read_yaml(text, name, problems)
+    values, places = read_yaml(text, name, problems)
     for key in [key for key, value in values.items() if value is None and key in SECTIONS]:
         values[key] = {}  # a section whose lines are all commented out
     for word in overrides:
@@ -166,13 +166,15 @@ def _once(problems: Iterable[PronghornError]) -> list[PronghornError]:
     return list(seen.values())
 
 
-def _read_yaml(text: str, name: str, problems: list[PronghornError]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+def read_yaml(text: str, name: str, problems: list[PronghornError], *, kind: str = "recipe",
+              start: str = "write one with `pronghorn new FILE`") -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """Plain values, and the place of each key: `file:line`. `kind` is what to call the file, `start` how to come by one."""
     yaml = YAML(typ="safe", pure=True)
     try:
         node = yaml.compose(io.StringIO(text))
         values = _values_in(node, {}, name) if node is not None else 0
     except RecursionError as error:
-        raise RecipeError(what="the recipe is nested too deep", where=name, fix="a recipe has at most three levels") from error
+        raise RecipeError(what=f"the {kind} is nested too deep", where=name, fix=f"a {kind} has a few levels") from error
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
@@ -182,12 +184,12 @@ def _read_yaml(text: str, name: str, problems: list[PronghornError]) -> tuple[di
     except YAMLError as error:
         raise RecipeError(what=f"not YAML: {error}", where=name, fix="save the file as UTF-8 text") from error
     if node is None:
-        raise RecipeError(what="the recipe is empty", where=name, fix="write one with `pronghorn new FILE`")
+        raise RecipeError(what=f"the {kind} is empty", where=name, fix=start)
     if not isinstance(node, MappingNode):
-        raise RecipeError(what="the recipe is not made of `key: value` lines", where=name, fix="start with `model: NAME`")
+        raise RecipeError(what=f"the {kind} is not made of `key: value` lines", where=name, fix=start)
     places: dict[KeyPath, str] = {}
     if values > MOST_VALUES:
-        raise RecipeError(what=f"the recipe has over {MOST_VALUES:,} values", where=name, why="aliases (*name) repeat lists",
+        raise RecipeError(what=f"the {kind} has over {MOST_VALUES:,} values", where=name, why="aliases (*name) repeat lists",
                           fix="write the few values that are meant")
     return _plain(node, yaml, ROOT, name, places, problems), places
 

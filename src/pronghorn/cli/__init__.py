@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
 from pronghorn.cli import run_script
+from pronghorn.cli.new import new, new_options
 from pronghorn.cli.output import (
     STARTING,
     coloured,
@@ -110,8 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     one = verb("demo", demo, "teach a small model a skill in a few minutes, and see that it learned")
     one.add_argument("--output", default="runs/demo", help="folder of the demo's run (default: %(default)s)")
-    one = verb("new", new, "write a commented recipe")
-    one.add_argument("file", help="the file to write, or - for standard output")
+    new_options(verb("new", new, "write a commented recipe, or one out of a config of Axolotl or LLaMA-Factory"))
     with_recipe(verb("check", check, "validate recipe, model and data without training"))
 
     _plan_options(with_recipe(verb("plan", plan, "memory, speed, hours and cost of a run before it begins; needs no GPU")))
@@ -183,28 +183,6 @@ def demo(arguments: argparse.Namespace) -> None:
     with importing():
         from pronghorn.demo.run import run_demo
     run_demo(Path(arguments.output), as_json=arguments.json)
-
-
-def new(arguments: argparse.Namespace) -> None:
-    from pronghorn.recipe_file import EXAMPLE
-
-    if arguments.file == "-":
-        print(EXAMPLE, end="")
-        return
-    path = Path(arguments.file)
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError as error:
-        raise CommandError(what="this file exists already", where=arguments.file, fix="choose another name") from error
-    except OSError as error:
-        raise CommandError(what=f"cannot write: {error.strerror}", where=arguments.file, fix="choose another name") from error
-    try:
-        path.write_text(EXAMPLE, encoding="utf-8")
-    except OSError as error:
-        path.unlink()  # half a recipe would stand in the way of the next try
-        raise EnvironmentFault(what=f"cannot write: {error.strerror}", where=arguments.file,
-                               fix="free some disk space, or choose another place") from error
-    say(arguments, {"written": arguments.file}, f"wrote {arguments.file}; next: pronghorn check {quote(arguments.file)}")
 
 
 def check(arguments: argparse.Namespace) -> None:

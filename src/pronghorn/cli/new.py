@@ -1,0 +1,80 @@
+"""`pronghorn new`: the commented example, or a recipe out of another tool's config, with a list of what became of its keys."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from shlex import quote
+
+from pronghorn.cli.output import say
+from pronghorn.errors import CommandError, EnvironmentFault
+
+
+def new_options(one: argparse.ArgumentParser) -> None:
+    one.add_argument("file", nargs="?", help="the file to write, or - for standard output")
+    one.add_argument("-o", "--output", metavar="FILE", help="the same, as an option")
+    one.add_argument("--from", dest="config", metavar="CONFIG",
+                     help="a training config of Axolotl or LLaMA-Factory: what maps is in the recipe, what does not is listed")
+    one.add_argument("--format", choices=("axolotl", "llamafactory"), help="whose config it is (default: found out)")
+    one.add_argument("--dataset-info", metavar="FILE",
+                     help="LLaMA-Factory's dataset_info.json (default: looked for beside the config and in its dataset_dir)")
+
+
+def new(arguments: argparse.Namespace) -> None:
+    target = _target(arguments)
+    if arguments.config is not None:
+        _convert(arguments, target or "-")
+        return
+    if target is None:
+        raise CommandError(what="no file to write", fix="give one: pronghorn new my.yaml, or - for standard output")
+    from pronghorn.recipe_file import EXAMPLE
+
+    if target == "-":
+        print(EXAMPLE, end="")
+        return
+    _write(target, EXAMPLE)
+    say(arguments, {"written": target}, f"wrote {target}; next: pronghorn check {quote(target)}")
+
+
+def _target(arguments: argparse.Namespace) -> str | None:
+    given = [name for name in (arguments.file, arguments.output) if name is not None]
+    if len(given) == 2:
+        raise CommandError(what="two files to write", why=" and ".join(given), fix="give one of them")
+    strange = [name for name in ("format", "dataset_info") if getattr(arguments, name) is not None]
+    if strange and arguments.config is None:
+        raise CommandError(what=f"--{strange[0].replace('_', '-')} goes with --from", fix="name the config: --from CONFIG")
+    return given[0] if given else None
+
+
+def _convert(arguments: argparse.Namespace, target: str) -> None:
+    from pronghorn.convert.converting import convert_file
+    from pronghorn.convert.writing import list_text
+
+    info = Path(arguments.dataset_info) if arguments.dataset_info else None
+    found = convert_file(Path(arguments.config), arguments.format, info)
+    keys = [{"line": fate.line, "key": fate.key, "fate": fate.kind, "text": fate.text} for fate in found.fates]
+    if target == "-":
+        if arguments.json:
+            say(arguments, {"tool": found.tool, "recipe": found.recipe, "keys": keys}, "")
+        else:
+            print(found.recipe, end="")
+        return
+    _write(target, found.recipe)
+    say(arguments, {"written": target, "tool": found.tool, "keys": keys},
+        f"{list_text(found.fates)}\nwrote {target}, with this list in it; next: pronghorn check {quote(target)}")
+
+
+def _write(target: str, text: str) -> None:
+    path = Path(target)
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError as error:
+        raise CommandError(what="this file exists already", where=target, fix="choose another name") from error
+    except OSError as error:
+        raise CommandError(what=f"cannot write: {error.strerror}", where=target, fix="choose another name") from error
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        path.unlink()  # half a recipe would stand in the way of the next try
+        raise EnvironmentFault(what=f"cannot write: {error.strerror}", where=target,
+                               fix="free some disk space, or choose another place") from error

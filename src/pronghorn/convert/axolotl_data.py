@@ -1,0 +1,327 @@
+"""Axolotl's `datasets`: what each `type` becomes, with its columns, message keys and roles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pronghorn.convert.data_sets import (
+    OWN_TEMPLATE,
+    DataSet,
+    chat_fields,
+    first_rows,
+    is_local,
+    set_sources,
+    set_template,
+    source_name,
+)
+from pronghorn.convert.draft import Draft, UnfitError, is_on, plain, printed, text, words
+from pronghorn.data.formats import ROLES, SPEAKERS
+
+TEMPLATES = {  # Axolotl's names: ours
+    "chatml": "chatml", "llama3": "llama-3", "gemma": "gemma", "gemma3": "gemma-3", "gemma3n": "gemma-3", "gemma4": "gemma-4",
+    "phi_3": "phi-3", "phi_35": "phi-3", "phi_4": "phi-4", "qwen_25": "qwen-2.5", "qwen2_vl": "qwen-2.5", "qwen3": "qwen3",
+    "alpaca": "alpaca", "mistral_v1": "mistral",
+}  # fmt: skip
+STYLES = {"": "alpaca", "instruct": "alpaca", "chatml": "chatml", "phi": "phi-3"}  # of `alpaca:style`
+ALPACA_LIKE: dict[str, dict[str, str]] = {  # types with Alpaca's form: columns that have other names
+    "alpaca": {}, "alpaca_chat": {}, "alpaca_instruct": {}, "alpaca_w_system": {}, "gpteacher": {"output": "response"},
+    "alpaca_chat.load_qa": {"instruction": "question", "output": "answer"},
+    "alpaca_w_system.load_open_orca": {"instruction": "question", "output": "response", "system": "system_prompt"},
+}
+ALPACA_NOTE = ("the recipe has data.format: alpaca and data.template: alpaca (`### Instruction:`, `### Response:`); the"
+               " sentence about the task before them and the line `### Input:` are not written")
+UNKNOWN_TYPE = "a prompt form of Axolotl's own; the format is found out from the columns instead"
+PLAIN_FORMAT = ("{instruction}", "")
+
+
+def data_sets(draft: Draft, key: str) -> list[DataSet]:
+    """Of `datasets`, `test_datasets` or `pretraining_dataset`, with something said about every key in them."""
+    value = draft.get(key)
+    items = value if isinstance(value, list) else [value]
+    found = []
+    for i, item in enumerate(items):
+        at = f"{key}[{i}]" if isinstance(value, list) else key
+        if isinstance(item, str) and item:
+            found.append(DataSet(key, item))
+        elif isinstance(item, dict):
+            one = _Item(draft, at, item, key).read()
+            found += [one] if one else []
+        else:
+            draft.not_honoured(key, f"{printed(item)} is not a data set")
+    return found
+
+
+class _Item:
+    """One entry of a list of data sets."""
+
+    def __init__(self, draft: Draft, at: str, item: dict[str, Any], key: str) -> None:
+        self.draft, self.at, self.item, self.key = draft, at, item, key
+        self.one = DataSet(f"{at}.path", "")
+
+    def get(self, name: str) -> Any:
+        return plain(self.item.get(name))
+
+    def say(self, name: str, mapped: str) -> None:
+        self.draft.fates[f"{self.at}.{name}"] = ("mapped", mapped)
+
+    def no(self, name: str, why: str) -> None:
+        self.draft.not_honoured(f"{self.at}.{name}", why)
+
+    def quiet(self, name: str, why: str) -> None:
+        self.draft.no_effect(f"{self.at}.{name}", why)
+
+    def read(self) -> DataSet | None:
+        try:
+            self._name()
+        except UnfitError as error:
+            self.no("path", str(error))
+            self._rest("its data set is not in the recipe")
+            return None
+        try:
+            self._type()
+        except UnfitError as error:
+            self.no("type", str(error))
+        for name in self.item:
+            try:
+                self._field(name)
+            except UnfitError as error:
+                self.no(name, str(error))
+        return self.one
+
+    def _rest(self, why: str) -> None:
+        for name in self.item:
+            if f"{self.at}.{name}" not in self.draft.fates:
+                self.quiet(name, why)
+
+    def _name(self) -> None:
+        path, split = text(self.get("path")), str(self.get("split") or "")
+        files = self.get("data_files")
+        if files is not None and path in ("json", "csv", "parquet", "text"):
+            names = words(files)
+            if len(names) != 1:
+                raise UnfitError("several files of one data set: name them yourself in data.train")
+            path = names[0]
+            self.say("data_files", f"data.train: {path}")
+        elif files is not None:
+            self.no("data_files", "all files of the data set are read; name files of a folder of yours instead")
+        local = is_local(path) or self.get("ds_type") is not None
+        if local and split:
+            split, self.one.max_rows = first_rows(split)
+            if self.one.max_rows:
+                self.say("split", f"data.max_rows: {self.one.max_rows}")
+            elif "[" in split:
+                self.no("split", "the whole file is read; data.max_rows: N takes its first N rows")
+            else:
+                self.quiet("split", "a file has one")
+        elif split:
+            self.say("split", f"data.train: {source_name(path, str(self.get('name') or ''), split)}")
+        self.one.name = path if local and "://" not in path else source_name(path, str(self.get("name") or ""), split)
+        if self.get("name") is not None:
+            self.say("name", f"data.train: {self.one.name}")
+
+    def _type(self) -> None:
+        kind = self.get("type")
+        if isinstance(kind, dict):
+            self._own_form(kind)
+            return
+        base, _, style = str(kind or "").partition(":")
+        if base in ("chat_template", "chat_template.default") or base.startswith("sharegpt"):
+            self._chat(sharegpt=base.startswith("sharegpt"))
+        elif base in ALPACA_LIKE:
+            self.one.format, self.one.fields = "alpaca", dict(ALPACA_LIKE[base])
+            template = STYLES.get(style)
+            if template is None:
+                self.no("type", f"there is no form `{style}` here; data.format: alpaca, and {OWN_TEMPLATE}")
+            else:
+                self.draft.set("data.template", template, f"{self.at}.type")
+                self.say("type", f"data.format: alpaca, data.template: {template}")
+                if template == "alpaca":
+                    self.no("type", ALPACA_NOTE)
+        elif base in ("completion", "pretrain") or self.key == "pretraining_dataset":
+            self.one.format = "text"
+            column = str(self.get("field") or self.get("text_column") or "text")
+            self.one.fields = {} if column == "text" else {"text": column}
+            self.draft.set("data.long", "split", f"{self.at}.type", note="long texts are cut into pieces, as there")
+            self.say("type", "data.format: text, data.long: split")
+        elif base == "input_output":
+            raise UnfitError("parts of a text with a label each are not read; write prompt and completion, or messages whose"
+                             " `train` says which are learned")
+        elif kind is not None:
+            raise UnfitError(UNKNOWN_TYPE)
+
+    def _own_form(self, kind: dict[str, Any]) -> None:
+        """A form of the user's own: which columns, and a text around them."""
+        names = {ours: plain(kind.get(f"field_{ours}")) or ours for ours in ("instruction", "input", "output", "system")}
+        forms = [str(kind.get(name) or "") for name in ("format", "no_input_format")]
+        bare = all(form in PLAIN_FORMAT for form in forms) and not is_on(kind.get("system_prompt"))
+        if bare:
+            self.one.format = "completion"
+            self.one.fields = {"prompt": text(names["instruction"]), "completion": text(names["output"])}
+        else:
+            self.one.format = "alpaca"
+            self.one.fields = {ours: text(theirs) for ours, theirs in names.items() if theirs != ours}
+        for name, value in kind.items():
+            at = f"type.{name}"
+            if plain(value) is None:
+                self.quiet(at, "empty there, so nothing to do")
+            elif name.startswith("field_") and name[6:] in names:
+                ours = {"instruction": "prompt", "output": "completion"}.get(name[6:], name[6:]) if bare else name[6:]
+                if bare and ours in ("input", "system"):
+                    self.quiet(at, "the format does not write it")
+                else:
+                    self.say(at, f"data.fields.{ours}: {value}")
+            elif bare and name in ("format", "no_input_format"):
+                self.say(at, "data.format: completion")
+            elif name in ("format", "no_input_format", "system_format", "system_prompt"):
+                self.no(at, f"a text around the columns is not written here; {OWN_TEMPLATE}, or data.chat_template: FILE.jinja")
+            else:
+                self.no(at, "not a key that is known here")
+        self.say("type", f"data.format: {self.one.format}")
+
+    def _chat(self, *, sharegpt: bool) -> None:
+        mappings = self.get("message_property_mappings")
+        mappings = mappings if isinstance(mappings, dict) else {}
+        usual = ("from", "value") if sharegpt else ("role", "content")
+        role, content = (text(plain(mappings.get(ours)) or self.get(f"message_field_{ours}") or name)
+                         for ours, name in zip(("role", "content"), usual, strict=True))
+        column = text(self.get("field_messages") or ("conversations" if sharegpt else "messages"))
+        self.one.fields, self.one.message_fields = chat_fields(column, role, content)
+        others = {str(ours): text(theirs) for ours, theirs in mappings.items()
+                  if ours not in ("role", "content") and theirs not in (None, ours)}
+        self.one.message_fields |= others
+        if self.one.message_fields.get("role") and not isinstance(self.get("roles"), dict):
+            self.one.roles = {"user": ["human"], "assistant": ["gpt"]}  # what Axolotl takes them for
+        self.say("type", "data.format: auto, which finds conversations out")
+
+    def _field(self, name: str) -> None:
+        if f"{self.at}.{name}" in self.draft.fates or name == "path":
+            return
+        value = self.get(name)
+        if value is None:
+            self.quiet(name, "empty there, so nothing to do")
+        elif name in FIELDS:
+            FIELDS[name](self, name, value)
+        else:
+            self.no(name, "not a key of a data set that is known here")
+
+    def _messages_column(self, name: str, value: Any) -> None:
+        self.say(name, f"data.fields.messages: {value}" if self.one.fields.get("messages") else f"found out: column {value}")
+
+    def _mappings(self, name: str, value: Any) -> None:
+        shown = f"data.message_fields: {printed(self.one.message_fields)}" if self.one.message_fields else "found out by itself"
+        self.say(name, shown)
+
+    def _roles(self, name: str, value: Any) -> None:
+        if not isinstance(value, dict):
+            raise UnfitError(f"{printed(value)} does not say which role is which")
+        strange = [str(ours) for ours in value if ours not in ("system", "user", "assistant", "tool")]
+        if strange:
+            raise UnfitError(f"there is no role `{strange[0]}` here; the roles are system, user, assistant and tool")
+        listed = {ours: [who for who in words(theirs) if who != ours] for ours, theirs in value.items()}
+        known = {} if self.one.message_fields.get("role") else SPEAKERS
+        self.one.roles = {ours: theirs for ours, names in listed.items()
+                          if (theirs := [who for who in names if known.get(who) != ours and who not in ROLES])}
+        self.say(name, f"data.roles: {printed(self.one.roles)}" if self.one.roles else "known by themselves")
+
+    def _tools(self, name: str, value: Any) -> None:
+        if value != "tools":
+            self.one.fields["tools"] = text(value)
+        self.say(name, f"data.fields.tools: {value}")
+
+    def _training(self, name: str, value: Any) -> None:
+        if value not in ("train", "training"):
+            self.one.message_fields["train"] = text(value)
+        self.say(name, f"data.message_fields.train: {value}")
+
+    def _thinking(self, name: str, value: Any) -> None:
+        theirs, ours = (self.get(key) or "reasoning_content" for key in ("field_thinking", "template_thinking_key"))
+        if theirs != ours:
+            self.one.message_fields[text(ours)] = text(theirs)
+        self.say(name, f"data.message_fields.{ours}: {theirs}")
+
+    def _trained_roles(self, name: str, value: Any) -> None:
+        names = set(words(value))
+        if names and names <= {"assistant", "gpt"}:
+            self.say(name, "data.loss_on: auto, which is the assistant")
+        else:
+            raise UnfitError("what the assistant says is learned, or everything (data.loss_on: all)")
+
+    def _end_of_turn(self, name: str, value: Any) -> None:
+        if value == "turn":
+            self.say(name, "the end of each learned turn is learned, as there")
+        else:
+            raise UnfitError("the end of each learned turn is learned, and no other")
+
+    def _template(self, name: str, value: Any) -> None:
+        key = f"{self.at}.{name}"
+        if str(value).startswith("tokenizer_default"):
+            self.draft.no_effect(key, "the tokenizer's own template is used, as here")
+        else:
+            set_template(self.draft, key, str(value), TEMPLATES.get(str(value), ""))
+
+
+def _no(why: str) -> Callable[[_Item, str, Any], None]:
+    def say(item: _Item, name: str, value: Any) -> None:
+        if is_on(value):
+            item.no(name, why)
+        else:
+            item.quiet(name, "switched off there, and there is none here")
+
+    return say
+
+
+def _quiet(why: str) -> Callable[[_Item, str, Any], None]:
+    return lambda item, name, value: item.quiet(name, why)
+
+
+FIELDS: dict[str, Callable[[_Item, str, Any], None]] = {
+    "type": lambda item, name, value: item.say(name, "data.format: auto"),
+    "field": lambda item, name, value: item.say(name, f"data.fields.text: {value}"),
+    "text_column": lambda item, name, value: item.say(name, f"data.fields.text: {value}"),
+    "field_messages": _Item._messages_column,
+    "message_property_mappings": _Item._mappings, "message_field_role": _Item._mappings,
+    "message_field_content": _Item._mappings,
+    "roles": _Item._roles, "roles_to_train": _Item._trained_roles,
+    "field_tools": _Item._tools, "field_thinking": _Item._thinking, "template_thinking_key": _Item._thinking,
+    "message_field_training": _Item._training,
+    "message_field_training_detail": _no("parts of a turn cannot be marked here, only a whole one"),
+    "train_on_eos": _Item._end_of_turn, "train_on_eot": _Item._end_of_turn,
+    "chat_template": _Item._template,
+    "chat_template_jinja": _no("save it to a file and set data.chat_template: FILE.jinja"),
+    "ds_type": _quiet("the file's ending says it"), "input_format": _quiet("the columns say it"),
+    "conversation": _no(f"a conversation form by name; {OWN_TEMPLATE}"),
+    "drop_system_message": _no("system turns are kept; take them out of the rows"),
+    "split_thinking": _no("reasoning inside the answer stays there, as the template writes it"),
+    "trust_remote_code": _no("no code of a data set runs here"),
+    "revision": _no("the data set's newest version is read; download that revision and name the folder"),
+    "shards": _no("all of it is read; data.max_rows takes the first rows"),
+    "shards_idx": _no("all of it is read; data.max_rows takes the first rows"),
+    "preprocess_shards": _quiet("rows are read one after the other here"),
+    "skip": _no("all of it is read, from its first row"),
+}
+
+
+def convert_data(draft: Draft) -> None:
+    for key in ("datasets", "pretraining_dataset"):
+        if draft.get(key) is not None:
+            sets = data_sets(draft, key)
+            if draft.targets.get("data.train"):
+                draft.not_honoured(key, "the recipe has the data of `datasets`; make a recipe of its own for this")
+                continue
+            set_sources(draft, sets)
+            if key not in draft.fates and sets:
+                draft.set("data.train", draft.targets.get("data.train", []), key)
+            elif not sets:
+                draft.not_honoured(key, "no data set of it can be used; name your data in data.train")
+    held_out = "test_datasets"
+    if draft.get(held_out) is not None:
+        before = {name: value for name, value in draft.targets.items() if name.startswith("data.")}
+        sets = data_sets(draft, held_out)
+        for name in [name for name in draft.targets if name.startswith("data.") and name not in before]:
+            del draft.targets[name]
+        draft.targets |= before
+        if len(sets) == 1:
+            draft.set("data.eval", sets[0].name, held_out, note="read in the format and under the names of data.train")
+        else:
+            draft.not_honoured(held_out, "one source is held out here: name it in data.eval")

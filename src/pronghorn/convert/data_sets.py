@@ -1,0 +1,97 @@
+"""Data sets of a config into the recipe's `data`: their names, formats, columns and roles, and templates by name.
+
+A recipe has one format, one set of column names and one template for all of its sources. Sources that need others are not
+honoured, with the sentence that says so."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from pronghorn.convert.draft import Draft, UnfitError
+from pronghorn.data.formats import CHAT_COLUMNS
+from pronghorn.data.named_templates import SAME_AS, TEMPLATES
+
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".gz", ".arrow", ".txt")
+SLICE = re.compile(r"(?P<split>[^\[\]]+)\[:(?P<rows>\d+)\]")
+LATER = "several sources with names of their own come later; make one file of them, or one recipe for each"
+OWN_TEMPLATE = "the tokenizer's own template is used, which an instruct model comes with"
+
+
+@dataclass
+class DataSet:
+    """One source, as a recipe would say it."""
+
+    key: str  # of the config
+    name: str
+    format: str = "auto"
+    fields: dict[str, str] = field(default_factory=dict)
+    message_fields: dict[str, str] = field(default_factory=dict)
+    roles: dict[str, list[str]] = field(default_factory=dict)
+    max_rows: int | None = None
+
+    @property
+    def names(self) -> tuple[dict[str, str], dict[str, str], dict[str, list[str]], int | None]:
+        return self.fields, self.message_fields, self.roles, self.max_rows
+
+
+def is_local(path: str) -> bool:
+    return path.startswith((".", "/", "~")) or path.lower().endswith(SUFFIXES)
+
+
+def source_name(path: str, config: str, split: str) -> str:
+    """As `data.train` has it: a file or folder, or a hub data set `name[:config][:split]`."""
+    if "://" in path:
+        raise UnfitError("only files, folders and hub data sets are read; download it first and name the file")
+    if is_local(path):
+        return path
+    split = split or "train"
+    if config:
+        return f"{path}:{config}:{split}"
+    return path if split == "train" else f"{path}:{split}"
+
+
+def first_rows(split: str) -> tuple[str, int | None]:
+    """`train[:500]` of a file: its first rows. Of a hub data set the hub's own library reads the slice."""
+    found = SLICE.fullmatch(split)
+    return (found["split"], int(found["rows"]) or None) if found else (split, None)
+
+
+def chat_fields(column: str, role: str, content: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Names of the column and of the keys in a message, where they are not found out by themselves."""
+    fields = {} if column in CHAT_COLUMNS else {"messages": column}
+    found_out = (role, content) in (("role", "content"), ("from", "value"))
+    return fields, {} if found_out else {"role": role, "content": content}
+
+
+def set_sources(draft: Draft, sets: list[DataSet]) -> None:
+    """data.train, and what all of them need."""
+    if not sets:
+        return
+    first = sets[0]
+    together = [one for one in sets if one.names == first.names]
+    for one in sets:
+        if one.names != first.names:
+            draft.not_honoured(one.key, f"{one.name} is not in the recipe: {LATER}")
+    formats = {one.format for one in together}
+    draft.set("data.train", [one.name for one in together], *(one.key for one in together))
+    if len(formats) == 1 and first.format != "auto":
+        draft.targets["data.format"] = first.format
+        draft.origins["data.format"] = [one.key for one in together]
+    for target, value in (("fields", first.fields), ("message_fields", first.message_fields), ("roles", first.roles),
+                          ("max_rows", first.max_rows)):
+        if value:
+            draft.targets[f"data.{target}"] = value
+            draft.origins.setdefault(f"data.{target}", []).extend(one.key for one in together)
+
+
+def known_template(name: str) -> bool:
+    return name in TEMPLATES or name in SAME_AS
+
+
+def set_template(draft: Draft, key: str, name: str, ours: str) -> None:
+    """`ours`: the same template's name here, or none."""
+    if ours and known_template(ours):
+        draft.set("data.template", ours, key)
+    else:
+        draft.not_honoured(key, f"there is no template `{name}` by name here; {OWN_TEMPLATE}")

@@ -1,0 +1,308 @@
+"""A recipe in the making out of another tool's config, and what became of every key of that config.
+
+A key is mapped (with the value it became), without effect here (and why), or not honoured (why, and the nearest thing).
+The tools are tables of rows (axolotl.py, llamafactory.py): a row is a function that is given the draft and the key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from pronghorn.convert.one_line import one_line
+from pronghorn.errors import CommandError
+from pronghorn.recipe import Recipe
+
+Kind = Literal["mapped", "no effect", "not honoured"]
+Row = Callable[["Draft", str], None]
+NO_MODEL, NO_DATA = "NAME-OF-THE-MODEL", "NAME-OF-YOUR-DATA.jsonl"  # where the config names none that can be used
+WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None, "null": None, "": None}
+EMPTY = "empty there, so nothing to do"
+
+
+class UnfitError(Exception):
+    """Why a value cannot be used; becomes a key that is not honoured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of one key."""
+
+    line: int
+    key: str
+    value: Any
+    kind: Kind
+    text: str
+
+
+@dataclass
+class Draft:
+    """`values` and `lines` are the config's; a key is written as `datasets[0].path`."""
+
+    values: dict[str, Any]
+    lines: dict[str, int]
+    tool: str
+    name: str
+    targets: dict[str, Any] = field(default_factory=dict)  # keys of the recipe, as `train.lr`
+    origins: dict[str, list[str]] = field(default_factory=dict)  # which keys each of them came from
+    fates: dict[str, tuple[Kind, str]] = field(default_factory=dict)
+    defaults: dict[str, str] = field(default_factory=dict)  # keys of the recipe that come from the tool's own defaults
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key at the top, with the words of YAML 1.1 for yes, no and nothing; `default` where it has none."""
+        value = plain(self.values.get(key))
+        return default if value is None else value
+
+    def set(self, target: str, value: Any, *keys: str, note: str = "") -> None:
+        """These keys became this; of two that set the same, the later counts."""
+        self.targets[target] = value
+        self.origins[target] = [*self.origins.get(target, []), *(key for key in keys if key in self.lines)]
+        for key in keys:
+            self._say("mapped", key, f"{target}: {written(value)}" + (f"; {note}" if note else ""))
+
+    def nearest(self, target: str, value: Any, key: str, why: str) -> None:
+        """Not honoured as it stands; the recipe has the nearest thing."""
+        self.targets[target] = value
+        self.origins.setdefault(target, []).append(key)
+        self._say("not honoured", key, f"{why}; the nearest here, {target}: {written(value)}, is in the recipe")
+
+    def no_effect(self, key: str, why: str) -> None:
+        self._say("no effect", key, why)
+
+    def not_honoured(self, key: str, why: str) -> None:
+        self._say("not honoured", key, why)
+
+    def _say(self, kind: Kind, key: str, text: str) -> None:
+        if key in self.lines:
+            self.fates[key] = (kind, text)
+
+    def refuse(self, key: str, why: str, fix: str) -> None:
+        """The whole config: what it trains is not what can be trained here."""
+        raise CommandError(what=f"{key}: {printed(self.values.get(key))} cannot be converted", why=why, fix=fix,
+                           where=f"{self.name}:{self.lines.get(key, 1)}")
+
+    def default(self, target: str, value: Any, note: str = "") -> None:
+        """What the tool does where its config says nothing, if that is not what a recipe says by itself."""
+        if target not in self.targets:
+            self.targets[target], self.defaults[target] = value, f"{self.tool}'s default" + (f"; {note}" if note else "")
+
+    def all_fates(self) -> list[Fate]:
+        """Of every key, by line; a key of which nobody said anything is within one of which somebody did."""
+        found = []
+        for key, line in self.lines.items():
+            if key in self.fates:
+                found.append(Fate(line, key, value_at(self.values, key), *self.fates[key]))
+        return sorted(found, key=lambda fate: fate.line)
+
+    def unclaimed(self) -> Iterator[str]:
+        """Keys of which nothing was said, nor of what they stand in."""
+        for key in self.lines:
+            if not any(key == known or key.startswith((f"{known}.", f"{known}[")) for known in self.fates):
+                yield key
+
+
+def apply(draft: Draft, rows: Mapping[str, Row], prefixes: Mapping[str, Row]) -> None:
+    """Each key at the top by its row; by that of its prefix; else it is not known."""
+    for key in draft.values:
+        if key in draft.fates:
+            continue
+        if draft.get(key) is None:
+            draft.no_effect(key, EMPTY)
+            continue
+        row = rows.get(key) or next((row for prefix, row in prefixes.items() if key.startswith(prefix)), None)
+        try:
+            (row or _unknown)(draft, key)
+        except UnfitError as error:
+            draft.not_honoured(key, str(error))
+
+
+def _unknown(draft: Draft, key: str) -> None:
+    draft.not_honoured(key, f"not a key of {draft.tool} that is known here; check its spelling, and whether the run needs it")
+
+
+# Rows -------------------------------------------------------------------------------------------------------------------
+
+
+def to(target: str, read: Callable[[Any], Any], note: str = "") -> Row:
+    """The value, as it is read, under another name."""
+    return lambda draft, key: draft.set(target, read(draft.get(key)), key, note=note)
+
+
+def choice(target: str, same: Mapping[str, str], near: Mapping[str, tuple[str, str]], otherwise: tuple[str, str]) -> Row:
+    """One of several words. `near`: word -> (ours, why it is not the same); `otherwise`: of every other word."""
+
+    def row(draft: Draft, key: str) -> None:
+        word = str(draft.get(key)).strip().lower()
+        if word in same:
+            draft.set(target, same[word], key)
+        else:
+            ours, why = near.get(word, otherwise)
+            draft.nearest(target, ours, key, why)
+
+    return row
+
+
+def nothing(why: str) -> Row:
+    """Without effect, whatever it says."""
+    return lambda draft, key: draft.no_effect(key, why)
+
+
+def not_here(why: str, off: str = "switched off there, and there is none here") -> Row:
+    """Not honoured where it asks for something; a 0, a false and an empty list ask for nothing."""
+
+    def row(draft: Draft, key: str) -> None:
+        if is_on(draft.get(key)):
+            draft.not_honoured(key, why)
+        else:
+            draft.no_effect(key, off)
+
+    return row
+
+
+def only_if_one(why: str) -> Row:
+    """How many GPUs share something: with one it has no effect."""
+
+    def row(draft: Draft, key: str) -> None:
+        if draft.get(key) in (0, 1, "1", False):
+            draft.no_effect(key, "one GPU, as here")
+        else:
+            draft.not_honoured(key, why)
+
+    return row
+
+
+def refused(why: str, fix: str) -> Row:
+    def row(draft: Draft, key: str) -> None:
+        if is_on(draft.get(key)):
+            draft.refuse(key, why, fix)
+        draft.no_effect(key, "switched off there, and there is none here")
+
+    return row
+
+
+# Values -----------------------------------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    return WORDS.get(value.strip().lower(), value) if isinstance(value, str) else value
+
+
+def is_on(value: Any) -> bool:
+    value = plain(value)
+    return bool(value)
+
+
+def number(value: Any) -> float:
+    """A number, also where YAML 1.1 takes it for a text (1e-4)."""
+    try:
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise ValueError
+        found = float(value)
+    except (ValueError, OverflowError):
+        raise UnfitError(f"{printed(value)} is not a number; the recipe's default stands") from None
+    if not math.isfinite(found):
+        raise UnfitError(f"{printed(value)} is not a finite number; the recipe's default stands")
+    return int(found) if found == int(found) and abs(found) < 2**53 else found
+
+
+def decimal(value: Any) -> float:
+    return float(number(value))
+
+
+def whole(value: Any) -> int:
+    found = number(value)
+    if found != int(found):
+        raise UnfitError(f"{printed(value)} is not a whole number; the recipe's default stands")
+    return int(found)
+
+
+def text(value: Any) -> str:
+    if isinstance(value, (dict, list)) or value is None:
+        raise UnfitError(f"{printed(value)} is not a name")
+    return str(value)
+
+
+def words(value: Any) -> list[str]:
+    """A list of names; one name, or several with commas between them, are a list as well."""
+    items = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(items, list):
+        raise UnfitError(f"{printed(value)} is not a list of names")
+    return [text(item) for item in items if item not in (None, "")]
+
+
+def printed(value: Any) -> str:
+    """For a sentence: short, on one line."""
+    found = written(value)
+    return found if len(found) <= 60 else f"{found[:57]}..."
+
+
+def written(value: Any) -> str:
+    """As one line of YAML."""
+    return one_line(value)
+
+
+def value_at(values: Any, key: str) -> Any:
+    found = values
+    for part in key.replace("[", ".").replace("]", "").split("."):
+        if isinstance(found, list) and part.isdigit() and int(part) < len(found):
+            found = found[int(part)]
+        elif isinstance(found, dict):
+            found = found.get(part)
+        else:
+            return None
+    return found
+
+
+# The recipe -------------------------------------------------------------------------------------------------------------
+
+
+def nested(targets: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for target, value in targets.items():
+        *above, last = target.split(".")
+        section = found
+        for part in above:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return found
+
+
+def finish(draft: Draft) -> None:
+    """A recipe that is valid: a value that it does not take is taken out again, and its keys are not honoured."""
+    for target, placeholder in (("model", NO_MODEL), ("data.train", [NO_DATA])):
+        if not draft.targets.get(target):
+            draft.targets[target], draft.defaults[target] = placeholder, "to be filled in"
+    while True:
+        try:
+            Recipe.model_validate(nested(draft.targets))
+            return
+        except ValidationError as error:
+            spoilt = [(_target_of(draft, detail), _why(detail)) for detail in error.errors()]
+        taken = {target: why for target, why in spoilt if target}
+        if not taken:
+            raise CommandError(what=f"no recipe can be made of it: {spoilt[0][1]}", where=draft.name,
+                               fix="correct it there, or write the recipe yourself: pronghorn new FILE")
+        for target, why in taken.items():
+            value = draft.targets.pop(target)
+            for key in draft.origins.pop(target, []):
+                draft.not_honoured(key, f"{target} does not take {printed(value)}: {why}; the recipe's default stands")
+        for target, placeholder in (("model", NO_MODEL), ("data.train", [NO_DATA])):
+            draft.targets.setdefault(target, placeholder)
+
+
+def _target_of(draft: Draft, detail: Any) -> str:
+    """The key of the draft that this is about: where it lies, or what the sentence of the whole recipe begins with."""
+    path = [str(part) for part in detail["loc"]]
+    if not path:
+        path = str(detail["ctx"]["error"]).split(":", 1)[0].split(".")
+    found = (".".join(path[:n]) for n in range(len(path), 0, -1))
+    return next((target for target in found if target in draft.targets), "")
+
+
+def _why(detail: Any) -> str:
+    message = str(detail["ctx"]["error"]).split("\n")[0] if detail["type"] == "value_error" else str(detail["msg"])
+    return message[:1].lower() + message[1:]

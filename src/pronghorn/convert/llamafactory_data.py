@@ -1,0 +1,160 @@
+"""LLaMA-Factory's data sets: names that its dataset_info.json explains, with `formatting`, `columns` and `tags`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pronghorn.convert.data_sets import LATER, DataSet, chat_fields, set_sources, source_name
+from pronghorn.convert.draft import Draft, UnfitError, plain, printed, text, words, written
+from pronghorn.data.formats import ROLES, SPEAKERS
+from pronghorn.errors import CommandError
+
+FILE = "dataset_info.json"
+USUAL = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
+TAGS = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt",
+        "observation_tag": "observation", "system_tag": "system", "function_tag": "function_call"}
+WHOSE = {"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool", "system_tag": "system"}
+ALPACA_NOTE = "instruction and input are joined by an empty line, there by a line end"
+
+
+class DataSets:
+    """What dataset_info.json says; None where there is none."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.file, self.entries = file, dict[str, Any]()
+        if file is None:
+            return
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise CommandError(what=f"cannot read {FILE}", where=str(file), why=str(error).split("\n")[0],
+                               fix="correct it, or name another one: --dataset-info FILE") from error
+        if not isinstance(found, dict):
+            raise CommandError(what=f"{FILE} is not an object with a key for each data set", where=str(file),
+                               fix="name another one: --dataset-info FILE")
+        self.entries = found
+
+    def one(self, name: str, key: str, *, as_text: bool) -> tuple[DataSet, list[str]]:
+        """A data set, and what is to be said of it. Raises UnfitError where it cannot be used."""
+        if self.file is None:
+            raise UnfitError(f"no {FILE} was found that explains `{name}`; give it with --dataset-info FILE")
+        entry = self.entries.get(name)
+        if not isinstance(entry, dict):
+            raise UnfitError(f"{self.file} has no data set `{name}`")
+        columns, tags = (entry.get(part) or {} for part in ("columns", "tags"))
+        if not isinstance(columns, dict) or not isinstance(tags, dict):
+            raise UnfitError(f"`columns` or `tags` of `{name}` in {self.file} are no names")
+        _refuse_others(name, entry, columns)
+        one = DataSet(key, self._place(name, entry))
+        form = str(entry.get("formatting") or "alpaca")
+        notes = [f"`{name}`: {told} is not read" for told in ("history",) if plain(columns.get(told))]
+        if entry.get("num_samples"):
+            notes.append(f"`{name}`: num_samples is not honoured (data.max_rows takes the first rows)")
+        usual = {} if columns else USUAL  # with some named, the others are not read
+        if as_text:
+            column = text(plain(columns.get("prompt")) or usual.get("prompt", "instruction"))
+            one.format, one.fields = "text", {} if column == "text" else {"text": column}
+        elif form == "alpaca":
+            one.format = "alpaca"
+            pairs = (("instruction", "prompt"), ("input", "query"), ("output", "response"))
+            for ours, theirs in pairs:
+                named = plain(columns.get(theirs)) or usual.get(theirs)
+                if named and named != ours:
+                    one.fields[ours] = text(named)
+            notes.append(f"`{name}`: {ALPACA_NOTE}")
+        else:
+            self._chat(one, columns, tags)
+        for ours in ("system", "tools"):
+            named = plain(columns.get(ours))
+            if named and named != ours and not as_text:
+                one.fields[ours] = text(named)
+        return one, notes
+
+    def _chat(self, one: DataSet, columns: dict[str, Any], tags: dict[str, Any]) -> None:
+        named = {tag: text(plain(tags.get(tag)) or usual) for tag, usual in TAGS.items()}
+        column = text(plain(columns.get("messages")) or USUAL["messages"])
+        one.fields, one.message_fields = chat_fields(column, named["role_tag"], named["content_tag"])
+        known = {} if one.message_fields else SPEAKERS
+        for tag, ours in WHOSE.items():
+            who = named[tag] if not tags or plain(tags.get(tag)) else ours  # with some named, the others do not count
+            if who != ours and known.get(who) != ours and who not in ROLES:
+                one.roles[ours] = [who]
+
+    def _place(self, name: str, entry: dict[str, Any]) -> str:
+        split, config = str(plain(entry.get("split")) or ""), str(plain(entry.get("subset")) or "")
+        if url := plain(entry.get("hf_hub_url")):
+            return source_name(text(url), config, split)
+        if file := plain(entry.get("file_name")):
+            assert self.file is not None
+            place = self.file.parent / text(file)
+            here = Path.cwd()
+            return str(place.relative_to(here) if place.is_relative_to(here) else place)
+        raise UnfitError(f"`{name}` is neither a file nor on the Hugging Face hub; download it and name the file")
+
+
+def _refuse_others(name: str, entry: dict[str, Any], columns: dict[str, Any]) -> None:
+    media = [kind for kind in ("images", "videos", "audios") if plain(columns.get(kind))]
+    if media:
+        raise UnfitError(f"`{name}` has {media[0]}; only text is trained on here")
+    if entry.get("ranking") or any(plain(columns.get(kind)) for kind in ("chosen", "rejected", "kto_tag")):
+        raise UnfitError(f"`{name}` is for preference tuning, which comes later")
+    if plain(entry.get("folder")):
+        raise UnfitError(f"`{name}` is a folder within a hub data set; download it and name the folder")
+
+
+def find_info(draft: Draft, folder: Path, given: Path | None) -> Path | None:
+    """Beside the config, or in its `dataset_dir`, which counts from where the tool is run: here, or above the config."""
+    if given is not None:
+        return given
+    where = str(draft.get("dataset_dir", "data"))
+    if where.startswith("REMOTE:") or where == "ONLINE":
+        return None
+    above = [folder, *list(folder.resolve().parents)[:4]]
+    places = [Path(where) / FILE, folder / FILE, *(base / where / FILE for base in above)]
+    return next((place for place in places if place.is_file()), None)
+
+
+def convert_data(draft: Draft, folder: Path, given: Path | None, *, as_text: bool) -> None:
+    info = find_info(draft, folder, given)
+    listed = DataSets(info)
+    if draft.get("dataset_dir") is not None:
+        if info is None:
+            draft.not_honoured("dataset_dir", f"no {FILE} of it can be read here; give one with --dataset-info FILE")
+        else:
+            draft.no_effect("dataset_dir", f"{info} explains the data sets")
+    sets, notes, lost = _sets(draft, listed, "dataset", as_text)
+    set_sources(draft, sets)
+    mixed = [one.name for one in sets if one.name not in draft.targets.get("data.train", [])]
+    if draft.get("dataset") is not None:
+        told = [f"data.train: {written(draft.targets['data.train'])}"] if sets else []
+        lost += [f"{name}: {LATER}" for name in mixed]
+        draft.fates["dataset"] = ("not honoured" if lost else "mapped", "; ".join([*told, *lost, *dict.fromkeys(notes)]))
+    if draft.get("eval_dataset") is not None:
+        sets, _, lost = _sets(draft, listed, "eval_dataset", as_text)
+        if len(sets) == 1 and not lost:
+            draft.set("data.eval", sets[0].name, "eval_dataset", note="read in the format and under the names of data.train")
+        else:
+            draft.not_honoured("eval_dataset", "; ".join(lost) or "one source is held out here: name it in data.eval")
+
+
+def _sets(draft: Draft, listed: DataSets, key: str, as_text: bool) -> tuple[list[DataSet], list[str], list[str]]:
+    sets: list[DataSet] = []
+    notes: list[str] = []
+    lost: list[str] = []
+    try:
+        names = words(draft.get(key, []))
+    except UnfitError as error:
+        return [], [], [str(error)]
+    for name in names:
+        try:
+            one, said = listed.one(name, key, as_text=as_text)
+        except UnfitError as error:
+            lost.append(str(error))
+            continue
+        sets.append(one)
+        notes += said
+    if not names and draft.get(key) is not None:
+        lost.append(f"{printed(draft.get(key))} names no data set")
+    return sets, notes, lost

@@ -1,0 +1,260 @@
+"""What several keys of a config say together, alike in both tools: tokens in a step, length of a run, schedule, precision, how
+often to evaluate and save. Each function takes the names that the tool has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pronghorn.convert.draft import Draft, UnfitError, decimal, is_on, number, printed, whole
+
+CAPACITY = 16384  # tokens in a micro-batch that a GPU works well on
+AT_THE_END = 0.999999  # of all steps: the last one, in any run of less than a million
+
+ADAMW, ADAMW_8BIT, PAGED, PAGED_8BIT = "adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"
+OPTIMIZERS = {
+    "adamw": ADAMW, "adamw_torch": ADAMW, "adamw_torch_fused": ADAMW, "adamw_hf": ADAMW, "adamw_apex_fused": ADAMW,
+    "adamw_anyprecision": ADAMW, "optimi_adamw": ADAMW, "flash_adamw": ADAMW, "adamw_bnb_8bit": ADAMW_8BIT,
+    "adamw_8bit": ADAMW_8BIT, "adamw_torch_8bit": ADAMW_8BIT, "ao_adamw_8bit": ADAMW_8BIT, "paged_adamw": PAGED,
+    "paged_adamw_32bit": PAGED, "paged_adamw_8bit": PAGED_8BIT,
+}  # fmt: skip
+_FEW = (ADAMW_8BIT, "AdamW's moments are in 32 or 8 bits here")
+NEAR_OPTIMIZERS = {"adamw_torch_4bit": _FEW, "ao_adamw_4bit": _FEW, "ao_adamw_fp8": _FEW}
+OTHER_OPTIMIZER = (ADAMW, "the optimizer is AdamW here, and another one's learning rate may not suit it")
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
+OTHER_SCHEDULE = ("cosine", "the schedules are cosine, linear and constant")
+
+PACKED = "rows are always packed here, and never see each other"
+PLAN = "what is kept, recomputed or offloaded is decided by a plan from the GPU's memory (memory.budget)"
+KERNELS = "Pronghorn's own kernels are used"
+NOTHING_SENT = "nothing is sent anywhere; the run's log and report lie in its output folder (run.jsonl, report.html)"
+GPUS = "several GPUs come later; a recipe trains on one"
+PREFERENCE = "preference tuning and rewards come later; recipes train on answers (SFT) and on text"
+PREFERENCE_FIX = "convert an SFT config, or train this one with a trainer of TRL's on a model of FastLanguageModel"
+IMAGES = "only text is trained on here; rows with images, video or sound are refused when they are read"
+NEW_TOKENS = "the vocabulary stays as it is; a token it does not have would need new rows in the embeddings"
+MODEL = "found out from the model's files"
+NO_CODE = "no code of a model's repository runs here, and most models need none"
+BITS = "frozen weights are in 16 bits (lora), in 8 as FP8 (method: fp8, on GPUs that have it) or in 4 as NF4 (qlora)"
+FROZEN = "embeddings and head stay frozen beside an adapter; method: full trains them"
+RESUME = "the same command goes on by itself where the output folder's last checkpoint stands"
+
+
+def or_default(draft: Draft, key: str, read: Callable[[Any], float], default: float, least: float = 1) -> float:
+    """The value of a key that is part of a sum; one that cannot be read is not honoured, and the default counts."""
+    value = draft.get(key)
+    if value is None:
+        return default
+    try:
+        found = read(value)
+    except UnfitError as error:
+        draft.not_honoured(key, str(error).replace("the recipe's default stands", f"{default} is taken"))
+        return default
+    if found < least:
+        draft.not_honoured(key, f"{printed(value)} is less than {least}; {default} is taken")
+        return default
+    return found
+
+
+def batch(draft: Draft, *, micro: str, accumulation: str, length: str, packing: tuple[str, ...], defaults: tuple[int, int, int],
+          total: str = "", packed: bool = False) -> None:
+    """Rows or packs of so many tokens, times the micro-batches of a step. `total`: rows of a step in one number. `packing`:
+    keys that switch it on; `packed`: it is on without them."""
+    packed = packed or any(is_on(draft.get(key)) for key in packing)
+    rows = int(or_default(draft, micro, whole, defaults[0]))
+    steps = int(or_default(draft, accumulation, whole, defaults[1]))
+    tokens = int(or_default(draft, length, whole, defaults[2]))
+    if total and draft.get(total) is not None and draft.get(accumulation) is None:
+        steps = max(1, int(or_default(draft, total, whole, rows)) // rows)
+    fits = [n for n in range(1, min(rows * steps, CAPACITY // tokens) + 1) if (rows * steps) % n == 0] or [1]
+    capacity, in_a_step = max(fits) * tokens, rows * steps * tokens
+    keys = [key for key in (micro, accumulation, total, length) if key and draft.get(key) is not None]
+    said = [key for key in keys if key not in draft.fates]
+    draft.set("train.batch_tokens", in_a_step, *said, note=f"{rows} x {steps} x {tokens} tokens a step, on one GPU")
+    if not packed:
+        told = (f"rows are always packed here: a step has {in_a_step} tokens, there it had {rows * steps} rows of any length;"
+                " where rows are much shorter, a lower train.batch_tokens gives as many steps as before")
+        asked = [key for key in (*packing, *said) if draft.get(key) is not None]
+        if asked:
+            draft.not_honoured(asked[0], told)
+    if not draft.origins["train.batch_tokens"]:
+        draft.defaults["train.batch_tokens"] = f"{draft.tool}'s defaults: {rows} x {steps} x {tokens}, packed here"
+    draft.targets["train.capacity"], draft.defaults["train.capacity"] = capacity, "tokens of a micro-batch; the sum is the same"
+    if length in said:
+        draft.set("data.max_length", tokens, length, note=f"and part of train.batch_tokens: {in_a_step}")
+    draft.default("data.max_length", tokens)
+
+
+def duration(draft: Draft, *, epochs: str, steps: str, default: float) -> float:
+    """Returns the epochs, for what is counted by them."""
+    asked = or_default(draft, epochs, number, default, least=1e-9)
+    if draft.get(epochs) is not None and epochs not in draft.fates:
+        if asked == int(asked):
+            draft.set("train.epochs", int(asked), epochs)
+        else:
+            draft.nearest("train.epochs", int(asked) + 1, epochs, "epochs are whole ones (train.steps ends a run earlier)")
+    elif int(default) != 1:
+        draft.default("train.epochs", int(default))
+    limit = draft.get(steps)
+    if limit is not None:
+        try:
+            found = whole(limit)
+        except UnfitError as error:
+            draft.not_honoured(steps, str(error))
+            return asked
+        if found > 0:
+            draft.set("train.steps", found, steps, note="instead of epochs")
+        else:
+            draft.no_effect(steps, "no limit, as here")
+    return asked
+
+
+def warmup(draft: Draft, *, scheduler: str, steps: str, ratio: str, default: float) -> None:
+    """HF's `constant` has no warm-up, whatever is asked for; a number of steps counts before a ratio."""
+    keys = [key for key in (steps, ratio) if draft.get(key) is not None]
+    if str(draft.get(scheduler, "")).strip().lower() == "constant":
+        draft.targets["train.warmup"], draft.origins["train.warmup"] = 0, [scheduler]
+        for key in keys:
+            draft.no_effect(key, f"{scheduler}: constant has no warm-up")
+        return
+    asked: dict[str, float] = {}
+    for key in keys:
+        try:
+            asked[key] = number(draft.get(key))
+        except UnfitError as error:
+            draft.not_honoured(key, str(error))
+    chosen = ratio if ratio in asked and not asked.get(steps) else steps
+    for key, found in asked.items():
+        if key == chosen:
+            draft.set("train.warmup", found, key)
+        else:
+            draft.no_effect(key, f"{chosen} counts before it")
+    draft.default("train.warmup", default)
+
+
+def share_of_run(a_epoch: float, epochs: float) -> float:
+    share = 1.0 / (a_epoch * epochs)
+    return share if share < 1 else AT_THE_END
+
+
+def every(draft: Draft, target: str, *, steps: str, strategy: str, per_epoch: str, epochs: float, best: str) -> None:
+    """How often: by steps, by a share of the run (below 1), or so many times an epoch. The last step is always one of them."""
+    times = draft.get(per_epoch) if per_epoch else None
+    if times is not None:
+        try:
+            found = number(times)
+        except UnfitError as error:
+            draft.not_honoured(per_epoch, str(error))
+        else:
+            share = share_of_run(found, epochs) if found > 0 else AT_THE_END
+            draft.set(target, round(share, 6), per_epoch, note="a share of all steps" if share < AT_THE_END else "at the end")
+    how = str(draft.get(strategy, "")).strip().lower() if not isinstance(draft.get(strategy), bool) else "no"
+    count = draft.get(steps)
+    if how in ("epoch", "no") and target not in draft.targets:
+        share = share_of_run(1, epochs) if how == "epoch" else AT_THE_END
+        draft.set(target, round(share, 6), strategy, note="a share of all steps" if share < AT_THE_END else "at the end only")
+        if count is not None:
+            draft.no_effect(steps, f"{strategy}: {how} counts before it")
+    elif how:
+        draft.no_effect(strategy, best if how == "best" else "as the number of steps says")
+    elif strategy in draft.values and draft.get(strategy) is not None:
+        draft.no_effect(strategy, "as the number of steps says")
+    if count is not None and steps not in draft.fates:
+        if target in draft.targets:
+            draft.no_effect(steps, f"{per_epoch} counts before it")
+            return
+        try:
+            found = number(count)
+        except UnfitError as error:
+            draft.not_honoured(steps, str(error))
+            return
+        draft.set(target, found, steps, note="a share of all steps" if found < 1 else "")
+
+
+def precision(draft: Draft, *, bf16: tuple[str, ...], fp16: tuple[str, ...], tf32: str = "tf32") -> None:
+    """bf16 by itself where the GPU has it; a precision that is asked for is the one there is."""
+    halves = [key for key in fp16 if is_on(draft.get(key))]
+    brains = [key for key in bf16 if is_on(draft.get(key)) and str(draft.get(key)).lower() != "auto"]
+    autos = [key for key in bf16 if str(draft.get(key, "")).lower() == "auto"]
+    offs = [key for key in (*bf16, *fp16) if draft.get(key) is not None and key not in (*halves, *brains, *autos)]
+    if brains:
+        draft.set("precision", "bf16", *brains)
+    elif halves:
+        draft.set("precision", "fp16", *halves)
+    elif autos:
+        draft.set("precision", "auto", *autos)
+    elif set(offs) & set(bf16) and set(offs) & set(fp16):
+        draft.set("precision", "fp32", *offs, note="neither bf16 nor fp16")
+    left = dict.fromkeys(offs, "off; the recipe's precision says what is used")
+    left |= dict.fromkeys((*halves, *autos), "bf16 counts before it")
+    for key, why in left.items():
+        if key not in draft.fates:
+            draft.no_effect(key, why)
+    if draft.get(tf32) is not None:
+        draft.no_effect(tf32, "products are in the precision that the recipe says; fp32 is never TF32 here")
+
+
+def adapter_off(draft: Draft, keys: list[str], why: str) -> None:
+    for key in keys:
+        if draft.get(key) is not None and key not in draft.fates:
+            draft.no_effect(key, why)
+
+
+def held_out_first(draft: Draft, *, patience: str) -> None:
+    """Early stopping looks at the held-out loss; without any, the recipe would be refused."""
+    if draft.get(patience) is None:
+        return
+    if draft.targets.get("data.eval") is None:
+        draft.not_honoured(patience, "early stopping needs held-out data (data.eval), and the config has none")
+        return
+    try:
+        draft.set("eval.stop", {"patience": whole(draft.get(patience)), "min_delta": 0.0}, patience)
+    except UnfitError as error:
+        draft.not_honoured(patience, str(error))
+
+
+def fraction_held_out(draft: Draft, key: str) -> None:
+    value = draft.get(key)
+    if value is None or key in draft.fates:
+        return
+    try:
+        found = number(value)
+    except UnfitError as error:
+        draft.not_honoured(key, str(error))
+        return
+    if found == 0:
+        draft.no_effect(key, "no held-out data, as here by default")
+    elif 0 < found < 1:
+        draft.set("data.eval", found, key)
+    else:
+        draft.not_honoured(key, "a number of rows; write the fraction that it is of yours (data.eval: 0.02), or a file")
+
+
+def betas(draft: Draft) -> None:
+    both = [0.9, 0.999]
+    for i, key in enumerate(("adam_beta1", "adam_beta2")):
+        if draft.get(key) is None:
+            continue
+        try:
+            both[i] = decimal(draft.get(key))
+        except UnfitError as error:
+            draft.not_honoured(key, str(error))
+        else:
+            draft.set("train.betas", list(both), key)
+
+
+def clip(draft: Draft, key: str) -> None:
+    limit = number(draft.get(key))
+    if limit > 0:
+        draft.set("train.clip", limit, key)
+    else:
+        draft.set("train.clip", 1e9, key, note="a limit that is never reached, for none")
+
+
+def fp8_products(draft: Draft, key: str) -> None:
+    if not is_on(draft.get(key)):
+        draft.no_effect(key, "switched off, as here by default")
+    elif draft.targets.get("method") in ("full", "qlora"):
+        draft.set("compute", "fp8", key)
+    else:
+        draft.not_honoured(key, "weights stored in 16 bits are multiplied in 16; method: fp8 stores and multiplies in FP8")

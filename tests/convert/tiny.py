@@ -1,0 +1,41 @@
+"""A tiny model whose vocabulary has the tokens that the example configs name, and data in the forms they read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from samples import CHATML, make_model, make_tokenizer
+
+TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>",
+          "<end_of_turn>"]
+TALK = [("user", "hi"), ("assistant", "ho")]
+
+
+def turns(role: str, content: str, user: str, assistant: str) -> list[dict[str, str]]:
+    return [{role: {"user": user, "assistant": assistant}[who], content: said} for who, said in TALK]
+
+
+ROWS: dict[str, dict[str, Any]] = {
+    "alpaca": {"instruction": "hi", "input": "there", "output": "ho"},
+    "sharegpt": {"conversations": turns("from", "value", "human", "gpt")},
+    "messages": {"messages": turns("role", "content", "user", "assistant")},
+    "talks": {"dialogue": turns("speaker", "words", "customer", "agent"), "turns": turns("speaker", "words", "guest", "host")},
+    "text": {"body": "a book of some words", "text": "a page of some words"},
+    "questions": {"question": "hi", "answer": "ho", "persona": "be kind"},
+}
+
+
+def tiny_model(folder: Path) -> Path:
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.add_special_tokens({"additional_special_tokens": TOKENS, "bos_token": TOKENS[0]})
+    tokenizer.save_pretrained(folder)
+    make_model(vocab_size=len(tokenizer), num_hidden_layers=1).save_pretrained(folder)
+    return folder
+
+
+def write_data(folder: Path, kind: str) -> Path:
+    path = folder / f"{kind}.jsonl"
+    path.write_text("".join(json.dumps(ROWS[kind] | {"n": n}) + "\n" for n in range(30)), encoding="utf-8")
+    return path
