@@ -27,11 +27,11 @@ _HOMES = {
         "train_on_responses_only",
     ),
     "trainer": (
-        "PatchDPOTrainer", "PronghornTrainer", "PronghornTrainingArguments", "UnslothTrainer", "UnslothTrainingArguments",
-        "UnslothVisionDataCollator",
+        "PatchDPOTrainer", "PatchFastRL", "PatchKTOTrainer", "PronghornTrainer", "PronghornTrainingArguments", "UnslothTrainer",
+        "UnslothTrainingArguments", "UnslothVisionDataCollator", "unsloth_train",
     ),
     "dropin.absent": (
-        "FastSentenceTransformer", "FastVisionModel", "check_python_modules", "create_locked_down_function",
+        "FastSentenceTransformer", "FastVisionModel", "add_new_tokens", "check_python_modules", "create_locked_down_function",
         "execute_with_time_limit", "is_port_open", "launch_openenv",
     ),
 }  # fmt: skip

@@ -3,9 +3,16 @@
 from typing import Any
 
 from pronghorn.dropin.absent import ABSENT
-from pronghorn.dropin.training import PatchDPOTrainer, arguments_class, trainer_class
+from pronghorn.dropin.training import (
+    PatchDPOTrainer,
+    PatchFastRL,
+    PatchKTOTrainer,
+    arguments_class,
+    trainer_class,
+    unsloth_train,
+)
 
-__all__ = ["PatchDPOTrainer", "UnslothVisionDataCollator"]
+__all__ = ["PatchDPOTrainer", "PatchFastRL", "PatchKTOTrainer", "UnslothVisionDataCollator", "unsloth_train"]
 UnslothVisionDataCollator = ABSENT["UnslothVisionDataCollator"]
 _MADE = {
     "PronghornTrainer": trainer_class, "UnslothTrainer": trainer_class,

@@ -90,6 +90,9 @@ def test_names_and_pickles(tmp_path: Path) -> None:
     again = pickle.loads(pickle.dumps(arguments(tmp_path, embedding_learning_rate=2e-4)))
     assert again.embedding_learning_rate == 2e-4
     assert PatchDPOTrainer() is None
+    assert pronghorn.PatchFastRL("GRPO", pronghorn.FastLanguageModel) is None
+    trainer = type("Trainer", (), {"train": lambda self, resume_from_checkpoint: resume_from_checkpoint})()
+    assert pronghorn.unsloth_train(trainer, resume_from_checkpoint="x") == "x"
     with pytest.raises(AttributeError):
         pronghorn.trainer.nothing  # noqa: B018
 

@@ -39,6 +39,8 @@ ABSENT = {
         ("UnslothVisionDataCollator", NO_IMAGES, "train on text with FastModel; SFTTrainer brings the collator for it"),
         ("FastSentenceTransformer", "embeddings have another loss than text",
          "sentence_transformers' own SentenceTransformer and its trainer"),
+        ("add_new_tokens", "a new token would need new rows in the embeddings", "tokens that the vocabulary has, such as its "
+         "reserved ones"),
         ("execute_with_time_limit", NO_CODE, OWN_SANDBOX),
         ("check_python_modules", NO_CODE, OWN_SANDBOX),
         ("create_locked_down_function", NO_CODE, OWN_SANDBOX),

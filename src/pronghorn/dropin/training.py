@@ -26,6 +26,18 @@ def PatchDPOTrainer() -> None:  # noqa: N802 - the name scripts call it by
     """Nothing to do: our models go through TRL's DPOTrainer as it is."""
 
 
+PatchKTOTrainer = PatchDPOTrainer
+
+
+def PatchFastRL(*_: Any, **__: Any) -> None:  # noqa: N802
+    """Nothing to do, as above."""
+
+
+def unsloth_train(trainer: Any, *given: Any, **named: Any) -> Any:
+    """`trainer.train()`: older scripts call it so, for sums that transformers has right by now."""
+    return trainer.train(*given, **named)
+
+
 def _trl() -> Any:
     if find_spec("trl") is None:
         raise EnvironmentFault(what="trl is not installed", why="UnslothTrainer is TRL's SFTTrainer with one more argument",
