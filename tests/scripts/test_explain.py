@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pronghorn.errors import CommandError
-from pronghorn.scripts.explain import INTO_ARGS, as_text, everything, of_script
+from pronghorn.process import set_defaults
+from pronghorn.scripts.explain import ENVIRONMENT, INTO_ARGS, as_text, everything, of_script
 from pronghorn.scripts.fronts import MOVED
 from pronghorn.scripts.modules import OURS
 from pronghorn.scripts.renames import BITSANDBYTES_ADAMW, LEFT_OUT, REFUSED, RENAMED, TRAINER_RENAMED
@@ -29,6 +30,12 @@ def test_everything_that_is_adapted_is_listed() -> None:
     text = everything()
     for name in (*RENAMED, *LEFT_OUT, *REFUSED, *TRAINER_RENAMED, *INTO_ARGS, *BITSANDBYTES_ADAMW, *MOVED, *OURS):
         assert name in text, name
+
+
+def test_the_environment_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", found := {"HOME": "/somewhere"})
+    set_defaults()
+    assert set(found) - {"HOME"} == set(ENVIRONMENT)
 
 
 def test_a_script(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import HfArgumentParser
 
 from pronghorn.scripts.adaptor import Adaptor
 from pronghorn.scripts.notes import Notes
+from pronghorn.scripts.running import run
 
 
 def script(text: str, notes: Notes | None = None) -> dict[str, Any]:
@@ -75,6 +77,31 @@ def test_what_moved_inside_of_trl_is_found_where_it_was() -> None:
     assert "from trl import ORPOTrainer gives the one of trl.experimental.orpo" in notes.said
     with pytest.raises(ImportError, match="NoSuchTrainer"):
         script("from trl import NoSuchTrainer")
+
+
+def test_what_a_script_sets_in_a_package_is_set_there() -> None:
+    script("import trl\ntrl.set_by_a_script = 3")
+    assert trl.set_by_a_script == 3
+    del trl.set_by_a_script
+
+
+def test_data_sets_are_mapped_by_functions_that_use_a_package(tmp_path: Path) -> None:
+    """In processes of their own: what they use is sent there."""
+    file = tmp_path / "mine.py"
+    file.write_text("""
+import transformers
+import trl
+from datasets import Dataset
+
+def length(row):
+    assert trl.SFTConfig.__name__ == "SFTConfig"
+    return {"name": transformers.Trainer.__name__ + row["text"]}
+
+data = Dataset.from_dict({"text": ["a", "b"]}).map(length, num_proc=2)
+again = Dataset.from_dict({"text": ["a", "b"]}).map(length)
+""", encoding="utf-8")
+    main = run(str(file), notes=Notes(lambda text: None))
+    assert main.data["name"][:] == main.again["name"][:] == ["Trainera", "Trainerb"]
 
 
 def test_everything_of_a_package() -> None:

@@ -19,6 +19,8 @@ from pronghorn.scripts.renames import BITSANDBYTES_ADAMW, LEFT_OUT, REFUSED, REN
 # Arguments that trainers took themselves, and that are part of their args now.
 INTO_ARGS = ("max_seq_length", "dataset_text_field", "packing", "dataset_num_proc", "beta", "max_length", "dataset_kwargs",
              "eval_packing", "neftune_noise_alpha")
+ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "GOMP_SPINCOUNT", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",
+               "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "HF_HUB_DISABLE_TELEMETRY", "HF_UPDATE_DOWNLOAD_COUNTS")
 ABSENT_METHODS = {"fast_generate": "generation goes through model.generate",
                   "infer": "models that read images are not run here"}
 
@@ -43,7 +45,8 @@ def everything() -> str:
               "  fp16=True, and bf16 where it is not said -> False, without a GPU"]
     lines += [f"  {old}= is left out: {why}" for old, why in LEFT_OUT.items()]
     lines += [f"  {old}= is refused: {why}" for old, (why, _) in REFUSED.items()]
-    lines += ["", "tokenizers", "  apply_chat_template without return_dict= -> token ids, which also answer as a dict"]
+    lines += ["", "tokenizers", "  apply_chat_template without return_dict= -> token ids, which also answer as a dict", "",
+              "environment, as in every command of ours, where it is not set already", f"  {', '.join(ENVIRONMENT)}"]
     return "\n".join(lines)
 
 

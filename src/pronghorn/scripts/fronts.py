@@ -29,10 +29,8 @@ class View(ModuleType):
 
     def __init__(self, real: ModuleType, fronts: Fronts) -> None:
         super().__init__(real.__name__, real.__doc__)
-        self._real, self._fronts = real, fronts
-        for name in ("__file__", "__path__", "__spec__", "__loader__", "__package__"):
-            if hasattr(real, name):
-                setattr(self, name, getattr(real, name))
+        names = ("__file__", "__path__", "__spec__", "__loader__", "__package__")
+        vars(self).update({name: getattr(real, name) for name in names if hasattr(real, name)}, _real=real, _fronts=fronts)
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":  # `from trl import *`
@@ -47,8 +45,15 @@ class View(ModuleType):
             value = getattr(import_module(home), name)
         return self._fronts.offered(value)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What a script sets in a package, it sets there: as without us."""
+        setattr(self._real, name, value)
+
     def __dir__(self) -> list[str]:
         return dir(self._real)
+
+    def __reduce__(self) -> Any:
+        return import_module, (self.__name__,)  # data sets are mapped by functions that use it
 
 
 class Fronts:

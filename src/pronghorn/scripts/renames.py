@@ -28,7 +28,7 @@ RENAMED = {
 }
 # gone, and why leaving it out is right
 LEFT_OUT = {
-    "max_prompt_length": "prompts are not cut by themselves any more; max_length is for prompt and answer together",
+    "max_prompt_length": "prompts are not cut by themselves any more; max_length, where there is one, cuts prompt and answer",
     "overwrite_output_dir": "the output folder is always written into",
     "logging_dir": "the environment variable TENSORBOARD_LOGGING_DIR says where",
     "save_safetensors": "checkpoints always are safetensors",
