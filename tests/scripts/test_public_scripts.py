@@ -1,0 +1,138 @@
+"""Scripts after public notebooks of many kinds, as they are: all train, save, reload and generate.
+
+Each file in public/ has a notebook's imports, calls, arguments and order; models and data of the same names are small, and come
+from a hub's cache of our own. All of them run in this process, one after the other: an interpreter with TRL takes 8 s to start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from torch.overrides import TorchFunctionMode
+
+from pronghorn.errors import CommandError
+from pronghorn.scripts.notes import Notes
+from pronghorn.scripts.running import run
+from public_models import write_data, write_hub
+from trl_on_a_cpu import TorchLogProbs
+
+PUBLIC = Path(__file__).parent / "public"
+OTHERS = ("vision.py", "inference_only.py")  # which do not train
+SCRIPTS = sorted(path.name for path in PUBLIC.iterdir() if path.suffix in (".py", ".ipynb") and path.name not in OTHERS)
+
+
+class CudaIsCpu(TorchFunctionMode):
+    """Notebooks write `.to("cuda")`: a stand-in for a GPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.to:
+            args = tuple("cpu" if isinstance(one, str) and one == "cuda" else one for one in args)
+            kwargs = {key: "cpu" if isinstance(one, str) and one == "cuda" else one for key, one in (kwargs or {}).items()}
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cache = tmp_path_factory.mktemp("hub")
+    write_hub(cache)
+    return cache
+
+
+@pytest.fixture
+def notebook_room(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A current folder with data, a hub's cache with models, and TRL's loss without a GPU."""
+    import datasets
+
+    write_data(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets-cache")
+    monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", TorchLogProbs)
+    datasets.disable_progress_bars()
+    yield tmp_path
+    datasets.enable_progress_bars()
+
+
+def run_script(script: str) -> tuple[dict[str, Any], Notes]:
+    notes = Notes(lambda text: None)
+    with CudaIsCpu():
+        return vars(run(str(PUBLIC / script), notes=notes)), notes
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_public_script_as_it_is(script: str, notebook_room: Path) -> None:
+    """It has trained, saved what it trained, loaded that again and generated with it."""
+    main, _ = run_script(script)
+    trainer = main.get("trainer") or main["dpo_trainer"]
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert len(losses) >= 2
+    assert all(math.isfinite(loss) for loss in losses)
+    assert main["outputs"].shape[1] > 1
+    saved = list(notebook_room.glob("*/adapter_model.safetensors"))
+    if script == "full_finetuning.py":
+        assert (notebook_room / "gemma-3-full" / "model.safetensors").is_file()
+        return
+    assert saved
+    for path in saved:
+        trained = {name: weight for name, weight in load_file(path).items() if "lora_B" in name}
+        assert trained
+        assert all(weight.any() for weight in trained.values())  # they begin as zeros
+
+
+def test_the_numbers_are_those_of_a_script_that_was_edited_by_hand(notebook_room: Path) -> None:
+    """alpaca_llama3.py once more, as one writes it for this TRL."""
+    main, _ = run_script("alpaca_llama3.py")
+    from datasets import load_dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from pronghorn import FastLanguageModel
+
+    model, tokenizer = FastLanguageModel.from_pretrained("unsloth/llama-3-8b", max_seq_length=2048)
+    model = FastLanguageModel.get_peft_model(model, r=16)
+    texts = [main["alpaca_prompt"].format(row["instruction"], row["input"], row["output"]) + tokenizer.eos_token
+             for row in load_dataset("yahma/alpaca-cleaned", split="train")]
+    config = SFTConfig(
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, warmup_steps=1, max_steps=3, learning_rate=2e-4,
+        logging_steps=1, optim="adamw_torch_fused", weight_decay=0.01, lr_scheduler_type="linear", seed=3407, max_length=2048,
+        output_dir="by-hand", report_to="none", bf16=False, gradient_checkpointing=False, use_cpu=True)
+    trainer = SFTTrainer(model, config, train_dataset=Dataset.from_dict({"text": texts}), processing_class=tokenizer)
+    trainer.train()
+    ours, by_hand = ([(row["loss"], row["grad_norm"], row["learning_rate"]) for row in one.state.log_history if "loss" in row]
+                     for one in (main["trainer"], trainer))
+    assert len(ours) == 3
+    assert ours == by_hand
+
+
+def test_a_script_for_inference_alone(notebook_room: Path) -> None:
+    main, _ = run_script("inference_only.py")
+    assert main["outputs"].shape[1] > 1
+
+
+def test_a_script_that_needs_what_is_not_here_ends_with_the_sentence(notebook_room: Path) -> None:
+    with pytest.raises(CommandError, match=r"FastVisionModel.from_pretrained is not in this version") as caught:
+        run_script("vision.py")
+    assert "FastModel" in caught.value.fix
+
+
+def test_what_is_told_of_an_old_script(notebook_room: Path) -> None:
+    """Each translation once, and nothing else."""
+    _, notes = run_script("alpaca_llama3.py")
+    assert notes.said == [
+        "import unsloth gives pronghorn",
+        'TrainingArguments(optim="adamw_8bit") is "adamw_torch_fused": bitsandbytes is not installed; the same steps, with 8 '
+        "bytes of optimizer state a trained weight",
+        "TrainingArguments(fp16=True) is fp16=False: there is no GPU here, and a CPU trains in float32",
+        "SFTTrainer(tokenizer=...) is processing_class=... now",
+        "SFTTrainer(args=TrainingArguments(...)) is given a SFTConfig with the same values",
+        "SFTTrainer(dataset_text_field=...) goes into its args, as SFTConfig(dataset_text_field=...)",
+        "SFTTrainer(max_seq_length=...) goes into its args, as SFTConfig(max_length=...)",
+        "SFTTrainer(dataset_num_proc=...) goes into its args, as SFTConfig(dataset_num_proc=...)",
+        "SFTTrainer(packing=...) goes into its args, as SFTConfig(packing=...)",
+    ]

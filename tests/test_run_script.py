@@ -1,0 +1,89 @@
+"""`pronghorn run` and `python -m pronghorn.unsloth` as processes: what a script sees, prints and ends with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pronghorn.cli import main
+from pronghorn.cli.run_script import split
+from public_models import write_data, write_hub
+
+PUBLIC = Path(__file__).parent / "scripts" / "public"
+
+
+def process(*words: str, folder: Path, module: str = "pronghorn.cli", **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", module, *words], cwd=folder, capture_output=True, text=True, check=False,
+                          env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables})
+
+
+def test_a_script_trains_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """Hugging Face's Trainer: TRL's own loss needs a GPU."""
+    write_hub(tmp_path / "home" / "hub", only="unsloth/Qwen3-4B")
+    write_data(tmp_path)
+    ended = process("run", str(PUBLIC / "plain_trainer.py"), "--epochs", "0.25", "--output", "mine", folder=tmp_path,
+                    HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1")
+    assert ended.returncode == 0, ended.stderr
+    assert "answer:" in ended.stdout
+    assert (tmp_path / "mine" / "adapter_model.safetensors").is_file()
+    for told in ("import unsloth gives pronghorn", "Trainer(tokenizer=...) is processing_class=... now",
+                 "TrainingArguments(evaluation_strategy=...) is eval_strategy=... now", "warmup_steps=...",
+                 'optim="paged_adamw_8bit") is "adamw_torch_fused"', "fp16=True) is fp16=False"):
+        assert sum(told in line for line in ended.stderr.splitlines() if line.startswith("pronghorn: ")) == 1, told
+
+
+def test_arguments_and_exit_codes_of_a_script(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("here = True\n", encoding="utf-8")
+    (tmp_path / "mine.py").write_text("import sys, json, beside\nprint(json.dumps([sys.argv, sys.path[0], __name__]))\n"
+                                      "sys.exit(7)\n", encoding="utf-8")
+    words = ["mine.py", "--", "--json", "a=b", "--help"]
+    for command in (process("run", *words, folder=tmp_path), process(*words, folder=tmp_path, module="pronghorn.unsloth")):
+        assert command.returncode == 7, command.stderr
+        assert json.loads(command.stdout) == [words, str(tmp_path), "__main__"]
+        assert command.stderr == ""
+
+
+def test_ctrl_c_ends_a_script_with_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import os, signal\n\ndef work():\n    os.kill(os.getpid(), signal.SIGINT)\n"
+                                      "    while True:\n        pass\n\nwork()\n", encoding="utf-8")
+    ended = process("run", "mine.py", folder=tmp_path)
+    assert ended.returncode == 130
+    assert ended.stderr.startswith(f'Traceback (most recent call last):\n  File "{tmp_path / "mine.py"}", line 8, in <module>')
+    assert ended.stderr.endswith("KeyboardInterrupt\n")
+    assert "pronghorn" not in ended.stderr.replace(str(tmp_path), "")
+
+
+def test_an_error_of_ours_and_one_of_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ours.py").write_text("from unsloth import FastVisionModel\nFastVisionModel.from_pretrained('x')\n",
+                                      encoding="utf-8")
+    (tmp_path / "own.py").write_text("open('/no/such/file')\n", encoding="utf-8")
+    for name, code, last in (("ours.py", 2, "fix: "), ("own.py", 1, "FileNotFoundError: ")):
+        with pytest.raises(SystemExit) as ended:
+            main(["run", str(tmp_path / name)])
+        assert ended.value.code == code
+        shown = capsys.readouterr().err.splitlines()
+        assert shown[-1].strip().startswith(last)
+        assert next(line for line in shown if line.startswith("  File")).startswith(f'  File "{tmp_path / name}", line')
+    assert main(["run"]) == 2
+
+
+def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--explain"]) == 0
+    assert "import unsloth.chat_templates   gives pronghorn.chat_templates" in capsys.readouterr().out
+    assert main(["run", "--explain", str(PUBLIC / "vision.py")]) == 0
+    assert "  vision.py:1  unsloth.FastVisionModel is not in this version: " in capsys.readouterr().out
+    assert main(["run", "--json", "--explain", str(PUBLIC / "vision.py")]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert {one["where"] for one in facts["missing"]} == {"vision.py:1", "vision.py:2"}
+
+
+def test_what_is_the_scripts_own() -> None:
+    assert split(["run", "--explain", "a.py", "--json", "--", "x"]) == (["run", "--explain", "a.py"], ["--json", "--", "x"])
+    assert split(["run"]) == (["run"], [])
+    assert split(["train", "a.yaml", "--json"]) == (["train", "a.yaml", "--json"], [])
+    assert split([]) == ([], [])
