@@ -98,9 +98,11 @@ class CapturedLayers:
         if self._sizes[size] <= EAGER_TIMES or any(layer.waiting for layer in self.engine.layers):
             return None
         state = self._look(h_TD.dtype)
-        pair = state and (state.pairs.get(size) or self._captured(state, size, len(h_TD), len(cu_seqlens)))
-        if not state or not pair or any(p._backward_hooks for p in state.parameters):
+        if state is not None and any(p._backward_hooks for p in state.parameters):
             return None  # a hook on a parameter's gradient is called once, by autograd: not by what goes on inside the node
+        pair = state and (state.pairs.get(size) or self._captured(state, size, len(h_TD), len(cu_seqlens)))
+        if not state or not pair:
+            return None
         out: Tensor = _Replayed.apply(h_TD, state, pair, cu_seqlens, positions_T, *state.parameters)  # type: ignore[no-untyped-call]
         return out
 
@@ -281,7 +283,7 @@ class _Pair:
         """Real tokens, then padding in documents of at most the longest length; nothing asks the device."""
         real, (tokens, entries, longest, *_) = len(h_TD), self.size
         self.h0[:real].copy_(h_TD)
-        self.h0[real:].zero_()
+        self.h0[real:].fill_(1.0)  # which every norm can divide by its length
         self.positions[:real].copy_(positions_T)
         torch.remainder(torch.arange(tokens - real, device=self.positions.device), longest, out=self.positions[real:])
         given = len(cu_seqlens)
@@ -334,6 +336,7 @@ class _Replayed(torch.autograd.Function):
         pair.load(h_TD, cu_seqlens, positions_T)
         pair.forward()
         state.forget_weights()
+        state.engine.prepared += 1  # by the graph
         ctx.state, ctx.pair, ctx.tokens = state, pair, len(h_TD)
         ctx.weights, ctx.stamp = Weights(state.engine, h_TD.dtype), stamp(state.read())
         ctx.waiting = Waiting()

@@ -76,6 +76,7 @@ def _separate_weights(model: Any, prefix: str, keep_vars: bool) -> None:
     if prefix or engine is None:
         return
     engine._adapters = None  # holds the buffers, too
+    engine.captured.forget()
     for layer in engine.layers:
         for group in layer.groups:
             group.separate()
