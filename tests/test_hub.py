@@ -126,6 +126,34 @@ def test_a_model_by_its_hub_name(server: Hub, files: Path, tmp_path: Path) -> No
     assert server.asked == []  # all of it is there
 
 
+def test_an_adapter_by_its_hub_name(server: Hub, files: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pronghorn import FastLanguageModel
+
+    assert FastLanguageModel.from_pretrained("somebody/tiny", load_in_4bit=False)[0].name_or_path == "somebody/tiny"
+    shutil.rmtree(files)
+    model, _ = FastLanguageModel.from_pretrained(str(tiny_model), load_in_4bit=False)
+    FastLanguageModel.get_peft_model(model, r=4).save_pretrained(str(files))
+    (files / "training_args.bin").write_bytes(b"not to be fetched")
+    shutil.rmtree(files.parent / "hub-cache")
+    monkeypatch.setattr(hub, "_answered", {})
+    server.asked.clear()
+    model, _ = FastLanguageModel.from_pretrained("somebody/tiny", load_in_4bit=False)
+    assert model.peft_config["default"].r == 4
+    assert not any(".bin" in place for place in server.asked)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    server.asked.clear()
+    assert FastLanguageModel.from_pretrained("somebody/tiny", load_in_4bit=False)[0].peft_config
+    assert not server.asked
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    (files / "adapter_model.safetensors").rename(files / "adapter_model.bin")
+    with pytest.raises(ModelError, match="safetensors is not there") as caught:
+        FastLanguageModel.from_pretrained("somebody/tiny", load_in_4bit=False)
+    assert "pickle" in caught.value.why
+    server.status = 503
+    with pytest.raises(EnvironmentFault, match="503"):
+        FastLanguageModel.from_pretrained("somebody/other", load_in_4bit=False)
+
+
 def test_nothing_is_sent_but_requests_for_files(server: Hub) -> None:
     load_tokenizer("somebody/tiny")
     load_model("somebody/tiny", torch.float32, CPU)

@@ -30,6 +30,7 @@ REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
 SMALL = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 TEMPLATES = "additional_chat_templates"
 CONFIG = "config.json"
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 INDEX, SINGLE, WEIGHTS, PICKLED = "model.safetensors.index.json", "model.safetensors", ".safetensors", (".bin", ".pt", ".pth")
 BUSY = (408, 425, 429)  # and all from 500 on: the same request may be answered later
 
@@ -59,6 +60,42 @@ def model_folder(name: str, *, weights: bool = False, token: str | None = None) 
             return cached
 
 
+class _IsAdapterError(ModelError):
+    """Where a model was asked for. `files`: what the repository has."""
+
+    files: tuple[str, ...] = ()
+
+
+def adapter_folder(name: str, *, token: str | None = None) -> Path | None:
+    """Where the hub's cache has the adapter of this name, fetched if it is not there yet. None: it is a model, or no name."""
+    from huggingface_hub import constants
+
+    if not REPOSITORY.fullmatch(name) or _whole_in_cache(name) is not None:
+        return None
+    if constants.HF_HUB_OFFLINE:
+        return _whole_in_cache(name, ADAPTER)
+    with quiet():
+        try:
+            _ask(name, token)
+        except _IsAdapterError as adapter:
+            if ADAPTER_WEIGHTS not in adapter.files:
+                pickled = [file for file in adapter.files if file.startswith("adapter_model.") and file.endswith(PICKLED)]
+                why = "a pickle can run any code when it is opened, so it is never opened" if pickled else ""
+                raise ModelError(what=f"{ADAPTER_WEIGHTS} is not there", where=name, why=why,
+                                 fix="use a repository that has the adapter as safetensors") from adapter
+            folder = _download(name, ADAPTER, None, token).parent
+            for file in adapter.files:
+                if file.endswith(SMALL) or file == ADAPTER_WEIGHTS:
+                    _download(name, file, folder.name, token)
+            return folder
+        except hub_errors() as error:
+            told = refusal(error, name, token=token)
+            if isinstance(told, EnvironmentFault) and (cached := _whole_in_cache(name, ADAPTER)) is not None:
+                return cached
+            raise told from error
+    return None
+
+
 def require_data_set(name: str) -> None:
     """Refuses a data set that the hub does not have, does not give, or does not answer for. By itself `datasets` tries a silent
     hub for minutes, and prints every try. Who is offline is not asked: what is in the cache is found there."""
@@ -86,15 +123,15 @@ def _from_cache(name: str) -> Path:
                      fix="check the name; without a network, the model must be a folder or already in the hub cache")
 
 
-def _whole_in_cache(name: str) -> Path | None:
+def _whole_in_cache(name: str, file: str = CONFIG) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=[CONFIG]))
+        folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=[file]))
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    return folder if (folder / CONFIG).is_file() else None
+    return folder if (folder / file).is_file() else None
 
 
 def _ask(name: str, token: str | None) -> tuple[str, list[str]]:
@@ -103,10 +140,12 @@ def _ask(name: str, token: str | None) -> tuple[str, list[str]]:
         info = _tried(lambda: _api(token).model_info(name, timeout=PATIENCE))
         files = [sibling.rfilename for sibling in info.siblings or [] if _wanted(PurePosixPath(sibling.rfilename))]
         if CONFIG not in files:
-            what, fix = "this hub repository holds no config.json", "check the name in `model:`"
-            if "adapter_config.json" in files:
-                what, fix = "this is an adapter, not a model", "name the base model it was trained on"
-            raise ModelError(what=what, where=name, fix=fix)
+            if ADAPTER in files:
+                adapter = _IsAdapterError(what="this is an adapter, not a model", where=name,
+                                          fix="name the base model it was trained on")
+                adapter.files = tuple(files)
+                raise adapter
+            raise ModelError(what="this hub repository holds no config.json", where=name, fix="check the name in `model:`")
         # Without a commit, so that the cache knows later which one the name stood for.
         _answered[name, token] = (_download(name, CONFIG, None, token).parent.name, files)
     return _answered[name, token]

@@ -131,7 +131,8 @@ def test_no_key_of_the_file_leads_to_code_and_no_pickle_is_opened(plain: Path, t
 def test_a_model_folder_is_no_adapter(tiny_model: Path, plain: Path, tmp_path: Path) -> None:
     assert adapter_folder(str(tiny_model)) is None
     assert adapter_folder(str(plain)) == plain
-    assert adapter_folder("somebody/adapter") is None
+    assert adapter_folder("somebody/adapter") is None, "nothing of the kind is in the hub's cache"
+    assert adapter_folder("no name at all!") is None
     with pytest.raises(CommandError, match="full_finetuning=True of an adapter"):
         FastLanguageModel.from_pretrained(str(plain), full_finetuning=True)
     with pytest.raises(ModelError, match="no such model folder"):

@@ -87,7 +87,7 @@ class FastLanguageModel:
         if load_in_fp8:
             require_fp8_precision(device, DTYPES[precision])
         torch.manual_seed(random_state)
-        adapter = adapter_folder(str(model_name))
+        adapter = adapter_folder(str(model_name), token)
         if adapter and full_finetuning:
             raise CommandError(what="full_finetuning=True of an adapter", fix="leave it out, or give a merged model's folder",
                                why="an adapter trains beside its base model's weights, which are frozen")

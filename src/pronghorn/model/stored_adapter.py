@@ -15,6 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dic
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from pronghorn import hub
 from pronghorn.errors import ModelError
 from pronghorn.folders import folder_of
 from pronghorn.model.hf_adapter import refuse_merging
@@ -30,10 +31,12 @@ SAYS_NOTHING = ("base_model_name_or_path", "task_type", "peft_type", "peft_versi
                 "corda_config", "lora_ga_config", "ensure_weight_tying", "unsloth_fixed")
 
 
-def adapter_folder(name: str) -> Path | None:
-    """The folder, where it holds an adapter and no model."""
+def adapter_folder(name: str, token: str | None = None) -> Path | None:
+    """The folder, of this name or of this hub name, where it holds an adapter and no model."""
     folder = folder_of(name)
-    return folder if folder and (folder / ADAPTER).is_file() and not (folder / CONFIG).is_file() else None
+    if folder is None:
+        return hub.adapter_folder(name, token=token)
+    return folder if (folder / ADAPTER).is_file() and not (folder / CONFIG).is_file() else None
 
 
 def base_name(folder: Path) -> str:
