@@ -156,6 +156,17 @@ def test_sources_that_need_other_names_are_told() -> None:
     assert recipe.data.train == ("a.jsonl", "b.jsonl")
 
 
+@pytest.mark.parametrize(("first", "second"), [
+    ("alpaca", "chat_template"), ("chat_template", "alpaca"), ("completion", "alpaca"),
+])
+def test_sources_that_need_another_template_are_told(first: str, second: str) -> None:
+    recipe, fates = converted(f"{CHAT}    type: {first}\n  - path: b.jsonl\n    type: {second}\n")
+    assert recipe.data.train == ("a.jsonl",)
+    assert recipe.data.template == ("alpaca" if first == "alpaca" else None)
+    assert recipe.data.long == ("split" if first == "completion" else "drop")
+    assert fates["datasets[1].path"][0] == "not honoured"
+
+
 # Values with their meaning ----------------------------------------------------------------------------------------------
 
 

@@ -137,6 +137,25 @@ def test_what_cannot_be_trained_is_refused_as_a_whole(change: tuple[str, str], w
     assert caught.value.where == f"c.yaml:{where}"
 
 
+def test_the_newer_form_has_a_list_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "x.json").write_text("[]")
+    listed = tmp_path / "data" / "sets.yaml"
+    text = "model: a/b\nmodel_class: llm\ntrain_dataset: data/sets.yaml\nmax_steps: 1\n"
+    listed.write_text("one: {path: data/x.json, source: local, converter: alpaca}\n"
+                      "two: {path: a/hub, split: test, converter: alpaca}\nthree: {path: c/d, converter: alpaca, size: 5}\n")
+    found = convert_text(text, str(tmp_path / "deep" / "c.yaml"))
+    assert parse_recipe(found.recipe).data.train == ("data/x.json", "a/hub:test")
+    assert not_honoured(found) == ["train_dataset"]  # `size` is for one of them only
+    for wrong in ("one: {path: x, converter: pair}\n", "one: 3\n", "[", "", "a: 1\na: 2\n", "one: {converter: alpaca}\n"):
+        listed.write_text(wrong)
+        assert "data.train" in told(text, tmp_path)["train_dataset"][1]
+    listed.write_text("one: {path: a/b, converter: sharegpt, size: 5}\n")
+    recipe = parse_recipe(convert_text(text, str(tmp_path / "c.yaml")).recipe)
+    assert (recipe.data.train, recipe.data.max_rows, recipe.data.format) == (("a/b",), 5, "auto")
+    assert parse_recipe(convert_text(text.replace("data/sets.yaml", "a/b"), "c.yaml").recipe).data.train == ("a/b",)
+
+
 def test_the_newer_form_of_a_config() -> None:
     found = convert_text(
         "model: Qwen/Qwen3-4B\nmodel_class: llm\ntemplate: qwen3_nothink\npeft_config: {name: lora, r: 16, lora_alpha: 32,"

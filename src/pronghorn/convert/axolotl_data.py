@@ -134,7 +134,7 @@ class _Item:
             if template is None:
                 self.no("type", f"there is no form `{style}` here; data.format: alpaca, and {OWN_TEMPLATE}")
             else:
-                self.draft.set("data.template", template, f"{self.at}.type")
+                self.one.template = template
                 self.say("type", f"data.format: alpaca, data.template: {template}")
                 if template == "alpaca":
                     self.no("type", ALPACA_NOTE)
@@ -142,8 +142,8 @@ class _Item:
             self.one.format = "text"
             column = str(self.get("field") or self.get("text_column") or "text")
             self.one.fields = {} if column == "text" else {"text": column}
-            self.draft.set("data.long", "split", f"{self.at}.type", note="long texts are cut into pieces, as there")
-            self.say("type", "data.format: text, data.long: split")
+            self.one.long = "split"
+            self.say("type", "data.format: text, data.long: split; long texts are cut into pieces, as there")
         elif base == "input_output":
             raise UnfitError("parts of a text with a label each are not read; write prompt and completion, or messages whose"
                              " `train` says which are learned")
@@ -258,7 +258,7 @@ class _Item:
         if str(value).startswith("tokenizer_default"):
             self.draft.no_effect(key, "the tokenizer's own template is used, as here")
         else:
-            set_template(self.draft, key, str(value), TEMPLATES.get(str(value), ""))
+            self.one.template = set_template(self.draft, key, str(value), TEMPLATES.get(str(value), ""), for_all=False)
 
 
 def _no(why: str) -> Callable[[_Item, str, Any], None]:
@@ -316,11 +316,7 @@ def convert_data(draft: Draft) -> None:
                 draft.not_honoured(key, "no data set of it can be used; name your data in data.train")
     held_out = "test_datasets"
     if draft.get(held_out) is not None:
-        before = {name: value for name, value in draft.targets.items() if name.startswith("data.")}
         sets = data_sets(draft, held_out)
-        for name in [name for name in draft.targets if name.startswith("data.") and name not in before]:
-            del draft.targets[name]
-        draft.targets |= before
         if len(sets) == 1:
             draft.set("data.eval", sets[0].name, held_out, note="read in the format and under the names of data.train")
         else:

@@ -14,7 +14,8 @@ from pronghorn.data.named_templates import SAME_AS, TEMPLATES
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".gz", ".arrow", ".txt")
 SLICE = re.compile(r"(?P<split>[^\[\]]+)\[:(?P<rows>\d+)\]")
-LATER = "several sources with names of their own come later; make one file of them, or one recipe for each"
+LATER = ("a recipe has one set of names, one template and one way with long rows for all of its sources (sources with their own"
+         " come later); make one file of them, or one recipe for each")
 OWN_TEMPLATE = "the tokenizer's own template is used, which an instruct model comes with"
 
 
@@ -29,10 +30,13 @@ class DataSet:
     message_fields: dict[str, str] = field(default_factory=dict)
     roles: dict[str, list[str]] = field(default_factory=dict)
     max_rows: int | None = None
+    template: str = ""  # by name; "": the tokenizer's own
+    long: str = ""
 
     @property
-    def names(self) -> tuple[dict[str, str], dict[str, str], dict[str, list[str]], int | None]:
-        return self.fields, self.message_fields, self.roles, self.max_rows
+    def for_all(self) -> tuple[object, ...]:
+        """What a recipe says once, for all of its sources."""
+        return self.fields, self.message_fields, self.roles, self.max_rows, self.template, self.long
 
 
 def is_local(path: str) -> bool:
@@ -69,29 +73,34 @@ def set_sources(draft: Draft, sets: list[DataSet]) -> None:
     if not sets:
         return
     first = sets[0]
-    together = [one for one in sets if one.names == first.names]
-    for one in sets:
-        if one.names != first.names:
-            draft.not_honoured(one.key, f"{one.name} is not in the recipe: {LATER}")
+    together = [one for one in sets if one.for_all == first.for_all]
     formats = {one.format for one in together}
-    draft.set("data.train", [one.name for one in together], *(one.key for one in together))
+    draft.set("data.train", [one.name for one in together], *dict.fromkeys(one.key for one in together))
+    for one in sets:
+        if one.for_all != first.for_all:
+            before = draft.fates[one.key][1] + "; " if one.key in draft.fates else ""  # one key may name several
+            draft.not_honoured(one.key, f"{before}{one.name} is not in the recipe: {LATER}")
     if len(formats) == 1 and first.format != "auto":
         draft.targets["data.format"] = first.format
         draft.origins["data.format"] = [one.key for one in together]
     for target, value in (("fields", first.fields), ("message_fields", first.message_fields), ("roles", first.roles),
-                          ("max_rows", first.max_rows)):
+                          ("max_rows", first.max_rows), ("template", first.template), ("long", first.long)):
         if value:
             draft.targets[f"data.{target}"] = value
-            draft.origins.setdefault(f"data.{target}", []).extend(one.key for one in together)
+            draft.origins.setdefault(f"data.{target}", []).extend(dict.fromkeys(one.key for one in together))
 
 
 def known_template(name: str) -> bool:
     return name in TEMPLATES or name in SAME_AS
 
 
-def set_template(draft: Draft, key: str, name: str, ours: str) -> None:
-    """`ours`: the same template's name here, or none."""
-    if ours and known_template(ours):
+def set_template(draft: Draft, key: str, name: str, ours: str, *, for_all: bool = True) -> str:
+    """`ours`: the same template's name here, or none. Returns the name that counts; `for_all`: it is the recipe's."""
+    if not ours or not known_template(ours):
+        draft.not_honoured(key, f"there is no template `{name}` by name here; {OWN_TEMPLATE}")
+        return ""
+    if for_all:
         draft.set("data.template", ours, key)
     else:
-        draft.not_honoured(key, f"there is no template `{name}` by name here; {OWN_TEMPLATE}")
+        draft.fates[key] = ("mapped", f"data.template: {ours}")
+    return ours

@@ -23,7 +23,7 @@ from pronghorn.convert.draft import (
     whole,
     words,
 )
-from pronghorn.convert.llamafactory_data import convert_data
+from pronghorn.convert.llamafactory_data import convert_data, newer_data
 from pronghorn.convert.shared import (
     BITS,
     FROZEN,
@@ -89,6 +89,7 @@ def convert(draft: Draft, folder: Path, dataset_info: Path | None) -> None:
     if is_on(draft.get("pure_bf16")) and draft.targets["method"] == "full":
         draft.not_honoured("pure_bf16", "products are in bf16, and trained weights are kept in fp32: bf16 loses small updates")
     convert_data(draft, folder, dataset_info, as_text=as_text)
+    newer_data(draft, folder)
     draft.default("data.long", "split" if as_text else "truncate", "long rows are cut there, too")
     _template(draft, as_text)
     _loss_on(draft)
@@ -275,7 +276,6 @@ ROWS: dict[str, Row] = {
     "mix_strategy": lambda draft, key: draft.no_effect(key, "one after the other, then shuffled, as here") if draft.get(
         key) == "concat" else draft.not_honoured(key, "sources are put together; weighted ones come later"),
     "interleave_probs": not_here("sources are put together; weighted ones come later"),
-    "train_dataset": not_here("its list of data sets is not read; name your data in data.train"),
     "streaming": nothing("rows are read and tokenized once, before training"), "buffer_size": nothing(HOST),
     "overwrite_cache": nothing(HOST), "preprocessing_batch_size": nothing(HOST), "preprocessing_num_workers": nothing(HOST),
     "tokenized_path": nothing(HOST), "data_shared_file_system": nothing(HOST), "dataloader_num_workers": to(

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from pronghorn.convert.data_sets import LATER, DataSet, chat_fields, set_sources, source_name
-from pronghorn.convert.draft import Draft, UnfitError, plain, printed, text, words, written
+from pronghorn.convert.draft import Draft, UnfitError, plain, printed, text, whole, words, written
 from pronghorn.data.formats import ROLES, SPEAKERS
-from pronghorn.errors import CommandError
+from pronghorn.errors import CommandError, PronghornError, raise_all
+from pronghorn.recipe_file import read_yaml
 
 FILE = "dataset_info.json"
 USUAL = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
@@ -88,10 +89,13 @@ class DataSets:
             return source_name(text(url), config, split)
         if file := plain(entry.get("file_name")):
             assert self.file is not None
-            place = self.file.parent / text(file)
-            here = Path.cwd()
-            return str(place.relative_to(here) if place.is_relative_to(here) else place)
+            return _from_here(self.file.parent / text(file))
         raise UnfitError(f"`{name}` is neither a file nor on the Hugging Face hub; download it and name the file")
+
+
+def _from_here(place: Path) -> str:
+    here = Path.cwd()
+    return str(place.relative_to(here) if place.is_relative_to(here) else place)
 
 
 def _refuse_others(name: str, entry: dict[str, Any], columns: dict[str, Any]) -> None:
@@ -111,9 +115,19 @@ def find_info(draft: Draft, folder: Path, given: Path | None) -> Path | None:
     where = str(draft.get("dataset_dir", "data"))
     if where.startswith("REMOTE:") or where == "ONLINE":
         return None
-    above = [folder, *list(folder.resolve().parents)[:4]]
-    places = [Path(where) / FILE, folder / FILE, *(base / where / FILE for base in above)]
-    return next((place for place in places if place.is_file()), None)
+    return _found(f"{where}/{FILE}", folder) or _found(FILE, folder, above=0)
+
+
+def _found(name: str, folder: Path, above: int = 4) -> Path | None:
+    """A file whose name counts from where the tool was run: here, the config's folder, or some folder above that."""
+    bases = [Path(), folder, *list(folder.resolve().parents)[:above]] if above else [folder]
+    for base in bases:
+        try:
+            if (base / name).is_file():
+                return base / name
+        except OSError:  # a name that is too long for one
+            return None
+    return None
 
 
 def convert_data(draft: Draft, folder: Path, given: Path | None, *, as_text: bool) -> None:
@@ -137,6 +151,44 @@ def convert_data(draft: Draft, folder: Path, given: Path | None, *, as_text: boo
             draft.set("data.eval", sets[0].name, "eval_dataset", note="read in the format and under the names of data.train")
         else:
             draft.not_honoured("eval_dataset", "; ".join(lost) or "one source is held out here: name it in data.eval")
+
+
+def newer_data(draft: Draft, folder: Path) -> None:
+    """`train_dataset` of the newer form of a config: a YAML file with path and converter of each data set, or one source."""
+    key = "train_dataset"
+    if draft.get(key) is None:
+        return
+    try:
+        name = text(draft.get(key))
+        listed = name.endswith((".yaml", ".yml"))
+        sets = _newer_list(name, key, folder) if listed else [DataSet(key, source_name(name, "", ""))]
+    except UnfitError as error:
+        draft.not_honoured(key, f"{error}; name your data in data.train")
+        return
+    set_sources(draft, sets)
+
+
+def _newer_list(name: str, key: str, folder: Path) -> list[DataSet]:
+    place = _found(name, folder)
+    if place is None:
+        raise UnfitError(f"the list of data sets {name} was not found")
+    problems: list[PronghornError] = []
+    try:
+        listed, _ = read_yaml(place.read_text(encoding="utf-8"), str(place), problems, kind="list of data sets", start="")
+        raise_all(problems)
+    except (OSError, UnicodeDecodeError, PronghornError) as error:
+        raise UnfitError(f"the list of data sets {name} cannot be read: {str(error).splitlines()[0]}") from error
+    sets = []
+    for entry in listed.values():
+        if not isinstance(entry, dict) or entry.get("converter") not in ("alpaca", "sharegpt"):
+            raise UnfitError(f"{name}: the converters alpaca and sharegpt are known here, {printed(entry)} has none of them")
+        path = text(entry.get("path"))
+        local = _found(path, folder)
+        one = DataSet(key, _from_here(local) if local else source_name(path, "", str(entry.get("split") or "")))
+        one.format = "alpaca" if entry["converter"] == "alpaca" else "auto"
+        one.max_rows = whole(entry["size"]) if entry.get("size") is not None else None
+        sets.append(one)
+    return sets
 
 
 def _sets(draft: Draft, listed: DataSets, key: str, as_text: bool) -> tuple[list[DataSet], list[str], list[str]]:
