@@ -22,6 +22,10 @@ from trl import SFTTrainer, ORPOTrainer
 trainer = SFTTrainer(model, tokenizer=tokenizer, max_seq_length=2048, packing=False, learning_rate=1,
                      args=TrainingArguments(warmup_ratio=0.1, optim="adamw_8bit", max_prompt_length=3))
 model.fast_generate("text")
+model, tokenizer = FastLanguageModel.from_pretrained("name", fast_inference=True, load_in_8bit=True, max_lora_rank=8)
+if False:
+    model.save_pretrained_merged("model", tokenizer, save_method="merged_4bit")
+    model.save_pretrained_gguf("model", tokenizer)
 sort(data, tokenizer=1)
 """
 
@@ -52,7 +56,10 @@ def test_a_script(tmp_path: Path) -> None:
     }
     missing = [one.what for one in found if one.missing]
     assert [text.split(" ")[0] for text in missing] == [
-        "unsloth.FastVisionModel", "unsloth.made_up", "unsloth_zoo.rl_replacements", "fast_generate()"]
+        "unsloth.FastVisionModel", "unsloth.made_up", "unsloth_zoo.rl_replacements", "fast_generate()",
+        "from_pretrained(fast_inference=True)", "from_pretrained(load_in_8bit=True)",
+        "save_pretrained_merged(save_method='merged_4bit')", "save_pretrained_gguf()"]
+    assert [text.endswith("(switched off by `if False`)") for text in missing] == [False] * 6 + [True] * 2
     text = as_text(path, found)
     assert "mine.py:2  from unsloth import FastLanguageModel: ours" in text
     assert text.index("adapted:") < text.index("not here:") < text.index("fast_generate()")

@@ -82,8 +82,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = build_parser()
     ours, of_script = run_script.split(sys.argv[1:] if words is None else words)
     arguments, left = parser.parse_known_args(ours)
-    if of_script:
-        arguments.words = of_script
+    arguments.words, arguments.own_process = of_script, words is None
     if hasattr(arguments, "overrides"):
         arguments.overrides = arguments.overrides + [word for word in left if "=" in word and not word.startswith("-")]
         left = [word for word in left if word.startswith("-") or "=" not in word]

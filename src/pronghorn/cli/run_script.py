@@ -35,10 +35,9 @@ def run_script(arguments: argparse.Namespace) -> None:
         raise CommandError(what="no script to run", fix="pronghorn run script.py, or pronghorn run --explain")
     from pronghorn.scripts.running import as_python_shows_it, exit_code, run
 
-    path = Path(arguments.script)
-    in_place_of = 0 if sys.flags.safe_path else 1  # the folder of this command, or with `-m` the current one
+    path, own_process = Path(arguments.script), arguments.own_process
     try:
-        run(arguments.script, arguments.words, in_place_of=in_place_of)
+        run(arguments.script, arguments.words, own_process=own_process)
     except SystemExit:
         raise  # the script's own
     except BaseException as error:  # noqa: BLE001 - whatever the script lets escape is shown as plain python shows it

@@ -1,6 +1,6 @@
 """`pronghorn run --explain`: what is adapted, and with a script, what of it that script uses and what it uses that is not here.
 
-By reading only: nothing of the script runs, and neither TRL nor torch is imported.
+By reading only: nothing of the script runs.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from pronghorn.errors import CommandError
 from pronghorn.scripts.fronts import MOVED, SEEN_THROUGH
@@ -21,8 +21,7 @@ INTO_ARGS = ("max_seq_length", "dataset_text_field", "packing", "dataset_num_pro
              "eval_packing", "neftune_noise_alpha")
 ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "GOMP_SPINCOUNT", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",
                "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "HF_HUB_DISABLE_TELEMETRY", "HF_UPDATE_DOWNLOAD_COUNTS")
-ABSENT_METHODS = {"fast_generate": "generation goes through model.generate",
-                  "infer": "models that read images are not run here"}
+OFF = " (switched off by `if False`)"
 
 
 def everything() -> str:
@@ -68,9 +67,15 @@ def of_script(path: Path) -> list[Found]:
             tree = ast.parse(source)
         except (SyntaxError, ValueError) as error:
             raise CommandError(what=f"Python cannot read it: {error}", where=name, fix="correct it first") from error
+        off = {id(node) for block in ast.walk(tree) if _is_off(block) for one in block.body for node in ast.walk(one)}
         for node in sorted((node for node in ast.walk(tree) if hasattr(node, "lineno")), key=lambda node: node.lineno):
-            found += [Found(f"{name}:{node.lineno}", what, missing) for what, missing in _of_node(node)]
+            found += [Found(f"{name}:{node.lineno}", what + (OFF if id(node) in off else ""), missing)
+                      for what, missing in _of_node(node)]
     return found
+
+
+def _is_off(node: ast.AST) -> TypeGuard[ast.If]:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Constant) and not node.test.value
 
 
 def _sources(path: Path) -> list[tuple[str, str, Cell | None]]:
@@ -122,9 +127,7 @@ def _sentence(name: str) -> str:
 
 
 def _of_call(name: str, words: list[ast.keyword]) -> list[tuple[str, bool]]:
-    if name in ABSENT_METHODS:
-        return [(f"{name}() is not in this version: {ABSENT_METHODS[name]}", True)]
-    found: list[tuple[str, bool]] = []
+    found = _of_model_call(name, {str(word.arg): word.value.value for word in words if isinstance(word.value, ast.Constant)})
     for word in words:
         old = str(word.arg)
         value = word.value.value if isinstance(word.value, ast.Constant) else None
@@ -143,6 +146,26 @@ def _of_call(name: str, words: list[ast.keyword]) -> list[tuple[str, bool]]:
         elif old == "optim" and value in BITSANDBYTES_ADAMW:
             found.append((f'{name}(optim="{value}") -> adamw_torch_fused, where bitsandbytes is not installed', False))
     return found
+
+
+def _of_model_call(name: str, given: dict[str, Any]) -> list[tuple[str, bool]]:
+    """What a call of FastLanguageModel, or of a model, asks for that is refused."""
+    from pronghorn.dropin.accepted import ADAPTING, LOADING, NO_VLLM
+    from pronghorn.dropin.saving import LATER
+
+    if name == "fast_generate":
+        return [(f"fast_generate() is not in this version: {NO_VLLM}", True)]
+    if name in LATER:
+        return [(f"{name}() is not in this version: {LATER[name][0]}", True)]
+    rows = {"from_pretrained": LOADING, "get_peft_model": ADAPTING}.get(name, {})
+    refused = {f"{key}={value!r}": rows[key].why for key, value in given.items()
+               if key in rows and rows[key].allowed is not None and value not in (rows[key].allowed or ())}
+    for method, (why, _) in LATER.items():
+        if method in str(given.get("save_method", "")):
+            refused[f"save_method={given['save_method']!r}"] = why
+    if rows is LOADING and given.get("load_in_8bit"):
+        refused["load_in_8bit=True"] = "base weights are quantized as NF4 or FP8"
+    return [(f"{name}({what}) is not in this version: {why}", True) for what, why in refused.items()]
 
 
 def as_text(path: Path, found: list[Found]) -> str:

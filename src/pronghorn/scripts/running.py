@@ -6,7 +6,7 @@ import linecache
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
@@ -17,18 +17,27 @@ from pronghorn.scripts.notebooks import read_cells, tell_skipped
 from pronghorn.scripts.notes import Notes
 
 OURS = str(Path(__file__).parent.parent)
+_kept: list[ExitStack] = []  # until the process ends
 
 
-def run(script: str, words: Sequence[str] = (), *, notes: Notes | None = None, in_place_of: int = 0) -> ModuleType:
-    """Runs the file and returns its `__main__`; what it raises comes out. Afterwards the adaptor is off.
+def run(script: str, words: Sequence[str] = (), *, notes: Notes | None = None, own_process: bool = False) -> ModuleType:
+    """Runs the file and returns its `__main__`; what it raises comes out.
 
-    `in_place_of`: how many entries at the head of `sys.path` are there for the command that was started, not for the script.
+    `own_process`: nothing is done here but this. What the script leaves behind, such as threads and functions for the end,
+    finds everything in place, as in plain python; and the folder of the command is not looked through for modules.
     """
-    path = Path(script).absolute()
-    with Adaptor(notes, path.resolve().parent) as adaptor, _as_main(path, [script, *words], in_place_of) as main:
-        vars(main)["__builtins__"] = adaptor.builtins
+    path, stack = Path(script).absolute(), ExitStack()
+    adaptor = stack.enter_context(Adaptor(notes, path.resolve().parent))
+    main = stack.enter_context(_as_main(path, [script, *words], own_process))
+    vars(main)["__builtins__"] = adaptor.builtins
+    try:
         for code in _codes(path, adaptor.notes):
             exec(code, vars(main))
+    finally:
+        if own_process:
+            _kept.append(stack)
+        else:
+            stack.close()
     return main
 
 
@@ -57,12 +66,13 @@ def _readable(path: Path) -> Path:
 
 
 @contextmanager
-def _as_main(path: Path, words: list[str], in_place_of: int) -> Iterator[ModuleType]:
+def _as_main(path: Path, words: list[str], own_process: bool) -> Iterator[ModuleType]:
     main = ModuleType("__main__")
     vars(main).update(__file__=str(path), __loader__=SourceFileLoader("__main__", str(path)), __package__=None, __cached__=None)
     before = sys.modules["__main__"], sys.argv, sys.path
     sys.modules["__main__"], sys.argv = main, words
-    sys.path = [str(path.resolve().parent), *sys.path[in_place_of:]]
+    of_command = 1 if own_process and not sys.flags.safe_path else 0  # its folder, or with `-m` the current one
+    sys.path = [str(path.resolve().parent), *sys.path[of_command:]]
     try:
         yield main
     finally:
