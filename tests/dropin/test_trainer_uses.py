@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dropin.hf_trainer_uses import TRAINERS
 from dropin.loop_uses import LOOPS
 from dropin.model_uses import ADAPTERS, MODELS
 from dropin.same_numbers import compare, fast_model, runs, stock_model, with_captured_layers, written
@@ -53,7 +54,7 @@ def test_an_adapter_trains_as_with_stock_libraries(models: Path, name: str, fami
     assert bool(ran) == (name not in ON_THE_OWN_LAYERS)
 
 
-@pytest.mark.parametrize(("name", "family", "recompute"), turns(sorted({**LOOPS, **MODELS})[::2], WHOLE))
+@pytest.mark.parametrize(("name", "family", "recompute"), turns(sorted({*sorted({**LOOPS, **MODELS})[::2], *SLOW}), WHOLE))
 def test_a_whole_model_trains_as_with_stock_libraries(models: Path, name: str, family: str, recompute: bool,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written(models, family)
@@ -61,3 +62,16 @@ def test_a_whole_model_trains_as_with_stock_libraries(models: Path, name: str, f
     ran = runs(monkeypatch)
     compare(USES[name], plain, fast_model(folder, plain, adapter=False, recompute=recompute))
     assert bool(ran) == (name not in ON_THE_OWN_LAYERS)
+
+
+@pytest.mark.parametrize(("name", "family", "recompute"), turns(list(TRAINERS), ["llama", "qwen3", "gemma3"]))
+def test_trainer_trains_as_with_stock_libraries(models: Path, tmp_path: Path, name: str, family: str, recompute: bool,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = written(models, family)
+    whole = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["embed_tokens", "lm_head"]} if recompute else {}
+    plain = stock_model(folder, **whole)
+    fast = fast_model(folder, plain, recompute=recompute, **whole)
+    folders = {id(plain): tmp_path / "plain", id(fast): tmp_path / "fast"}
+    ran = runs(monkeypatch)
+    compare(lambda model: TRAINERS[name](model, folders[id(model)]), plain, with_captured_layers(fast))
+    assert ran
