@@ -35,6 +35,7 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-cpu-path", action="store_true", help="leave out cases of the `device` fixture that are plain torch")
+    parser.addoption("--every-case", action="store_true", help="all uses of a trainer with all kinds of model, for minutes")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -17,6 +17,7 @@ WHOLE = ["tied", "gemma3", "gpt-oss", "tied", "qwen3"]
 ON_THE_OWN_LAYERS = {"masks of four dimensions and with holes"}
 # Stock gpt-oss lets packed documents see each other (ours does not), and has no experts in float64.
 NOT_OF_GPT_OSS = {"flattened without padding", "positions given", "in double precision"}
+USES = {**LOOPS, **MODELS, **ADAPTERS}
 SLOW = {"a compiled model"}  # seconds, and the same with an adapter
 
 
@@ -27,6 +28,23 @@ def turns(names: list[str], families: list[str]) -> list[tuple[str, str, bool]]:
         family = families[number % len(families)]
         found.append((name, families[0] if family == "gpt-oss" and name in NOT_OF_GPT_OSS else family, number % 2 == 1))
     return found
+
+
+def every(names: list[str], families: list[str]) -> list[tuple[str, str, bool]]:
+    return [(name, family, recompute) for name in names for family in sorted(set(families)) for recompute in (False, True)
+            if not (family == "gpt-oss" and name in NOT_OF_GPT_OSS)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`make dropin-cases` takes all of them."""
+    full = metafunc.config.getoption("--every-case")
+    names, families = {
+        "test_an_adapter_trains_as_with_stock_libraries": (sorted(USES if full else set(USES) - SLOW), ADAPTED),
+        "test_a_whole_model_trains_as_with_stock_libraries":
+            (sorted({*LOOPS, *MODELS} if full else {*sorted({*LOOPS, *MODELS})[::3], *SLOW}), WHOLE),
+        "test_trainer_trains_as_with_stock_libraries": (list(TRAINERS), ["llama", "qwen3", "gemma3"]),
+    }[metafunc.definition.name]
+    metafunc.parametrize(("name", "family", "recompute"), (every if full else turns)(names, families))
 
 
 @pytest.fixture(scope="session")
@@ -40,21 +58,18 @@ def _said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pronghorn.model.captured_layers.EAGER_TIMES", 0)
 
 
-USES = {**LOOPS, **MODELS, **ADAPTERS}
-
-
-@pytest.mark.parametrize(("name", "family", "recompute"), turns(sorted(set(USES) - SLOW), ADAPTED))
 def test_an_adapter_trains_as_with_stock_libraries(models: Path, name: str, family: str, recompute: bool,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written(models, family)
     plain = stock_model(folder)
-    fasts = [fast_model(folder, plain, recompute=recompute) for _ in range(1 if family == "gpt-oss" else 2)]
+    fasts = [fast_model(folder, plain, recompute=recompute)]
+    if family != "gpt-oss" and not recompute:
+        fasts.append(with_captured_layers(fast_model(folder, plain)))
     ran = runs(monkeypatch)
-    compare(USES[name], plain, *fasts[:1], *map(with_captured_layers, fasts[1:]))
+    compare(USES[name], plain, *fasts)
     assert bool(ran) == (name not in ON_THE_OWN_LAYERS)
 
 
-@pytest.mark.parametrize(("name", "family", "recompute"), turns(sorted({*sorted({**LOOPS, **MODELS})[::2], *SLOW}), WHOLE))
 def test_a_whole_model_trains_as_with_stock_libraries(models: Path, name: str, family: str, recompute: bool,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written(models, family)
@@ -64,7 +79,6 @@ def test_a_whole_model_trains_as_with_stock_libraries(models: Path, name: str, f
     assert bool(ran) == (name not in ON_THE_OWN_LAYERS)
 
 
-@pytest.mark.parametrize(("name", "family", "recompute"), turns(list(TRAINERS), ["llama", "qwen3", "gemma3"]))
 def test_trainer_trains_as_with_stock_libraries(models: Path, tmp_path: Path, name: str, family: str, recompute: bool,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written(models, family)
