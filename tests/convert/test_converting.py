@@ -42,6 +42,13 @@ def test_a_value_that_the_recipe_does_not_take_is_told_and_left_out() -> None:
     assert parse_recipe(found.recipe).train.lr == 2e-4
 
 
+def test_a_length_that_is_too_small_takes_nothing_else_with_it() -> None:
+    found = convert_text(SMALL + "sequence_len: 4\nmicro_batch_size: 1\nlearning_rate: 0.5\n", "c.yml")
+    recipe = parse_recipe(found.recipe)
+    assert (recipe.data.max_length, recipe.train.capacity, recipe.train.lr) == (2048, 16384, 0.5)
+    assert {fate.key for fate in found.fates if fate.kind == "not honoured"} >= {"sequence_len"}
+
+
 def test_names_cannot_write_lines_or_colours_into_the_recipe() -> None:
     text = SMALL.replace("a/b", '"a/b\\n# x\\u001b[31m: {]"') + '"strange\\nkey\\u001b[31m": "multi\\nline"\n'
     found = convert_text(text, "c\n.yml")

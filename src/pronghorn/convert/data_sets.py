@@ -16,6 +16,12 @@ SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".gz", ".a
 SLICE = re.compile(r"(?P<split>[^\[\]]+)\[:(?P<rows>\d+)\]")
 LATER = ("a recipe has one set of names, one template and one way with long rows for all of its sources (sources with their own"
          " come later); make one file of them, or one recipe for each")
+KEYS = {  # keys of Axolotl's data sets, by what they say
+    "format": ("type",), "long": ("type",), "template": ("type", "chat_template"), "roles": ("roles",), "max_rows": ("split",),
+    "fields": ("field", "text_column", "field_messages", "field_tools", "type"),
+    "message_fields": ("message_property_mappings", "message_field_role", "message_field_content", "message_field_training",
+                       "field_thinking", "template_thinking_key"),
+}
 OWN_TEMPLATE = "the tokenizer's own template is used, which an instruct model comes with"
 
 
@@ -82,12 +88,21 @@ def set_sources(draft: Draft, sets: list[DataSet]) -> None:
             draft.not_honoured(one.key, f"{before}{one.name} is not in the recipe: {LATER}")
     if len(formats) == 1 and first.format != "auto":
         draft.targets["data.format"] = first.format
-        draft.origins["data.format"] = [one.key for one in together]
+        draft.origins["data.format"] = _keys_of(draft, together, "format")
     for target, value in (("fields", first.fields), ("message_fields", first.message_fields), ("roles", first.roles),
                           ("max_rows", first.max_rows), ("template", first.template), ("long", first.long)):
         if value:
             draft.targets[f"data.{target}"] = value
-            draft.origins.setdefault(f"data.{target}", []).extend(dict.fromkeys(one.key for one in together))
+            draft.origins[f"data.{target}"] = _keys_of(draft, together, target)
+
+
+def _keys_of(draft: Draft, sets: list[DataSet], target: str) -> list[str]:
+    """The keys beside a data set's name that say this of it; its name, where none does."""
+    found = []
+    for one in sets:
+        beside = one.key.rpartition(".")[0]
+        found += [key for name in KEYS[target] if (key := f"{beside}.{name}") in draft.lines] or [one.key]
+    return list(dict.fromkeys(found))
 
 
 def known_template(name: str) -> bool:

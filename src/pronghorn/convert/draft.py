@@ -7,6 +7,7 @@ The tools are tables of rows (axolotl.py, llamafactory.py): a row is a function 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -295,11 +296,11 @@ def finish(draft: Draft) -> None:
 
 
 def _target_of(draft: Draft, detail: Any) -> str:
-    """The key of the draft that this is about: where it lies, or what the sentence of the whole recipe begins with."""
+    """The key of the draft that this is about: where it lies, or the first that the sentence of the whole recipe names."""
     path = [str(part) for part in detail["loc"]]
+    found = [".".join(path[:n]) for n in range(len(path), 0, -1)]
     if not path:
-        path = str(detail["ctx"]["error"]).split(":", 1)[0].split(".")
-    found = (".".join(path[:n]) for n in range(len(path), 0, -1))
+        found = re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)*", str(detail["ctx"]["error"]))
     return next((target for target in found if target in draft.targets), "")
 
 
