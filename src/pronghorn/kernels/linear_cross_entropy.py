@@ -48,6 +48,7 @@ class HeadLoss(NamedTuple):
     d_weight: torch.Tensor | None  # [V, D], fp32
     d_bias: torch.Tensor | None  # [V], fp32
     factors: torch.Tensor | None = None  # [N] fp32: each row of d_hidden is still to be multiplied by its own
+    most: torch.Tensor | None = None  # [N]: the largest gradient of a row's logits, which is of another than the label
 
 
 def linear_cross_entropy_reference(
@@ -164,9 +165,10 @@ def _run_chunks(
     row_losses: torch.Tensor,
     gradients: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     factors_N: torch.Tensor | None,
+    most_N: torch.Tensor | None = None,
 ) -> None:
     """Fills row_losses and those of (d_hidden, d_weight, d_bias) that are there; d_bias comes zeroed. With `factors_N`, filled
-    as well, d_hidden is still to be multiplied by them."""
+    as well, d_hidden and `most_N` are still to be multiplied by them."""
     d_hidden, d_weight, d_bias = gradients
     rows, vocabulary = hidden_ND.shape[0], weight_VD.shape[0]
     need_grad = any(gradient is not None for gradient in gradients)
@@ -190,6 +192,8 @@ def _run_chunks(
             else:
                 torch.addmm(bias_V, hidden_CD, weight_VD.t(), out=logits_CV)
             loss_and_gradient(logits_CV, labels_N[part], weights_C, row_losses[part], grad_scale, terms, need_grad, factors_C)
+        if most_N is not None:
+            torch.amax(logits_CV, 1, out=most_N[part])
         if d_hidden is not None:
             product(logits_CV, weight_VD, out=d_hidden[part])
         if d_weight is not None:
@@ -213,6 +217,7 @@ def linear_cross_entropy_forward(
     grad_scale: float | torch.Tensor = 1.0,
     d_hidden_out: torch.Tensor | None = None,
     factors_later: bool = False,
+    need_most: bool = False,
 ) -> HeadLoss:
     """The loss (never scaled) and the gradients of loss * grad_scale; hidden and d_hidden_out may be row-strided.
 
@@ -244,14 +249,15 @@ def linear_cross_entropy_forward(
     gradients = (d_hidden, d_weight, d_bias)
     alone = d_hidden is not None and d_weight is None and d_bias is None  # whose sums over rows need their factors at once
     factors = torch.empty_like(row_losses) if factors_later and alone and takes_factors(dtype, terms, hidden_ND) else None
-    _run_chunks(hidden_ND, weight_VD, labels_N, bias_V, weights_N, inner_scale, terms, row_losses, gradients, factors)
+    most = torch.empty(rows, dtype=dtype, device=device) if need_most else None
+    _run_chunks(hidden_ND, weight_VD, labels_N, bias_V, weights_N, inner_scale, terms, row_losses, gradients, factors, most)
     if d_weight is not None and rows == 0:
         d_weight.zero_()
     if scale_later and (isinstance(grad_scale, torch.Tensor) or grad_scale != 1.0):
         for gradient in gradients:
             if gradient is not None:
                 _scale_in_place(gradient, scale)
-    return HeadLoss(row_losses.sum(), row_losses, *gradients, factors)
+    return HeadLoss(row_losses.sum(), row_losses, *gradients, factors, most)
 
 
 # ---- Autograd -----------------------------------------------------------------------------------------------

@@ -1,0 +1,106 @@
+"""Log-probabilities, entropy and the likeliest token of a head, against float64, on both paths and by the Hopper product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from powers_in_torch import Product
+from torch import Tensor
+
+from pronghorn.kernels import cross_entropy_powers
+from pronghorn.kernels import linear_cross_entropy as head
+from pronghorn.kernels import linear_log_probs as op
+from pronghorn.kernels.linear_log_probs import LogProbs, linear_log_probs, linear_log_probs_reference
+
+ROWS, WIDTH, VOCABULARY = 70, 24, 500
+BARS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+def sample(dtype: torch.dtype, device: str = "cpu", steep: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(ROWS, WIDTH) * steep, torch.randn(VOCABULARY, WIDTH) * 0.5
+    labels = (hidden @ weight.T).argmax(1)  # every third is the likeliest
+    labels[torch.arange(ROWS) % 3 > 0] = torch.randint(0, VOCABULARY, (int((torch.arange(ROWS) % 3 > 0).sum()),))
+    return hidden.to(dtype).to(device).requires_grad_(), weight.to(dtype).to(device), labels.to(device)
+
+
+def check(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> LogProbs:
+    bar = BARS[hidden.dtype]
+    found = linear_log_probs(hidden, weight, labels, top=True, **options)
+    exact = hidden.detach().double().requires_grad_()
+    entropy = options.pop("entropy", False)
+    doubles = {name: value.double() if isinstance(value, Tensor) else value for name, value in options.items()}
+    expected = linear_log_probs_reference(exact, weight.double(), labels, **doubles)
+    pull = torch.randn(ROWS, generator=torch.Generator().manual_seed(1)).to(hidden.device)  # a gradient for each row
+    pull[::5] = 0.0
+    (found.log_probs * pull).sum().backward()
+    (expected.log_probs * pull).sum().backward()
+    assert hidden.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(found.log_probs.double(), expected.log_probs, rtol=bar, atol=bar)
+    assert float((hidden.grad.double() - exact.grad).norm() / exact.grad.norm()) < bar
+    assert not hidden.grad[::5].any()
+    if entropy:
+        assert found.entropy is not None
+        assert expected.entropy is not None
+        torch.testing.assert_close(found.entropy.double(), expected.entropy, rtol=bar, atol=2 * bar)
+    assert found.top is not None
+    assert torch.equal(found.top, expected.top)
+    assert 20 < int(found.top.sum()) < 40
+    return found
+
+
+@pytest.mark.parametrize("dtype", list(BARS), ids=str)
+@pytest.mark.parametrize("options", [{"entropy": True}, {"entropy": True, "logit_scale": 0.4}, {}], ids=str)
+def test_values_and_a_gradient_for_each_row(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    check(*sample(dtype, device), **options)
+
+
+def test_a_bias(device: str) -> None:
+    hidden, weight, labels = sample(torch.float32, device)
+    bias = torch.randn(VOCABULARY, device=device) * 0.01
+    check(hidden, weight, labels, bias_V=bias)
+    with pytest.raises(ValueError, match="needs its logits"):
+        linear_log_probs(hidden, weight, labels, bias_V=bias, entropy=True)
+    with pytest.raises(ValueError, match="needs its logits"):
+        linear_log_probs(hidden, weight.requires_grad_(), labels)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("steep", [1.0, 30.0])
+def test_where_the_product_writes_the_powers(dtype: torch.dtype, steep: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steep rows: their labels lie so low that the product is done once more, with another anchor."""
+    stand_in = Product()
+    monkeypatch.setattr(cross_entropy_powers, "covered", lambda *_: True)
+    monkeypatch.setattr(cross_entropy_powers, "powers_product", stand_in)
+    monkeypatch.setattr(head, "chunk_rows", lambda *_: 16)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    hidden, weight, labels = sample(dtype, steep=steep)
+    if steep == 1.0:
+        check(hidden, weight, labels, entropy=True)
+    else:
+        found = linear_log_probs(hidden, weight, labels, top=True)
+        expected = linear_log_probs_reference(hidden.detach().double(), weight.double(), labels)
+        torch.testing.assert_close(found.log_probs.double(), expected.log_probs, rtol=BARS[dtype], atol=BARS[dtype])
+        assert torch.equal(found.top, expected.top)  # type: ignore[arg-type]
+    assert any(stand_in.wanted) == (steep > 1.0)
+
+
+def test_chunks_of_rows_for_the_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "ROWS", 16)
+    check(*sample(torch.float32), entropy=True)
+
+
+def test_backward_again_and_the_entropys_gradient() -> None:
+    hidden, weight, labels = sample(torch.float32)
+    found = linear_log_probs(hidden, weight, labels, entropy=True)
+    (first,) = torch.autograd.grad(found.log_probs.sum(), hidden, retain_graph=True)
+    (second,) = torch.autograd.grad(found.log_probs.sum(), hidden, retain_graph=True)
+    assert torch.equal(first, second)
+    with pytest.raises(RuntimeError, match="has no gradient"):
+        torch.autograd.grad((found.log_probs - found.entropy).sum(), hidden)  # type: ignore[operator]
+    with torch.no_grad():
+        assert torch.equal(linear_log_probs(hidden, weight, labels).log_probs, found.log_probs)
