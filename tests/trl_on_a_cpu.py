@@ -16,6 +16,7 @@ class TorchLogProbs:
         logits = torch.nn.functional.linear(hidden, weight, bias).float() * scale
         logits = (torch.tanh(logits / softcap) * softcap if softcap else logits) / temperature
         everything = logits.log_softmax(-1)
-        entropy = -(everything.exp() * everything).sum(-1).detach()
-        squares, mean = (2 * everything).logsumexp(-1).detach(), logits.mean(-1).detach()
-        return everything.gather(1, targets[:, None])[:, 0], entropy, squares, mean, logits.argmax(-1) == targets
+        beside = {"entropy": -(everything.exp() * everything).sum(-1).detach(),
+                  "log_sum_sq_probs": (2 * everything).logsumexp(-1).detach(), "mean_logits": logits.mean(-1).detach(),
+                  "is_top1": logits.argmax(-1) == targets}
+        return everything.gather(1, targets[:, None])[:, 0], *(x if name in outputs else None for name, x in beside.items())

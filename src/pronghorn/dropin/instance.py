@@ -10,6 +10,7 @@ from pronghorn.dropin.arguments import Recompute, check_recompute
 from pronghorn.dropin.recompute import set_recompute
 from pronghorn.kernels.dispatch import say_once
 from pronghorn.model.causal_lm import base_of, install
+from pronghorn.model.fused_head import answer_fused_heads
 from pronghorn.model.text_stack import set_cache
 
 
@@ -17,6 +18,7 @@ def make_fast(model: Any, recompute: Recompute | None) -> None:
     if why := install(model):
         say_once(f"{base_of(model).config.model_type} trains on transformers' own layers: {why}")
     set_recompute(model, recompute)
+    answer_fused_heads(model)
     for method in (*saving.METHODS_OF_A_MODEL, for_inference, for_training):
         setattr(model, method.__name__, functools.partial(method, model))  # a pickle takes it along
 

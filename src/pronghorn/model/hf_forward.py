@@ -106,25 +106,19 @@ def _around_forward(around: Any, engine: FastCausalLM, inputs: dict[str, Any]) -
 
 
 def _model_forward(model: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> Any:
-    labels, targets = inputs.get("labels"), inputs.get("shift_labels")
-    if (labels is None and targets is None) or not _plain_loss(model) or not _covered(engine, inputs):
+    if not _has_labels(inputs) or not _plain_loss(model) or not _covered(engine, inputs):
         return None
     if not _head_and_backbone_as_made(engine):
         return None
     pack = _pack(engine, inputs)
     if pack is None:
         return None
+    targets = _targets(inputs, pack)
     if targets is None:
-        assert labels is not None
-        targets = _shifted(labels)
-    targets = targets.reshape(-1).to(pack.positions.device)
-    if pack.real is not None:
-        if _counts_padding(targets, pack.real):
-            say_once("labels that padding predicts: such batches run on the model's own layers; set labels of padding, and "
-                     "of the first token after padding on the left, to -100")
-            with _paused(engine):
-                return type(model).forward(model, **inputs)
-        targets = targets[pack.real]
+        say_once("labels that padding predicts: such batches run on the model's own layers; set labels of padding, and "
+                 "of the first token after padding on the left, to -100")
+        with _paused(engine):
+            return type(model).forward(model, **inputs)
     load = engine.load_of()
     rows = (targets != IGNORED).nonzero().flatten()  # asks the device, which is idle now and is not after the next line
     h = _run(engine, inputs, pack, load)
@@ -136,6 +130,19 @@ def _model_forward(model: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> 
         output.loss = output.loss + engine.balance * load.loss
         output.aux_loss = load.loss
     return output
+
+
+def _has_labels(inputs: dict[str, Any]) -> bool:
+    return inputs.get("labels") is not None or inputs.get("shift_labels") is not None
+
+
+def _targets(inputs: dict[str, Any], pack: Pack) -> Tensor | None:
+    """What each token of the pack is to predict; None: padding is to predict something."""
+    targets = inputs.get("shift_labels")
+    targets = (_shifted(inputs["labels"]) if targets is None else targets).reshape(-1).to(pack.positions.device)
+    if pack.real is None:
+        return targets
+    return None if _counts_padding(targets, pack.real) else targets[pack.real]
 
 
 def _shifted(labels: Tensor) -> Tensor:
