@@ -81,6 +81,7 @@ def test_a_row_writes_what_the_models_own_template_writes(name: str) -> None:
     assert write(template, CHAT) == turns
     assert write(template, CHAT, add_generation_prompt=True) == turns + prompt
     assert write(template, SYSTEM + CHAT[:1]) == with_system
+    assert write(template, SYSTEM + CHAT).endswith(turns.split("hi", 1)[1])
     parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     assert write(template, SYSTEM + parts) == with_system
 

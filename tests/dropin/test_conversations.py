@@ -59,6 +59,7 @@ def test_columns_are_merged_into_conversations() -> None:
     assert all(len(chat) == 6 and chat[0] == f"do {i}" for i, chat in enumerate(chats))
     assert all(chat[j].replace("do", "done") == chat[j + 1] for chat in chats for j in (0, 2, 4))
     assert len({chat[2] for chat in chats}) == 6, "every row is used"
+    assert any(chat[0] != chat[2] != chat[4] for chat in chats)
     assert to_sharegpt(data(ALPACA), merged_prompt="{instruction}", conversation_extension=3)[2] == longer[2]
     assert to_sharegpt(data(ALPACA), remove_unused_columns=False)[0]["conversations"][0]["value"] == "do 0"
     assert to_sharegpt(data(SHAREGPT))[0] == SHAREGPT[0]

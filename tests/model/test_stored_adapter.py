@@ -52,6 +52,7 @@ def changed(plain: Path, target: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize("options", [
     {}, {"four_bit": True}, {"use_rslora": True, "use_dora": True, "layers_to_transform": [1]},
     {"target_modules": ["q_proj", "lm_head"], "bias": "lora_only"},
+    {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"},
 ], ids=str)  # fmt: skip
 def test_an_adapter_folder_gives_its_model_back(tiny_model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     model, ids = saved(tiny_model, tmp_path, **options)
@@ -67,7 +68,10 @@ def test_an_adapter_folder_gives_its_model_back(tiny_model: Path, tmp_path: Path
     assert torch.allclose(logits(again, ids), expected, atol=1e-6)
     step(again.train())
     assert not torch.allclose(logits(again, ids), expected, atol=1e-3)
-    if "four_bit" not in options:
+    if "four_bit" in options:
+        with pytest.raises(ModelError, match="cannot be merged into weights in 4"):
+            again.merge_and_unload()
+    else:
         stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path)
         assert torch.allclose(logits(stock, ids), expected, atol=1e-4)
 
@@ -98,7 +102,11 @@ def test_the_tokenizer_comes_from_where_it_is(plain: Path, tmp_path: Path) -> No
     ({"use_qalora": True}, "sets `use_qalora`"), ({"layer_replication": [[0, 2]]}, "sets `layer_replication`"),
     ({"r": 8}, "does not belong"), ({"target_modules": ["q_proj"]}, "does not belong"),
     ({"target_modules": ["x"]}, "does not belong"),
-    ({"r": "four"}, "does not belong"), ({"bias": "some"}, "does not belong"),
+    ({"r": "four"}, "does not belong"), ({"r": 10**9}, "a rank of 1000000000"),
+    ({"rank_pattern": {"q_proj": 99}}, "a rank of 99"),
+    ({"init_lora_weights": "pissa_niter_4"}, "cannot be taken out again"),
+    ({"init_lora_weights": "lora_ga"}, "be taken out again"),
+ ({"bias": "some"}, "does not belong"), ({"target_modules": "("}, "does not belong"),
 ], ids=str)  # fmt: skip
 def test_adapters_that_are_not_known_here(plain: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError) as caught:

@@ -6,6 +6,7 @@ the file is read as JSON, by a list of keys, and the weights from adapter_model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from pronghorn import hub
 from pronghorn.errors import ModelError
 from pronghorn.folders import folder_of
-from pronghorn.model.hf_adapter import refuse_merging
+from pronghorn.model.hf_adapter import QUANTIZED, refuse_merging
 from pronghorn.model.lora import ADAPTER_WEIGHTS, PICKLED
 from pronghorn.model_files import ADAPTER, CONFIG, NOT_SET, read_json
 
@@ -27,8 +28,11 @@ HONOURED = ("r", "lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora",
             "fan_in_fan_out")
 # Says where it came from, or how it began.
 SAYS_NOTHING = ("base_model_name_or_path", "task_type", "peft_type", "peft_version", "auto_mapping", "inference_mode",
-                "init_lora_weights", "megatron_core", "qalora_group_size", "loftq_config", "runtime_config", "eva_config",
-                "corda_config", "lora_ga_config", "ensure_weight_tying", "unsloth_fixed")
+                "megatron_core", "qalora_group_size", "loftq_config", "runtime_config", "eva_config",
+                "ensure_weight_tying", "unsloth_fixed")
+INIT = "init_lora_weights"
+BEGAN_BESIDE = (None, True, False, "gaussian", "orthogonal", "eva")  # the adapter began so, and the weights stayed as they were
+TAKEN_OUT = ("pissa", "olora")  # the adapter began as a part of the weights, which is taken out of them again
 
 
 def adapter_folder(name: str, token: str | None = None) -> Path | None:
@@ -60,15 +64,24 @@ def attach_adapter(model: torch.nn.Module, folder: Path) -> PeftModel:
     """PEFT's model around ours, with the adapter of the folder, in float32."""
     config = _config(folder)
     for key, value in config.items():
-        if key not in (*HONOURED, *SAYS_NOTHING) and value not in NOT_SET:
+        if key not in (*HONOURED, *SAYS_NOTHING, INIT) and value not in NOT_SET:
             raise ModelError(what=f"{ADAPTER} sets `{key}`", where=str(folder), why="an adapter of that kind is not known here",
                              fix="peft.PeftModel.from_pretrained(model, folder)")
+    began = config.get(INIT)
+    if not any(type(began) is type(one) and began == one for one in (*BEGAN_BESIDE, *TAKEN_OUT)) or (
+            began in TAKEN_OUT and any(isinstance(module, QUANTIZED) for module in model.modules())):
+        raise ModelError(what=f"{ADAPTER} sets `{INIT}` to {str(began)[:80]!r}", where=str(folder),
+                         why="what it took out of the base model's weights cannot be taken out again",
+                         fix="load_in_4bit=False" if began in TAKEN_OUT else "convert the adapter with PEFT, or merge it")
     weights = _weights(folder)
     kept = {key: config[key] for key in HONOURED if config.get(key) not in (None, {})}
+    if began in TAKEN_OUT:
+        kept[INIT] = began
+    _require_ranks(kept, weights, folder)
     try:
         adapted: PeftModel = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **kept), autocast_adapter_dtype=True)
         found = set_peft_model_state_dict(adapted, weights)
-    except (KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, RuntimeError, TypeError, ValueError, AttributeError, IndexError, re.error) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise _does_not_fit(folder, " ".join(str(error).split())[:300]) from error
@@ -76,6 +89,16 @@ def attach_adapter(model: torch.nn.Module, folder: Path) -> PeftModel:
         raise _does_not_fit(folder, strange)
     refuse_merging(adapted)
     return adapted
+
+
+def _require_ranks(config: dict[str, Any], weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Before memory is given to them: no rank is larger than what the file holds."""
+    largest = max((tensor.shape[0] for name, tensor in weights.items() if "lora_" in name and "_A" in name and tensor.ndim),
+                  default=0)
+    pattern = config.get("rank_pattern", {})
+    ranks = [config.get("r", 8), *(pattern.values() if isinstance(pattern, dict) else (pattern,))]
+    if strange := [rank for rank in ranks if type(rank) is not int or not 1 <= rank <= largest]:
+        raise _does_not_fit(folder, f"a rank of {str(strange[0])[:40]}, where the largest of its weights is {largest}")
 
 
 def replace_weights(model: PeftModel, folder: Path) -> None:
