@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -127,8 +128,17 @@ class EncodingPool:
             why=f"none of {len(self._workers)} workers did anything for {seconds:.0f} s", fix="run the same command again",
         )  # fmt: skip
 
+    def _ended(self) -> list[tuple[int | None, int | None]]:
+        """Workers that did not end by themselves, nor because the pool ended them."""
+        return [(worker.pid, worker.exitcode) for worker in self._workers if worker.exitcode not in (None, 0, -signal.SIGTERM)]
+
     def _killed(self) -> EnvironmentFault:
-        ended = [(worker.pid, worker.exitcode) for worker in self._workers if worker.exitcode not in (None, 0, -signal.SIGTERM)]
+        ended = self._ended()
+        for _ in range(100):  # the pool is broken as soon as a pipe closes, and how its process ended is known a moment later
+            if ended:
+                break
+            time.sleep(0.01)
+            ended = self._ended()
         who = f"process {ended[0][0]}, which tokenizes, was ended by {_signal_name(ended[0][1])}" if ended else (
             "a process that tokenizes was killed")
         rows = f"{self._waiting[0][1]} and what follows" if self._waiting else ""
