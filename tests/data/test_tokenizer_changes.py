@@ -72,6 +72,17 @@ def test_a_turn_ends_with_a_token_that_is_not_marked_as_special(tmp_path: Path) 
     assert end_tokens(model, unnamed) == [2]
 
 
+def test_what_ends_only_the_thoughts_does_not_stop_an_answer(tmp_path: Path) -> None:
+    template = ("{% for m in messages %}{{ m['role'] }}:{% if m['role'] == 'assistant' %}hm%{% endif %}"
+                "{{ m['content'] }}!{% endfor %}")
+    make_tokenizer(template).save_pretrained(tmp_path / "model")
+    tokenizer = loaded(tmp_path / "model", eot_tokens=["%", "!"])
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=2))
+    assert end_tokens(model, tokenizer) == sorted({2, tokenizer.convert_tokens_to_ids("!")})
+    make_tokenizer("{{ raise_exception('no') }}").save_pretrained(tmp_path / "other")
+    assert end_tokens(model, loaded(tmp_path / "other", eot_tokens=["%"])) == [2]
+
+
 @pytest.mark.parametrize("token", ["<|nope|>", "ho"])
 def test_an_end_of_turn_is_one_token_of_the_vocabulary(folder: Path, token: str) -> None:
     with pytest.raises(RecipeError, match=r"data.eot_tokens: "):

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pronghorn.errors import CheckpointError, CommandError
-from pronghorn.model.generate import end_tokens
 from pronghorn.recipe import Recipe
 from pronghorn.report.display import JsonDisplay
 from pronghorn.report.run_log import history, read_log
@@ -132,17 +131,17 @@ def test_a_4_bit_run_is_evaluated_talked_to_and_exported(tiny_model: Path, tmp_p
 
 
 def test_a_run_keeps_its_template_its_special_tokens_and_what_ends_a_turn(tmp_path: Path) -> None:
-    """The model has another template, and an end of turn that its tokenizer does not mark."""
+    """The model has another template."""
     make_tokenizer("{{ messages }}").save_pretrained(tmp_path / "model")
     make_model().save_pretrained(tmp_path / "model")
     recipe = recipe_at(tmp_path, tmp_path / "model", train={"steps": 1}, eval={"every": 0.5, "generations": 1}, data={
-        "template": "chatml", "special_tokens": {"pad_token": "<|im_start|>"}, "eot_tokens": ["!"]})
+        "template": "chatml", "special_tokens": {"pad_token": "<|im_start|>"}, "eot_tokens": ["<|im_end|>"]})
     folder = train(recipe, display=JsonDisplay()).folder
     _, tokenizer, _ = TrainedRun(folder, "last").load()
     asked = tokenizer.apply_chat_template([{"role": "user", "content": "q"}], tokenize=False)
     assert asked == "<|im_start|>user\nq<|im_end|>\n"
     assert (tokenizer.pad_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
-    assert end_tokens(make_model(), tokenizer) == sorted({2, tokenizer.convert_tokens_to_ids("!")})
+    assert tokenizer.pronghorn_eot_tokens == tokenizer.pronghorn_stop_tokens == ("<|im_end|>",)
     seen = [event["loss"] for event in read_log(folder) if event["event"] == "eval"]
     assert evaluate_run(folder, "last", data=None, report=lambda *_: None)["loss"] == pytest.approx(seen[-1], rel=1e-5)
 

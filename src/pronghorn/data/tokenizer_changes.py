@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from pronghorn.data.rendering import within_limits
 from pronghorn.data.template_by_name import with_template
-from pronghorn.errors import CommandError, RecipeError
+from pronghorn.errors import CommandError, DataError, RecipeError
 from pronghorn.recipe import Data
 
 
@@ -24,8 +25,7 @@ def changed(tokenizer: Any, spec: Data) -> Any:
             tokenizer = with_template(tokenizer, spec.template)
         except CommandError as error:
             what = error.what.replace(f"chat_template={spec.template!r}", "").strip(": ") or "no template has this name"
-            raise RecipeError(f"data.template: {spec.template}: {what}", where="data.template", why=error.why,
-                              fix=error.fix) from error
+            raise RecipeError(f"{spec.template}: {what}", where="data.template", why=error.why, fix=error.fix) from error
     vocabulary = tokenizer.get_vocab()
     for key, token in spec.special_tokens.model_dump().items():
         if token is not None:
@@ -35,15 +35,29 @@ def changed(tokenizer: Any, spec: Data) -> Any:
         _require_known(token, vocabulary, "data.eot_tokens")
         ids = tokenizer.backend_tokenizer.encode(token, add_special_tokens=False).ids
         if ids != [vocabulary[token]]:
-            raise RecipeError(f"data.eot_tokens: {token} is written with {len(ids)} tokens", where="data.eot_tokens",
+            raise RecipeError(f"{token} is written with {len(ids)} tokens", where="data.eot_tokens",
                               why="the end of a turn is one token", fix="name the token that the chat template writes there")
     if spec.eot_tokens:
         tokenizer.pronghorn_eot_tokens = spec.eot_tokens
+        tokenizer.pronghorn_stop_tokens = tuple(token for token in spec.eot_tokens if _ends_an_answer(tokenizer, token))
     return tokenizer
+
+
+def _ends_an_answer(tokenizer: Any, token: str) -> bool:
+    """Whether the template writes it after the last answer. Not after what only stands before it: Harmony's <|end|> closes the
+    thoughts, and a generation that stops there never answers."""
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    if not tokenizer.chat_template:
+        return False
+    try:
+        said = within_limits(lambda: str(tokenizer.apply_chat_template(talk, tokenize=False)), talk, "")
+    except DataError:
+        return False  # told where rows are read
+    return said.rstrip().endswith(token)
 
 
 def _require_known(token: str, vocabulary: dict[str, int], where: str) -> None:
     if token not in vocabulary:
-        raise RecipeError(f"{where}: the model's vocabulary has no token {token}", where=where,
+        raise RecipeError(f"the model's vocabulary has no token {token}", where=where,
                           why="a new token would need new rows in the model's embeddings, which are not added here",
                           fix="name a token that it has; its tokenizer.json lists them under added_tokens")

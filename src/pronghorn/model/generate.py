@@ -9,10 +9,10 @@ import torch
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Every token that ends an answer: the model's own list, the tokenizer's, and the recipe's (data.eot_tokens)."""
+    """Every token that ends an answer: the model's own list, the tokenizer's, and the recipe's (of data.eot_tokens)."""
     own = getattr(model.generation_config, "eos_token_id", None)
     ids = set(own if isinstance(own, list) else [own]) | {tokenizer.eos_token_id}
-    ids |= set(tokenizer.convert_tokens_to_ids(list(getattr(tokenizer, "pronghorn_eot_tokens", ()))))
+    ids |= set(tokenizer.convert_tokens_to_ids(list(getattr(tokenizer, "pronghorn_stop_tokens", ()))))
     return sorted(i for i in ids if i is not None)
 
 
