@@ -10,11 +10,11 @@ import torch
 
 from pronghorn.bench.meter import Meter
 from pronghorn.bench.weights import model_folder
-from pronghorn.bench.workloads import CLIP, LEARNING_RATE, LORA_RANK, SEED, DocumentTable, Workload, documents
+from pronghorn.bench.workloads import CLIP, LEARNING_RATE, SEED, DocumentTable, Workload, documents
 from pronghorn.data.batches import BatchLoader, PackedBatch, Shapes, build_batch
 from pronghorn.data.packing import pack
 from pronghorn.kernels.attention import pick_backend
-from pronghorn.model.causal_lm import install
+from pronghorn.model.causal_lm import base_of, install
 from pronghorn.model.config import read_config
 from pronghorn.model.load import DTYPES, Precision, load_model, pick_device, resolve_precision
 from pronghorn.model.lora import add_adapter
@@ -30,7 +30,7 @@ def bench_recipe(workload: Workload, graph: Graph = "auto") -> Recipe:
     return Recipe.model_validate({
         "model": str(model_folder(workload.model)), "method": workload.ours or workload.method,
         "compute": workload.compute,
-        "lora": {"r": LORA_RANK, "alpha": LORA_RANK,
+        "lora": {"r": workload.rank, "alpha": workload.rank,
                  "targets": ["all-linear", "experts"] if workload.adapters == "experts" else "all-linear"},
         "data": {"train": ["the benchmark's documents"], "max_length": workload.row},
         "train": {"capacity": workload.tokens, "batch_tokens": workload.tokens, "lr": LEARNING_RATE, "clip": CLIP,
@@ -71,9 +71,10 @@ class Ours:
         loader, shapes, one = make_loader(documents(workload, meter.total, lengths), recipe, pin=device.type == "cuda")
         self.batches = iter(loader)
         self.memory = plan_memory(recipe, read_config(recipe.model), shapes, device, precision) if workload.budget else None
-        base = load_model(recipe.model, DTYPES[precision], device, four_bit=recipe.method == "qlora",
+        full = recipe.method == "full"  # with float32 weights beside the ones that are multiplied
+        base = load_model(recipe.model, torch.float32 if full else DTYPES[precision], device, four_bit=recipe.method == "qlora",
                           fp8=recipe.method == "fp8")
-        model = add_adapter(base, recipe.lora, seed=SEED)
+        model = base.train().requires_grad_(True) if full else add_adapter(base, recipe.lora, seed=SEED)
         if layers == "fast" and (why := install(model, fp8=recipe.fp8)):
             raise RuntimeError(f"no fast layers: {why}")
         meter.mark("model")
@@ -81,7 +82,7 @@ class Ours:
             self.memory.apply(model, lambda: one, DTYPES[precision], self._note, timed=calibrate)
             print("\n".join(self.memory.text()), flush=True)
         self.step = make_our_step(model, recipe, device, precision, graph, self._note)
-        config = model.get_base_model().config
+        config = base_of(model).config
         attention = pick_backend(device, DTYPES[precision], config.head_dim, typical=shapes.typical,
                                  sinks=config.model_type == "gpt_oss")
         self.model, self.recipe, self.device, self.precision = model, recipe, device, precision

@@ -1,9 +1,10 @@
-"""The other systems, each through its public interface, as its own users call it.
+"""The other systems, each through its public interface, as its own users call it, and ours as a stand-in for Unsloth.
 
-Unsloth through its `FastLanguageModel` and trl's `SFTTrainer` with packing; Liger through `AutoLigerKernelForCausalLM`; plain
-transformers through `AutoModelForCausalLM`; the latter two with transformers' own `Trainer` and its padding-free collator
-(FlashAttention-2 where it is installed), on the very packs that Pronghorn trains on, or padded. Adapters of these are in the
-model's precision, which is faster than float32 copies. Losses are read after the run, so that reading them costs nothing.
+Unsloth through its `FastLanguageModel` and trl's `SFTTrainer` with packing, and Pronghorn by the same lines with another
+import, the trainer's defaults untouched; Liger through `AutoLigerKernelForCausalLM`; plain transformers through
+`AutoModelForCausalLM`; the latter two with transformers' own `Trainer` and its padding-free collator (FlashAttention-2 where it
+is installed), on the very packs that Pronghorn trains on, or padded. Adapters of these are in the model's precision, which is
+faster than float32 copies. Losses are read after the run, so that reading them costs nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from pronghorn.bench.workloads import (
     EXPERTS,
     LEARNING_RATE,
     LINEARS,
-    LORA_RANK,
     SEED,
     SYSTEMS,
     System,
@@ -45,8 +45,8 @@ Rows = list[npt.NDArray[Any]]
 def measure(name: str, workload: Workload, meter: Meter, lengths: Path | None) -> dict[str, Any]:
     system = SYSTEMS[name]
     meter.mark("imports")
-    if name.startswith("unsloth"):
-        trainer, facts = _unsloth(system, workload, meter, lengths)
+    if system.script:
+        trainer, facts = _script(system, workload, meter, lengths)
     else:
         trainer, facts = _transformers(system, workload, meter, lengths)
     seen = _watch(trainer, meter)
@@ -101,19 +101,21 @@ def _arguments(workload: Workload, meter: Meter) -> dict[str, Any]:
     }
 
 
-def _unsloth(system: System, workload: Workload, meter: Meter, lengths: Path | None) -> tuple[Any, dict[str, Any]]:
-    fast: Any = importlib.import_module("unsloth").FastLanguageModel
+def _script(system: System, workload: Workload, meter: Meter, lengths: Path | None) -> tuple[Any, dict[str, Any]]:
+    fast: Any = importlib.import_module(system.script).FastLanguageModel
     dataset: Any = importlib.import_module("datasets").Dataset
     trl: Any = importlib.import_module("trl")
-    nf4 = workload.method == "qlora"
+    nf4, full = workload.method == "qlora", workload.method == "full"
     model, tokenizer = fast.from_pretrained(
-        str(model_folder(workload.model)), max_seq_length=workload.row, dtype=DTYPE, load_in_4bit=nf4, load_in_16bit=not nf4,
-        local_files_only=True,
+        str(model_folder(workload.model)), max_seq_length=workload.row, dtype=DTYPE, load_in_4bit=nf4,
+        load_in_16bit=CUDA and not (nf4 or full), full_finetuning=full,
+        use_gradient_checkpointing=system.recompute, local_files_only=True,
     )
-    model = fast.get_peft_model(
-        model, r=LORA_RANK, lora_alpha=LORA_RANK, lora_dropout=0, bias="none", target_modules=list(_names(workload)),
-        random_state=SEED, use_gradient_checkpointing="unsloth" if system.checkpointing else False,
-    )
+    if not full:
+        model = fast.get_peft_model(
+            model, r=workload.rank, lora_alpha=workload.rank, lora_dropout=0, bias="none",
+            target_modules=list(_names(workload)), random_state=SEED, use_gradient_checkpointing=system.recompute,
+        )
     meter.mark("model")
     rows, packs = documents(workload, meter.total, lengths), workload.config["model_type"] not in UNSLOTH_PADS
     settings = _arguments(workload, meter) | {
@@ -146,8 +148,8 @@ def _transformers(system: System, workload: Workload, meter: Meter, lengths: Pat
         collate = _flattener(flash=attention == "flash_attention_2")
     settings = _arguments(workload, meter) | {
         "per_device_train_batch_size": size, "gradient_accumulation_steps": accumulate, "remove_unused_columns": False,
-        "gradient_checkpointing": system.checkpointing, "train_sampling_strategy": "sequential",
-        "gradient_checkpointing_kwargs": {"use_reentrant": False} if system.checkpointing else None,
+        "gradient_checkpointing": bool(system.recompute), "train_sampling_strategy": "sequential",
+        "gradient_checkpointing_kwargs": {"use_reentrant": False} if bool(system.recompute) else None,
     }
     trainer = Trainer(model=model, args=TrainingArguments(**settings), train_dataset=data, data_collator=collate)
     return trainer, {"trainer": "transformers", "attention": attention, "precision": _precision()}
@@ -179,9 +181,11 @@ def _adapted(system: System, workload: Workload, attention: str) -> Any:
     model = loader.from_pretrained(str(model_folder(workload.model)), **settings)
     model.config.use_cache = False
     if workload.method == "qlora":
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=system.checkpointing)
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=bool(system.recompute))
+    if workload.method == "full":
+        return model.train()
     experts = ["experts.gate_up_proj", "experts.down_proj"] if workload.adapters == "experts" else None
-    adapter = LoraConfig(task_type="CAUSAL_LM", r=LORA_RANK, lora_alpha=LORA_RANK, lora_dropout=0.0, bias="none",
+    adapter = LoraConfig(task_type="CAUSAL_LM", r=workload.rank, lora_alpha=workload.rank, lora_dropout=0.0, bias="none",
                          target_modules=list(LINEARS if workload.adapters == "linears" else ATTENTION),
                          target_parameters=experts)
     torch.manual_seed(SEED)

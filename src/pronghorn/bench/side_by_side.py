@@ -172,7 +172,7 @@ def environment(plan: Plan, system: str) -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH", "") if not chosen else ""
     here = str(Path(pronghorn.__file__).resolve().parent.parent)
     folders = [str(Path(folder).resolve()) for folder in (*chosen.split(":"), here, *inherited.split(":")) if folder]
-    peer = system in SYSTEMS and system != "pronghorn"
+    peer = system in SYSTEMS and system != "pronghorn" and SYSTEMS[system].script != "pronghorn"
     return {**(PEERS_ALLOCATOR if peer else {}), **os.environ, **OFFLINE, "PYTHONPATH": ":".join(folders)}
 
 

@@ -41,8 +41,8 @@ def measure(system: System, workload: Workload, *, warmup: int, steps: int, leng
         read_ahead(str(model_folder(workload.model)))
         with importing():
             importlib.import_module("pronghorn.bench.ours")
-    if system.name.startswith("unsloth"):
-        importlib.import_module("unsloth")  # before torch and transformers, as its README asks
+    if system.script:
+        importlib.import_module(system.script)  # before torch and transformers, as Unsloth's README asks
     from pronghorn.bench.meter import Meter, machine
 
     meter = Meter(began=BEGAN, warmup=warmup, steps=steps, peak_from_first_step=system.name == "pronghorn")

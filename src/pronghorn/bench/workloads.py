@@ -77,24 +77,32 @@ class System:
     name: str
     label: str
     needs: tuple[str, ...] = ()  # modules; without them it is "not installed"
-    checkpointing: bool = False  # recomputes activations in the backward pass
+    recompute: bool | Literal["unsloth"] = False  # activations in the backward pass (use_gradient_checkpointing)
     padded: bool = False  # documents padded to the longest of their micro-batch, instead of packed
+    script: str = ""  # what a script for Unsloth and TRL imports: the same script, with another import
 
 
+_UNSLOTHS = ("unsloth", "trl", "datasets")
+_OURS_IN_TRL = ("peft", "pydantic", "trl", "datasets")
 # "Best of" a peer means: both ways are measured and shown, and ratios are to the faster one.
 SYSTEMS = {system.name: system for system in (
     System("pronghorn", "Pronghorn", needs=("peft", "pydantic")),
-    System("unsloth", "Unsloth", needs=("unsloth", "trl", "datasets")),
-    System("unsloth-ckpt", "Unsloth, its checkpointing", needs=("unsloth", "trl", "datasets"), checkpointing=True),
+    System("dropin", "Pronghorn in TRL", needs=_OURS_IN_TRL, script="pronghorn"),
+    System("dropin-true", "Pronghorn in TRL, checkpointing", needs=_OURS_IN_TRL, recompute=True, script="pronghorn"),
+    System("dropin-unsloth", "Pronghorn in TRL, by its memory", needs=_OURS_IN_TRL, recompute="unsloth", script="pronghorn"),
+    System("unsloth", "Unsloth", needs=_UNSLOTHS, script="unsloth"),
+    System("unsloth-true", "Unsloth, checkpointing", needs=_UNSLOTHS, recompute=True, script="unsloth"),
+    System("unsloth-ckpt", "Unsloth, its checkpointing", needs=_UNSLOTHS, recompute="unsloth", script="unsloth"),
     System("liger", "transformers + Liger", needs=("liger_kernel", "peft")),
-    System("liger-ckpt", "transformers + Liger, checkpointing", needs=("liger_kernel", "peft"), checkpointing=True),
+    System("liger-ckpt", "transformers + Liger, checkpointing", needs=("liger_kernel", "peft"), recompute=True),
     System("packed", "transformers, packed", needs=("peft",)),
-    System("packed-ckpt", "transformers, packed, checkpointing", needs=("peft",), checkpointing=True),
+    System("packed-ckpt", "transformers, packed, checkpointing", needs=("peft",), recompute=True),
     System("padded", "transformers, padded", needs=("peft",), padded=True),
 )}
 _ALL = ("pronghorn", "unsloth", "unsloth-ckpt", "liger", "packed", "padded")
 _UNSLOTH = ("pronghorn", "unsloth", "unsloth-ckpt")
 _PACKED = (*_UNSLOTH, "packed", "packed-ckpt")
+_TRL = ("pronghorn", "dropin", "dropin-true", "dropin-unsloth", "unsloth", "unsloth-true", "unsloth-ckpt")
 _LARGE = ("pronghorn", "unsloth", "unsloth-ckpt", "liger", "liger-ckpt", "packed-ckpt")
 
 
@@ -105,7 +113,8 @@ class Workload:
     tokens: int  # in an optimizer step, one micro-batch
     document: int = 0  # every document has so many tokens; 0: lengths as instruction data has them
     systems: tuple[str, ...] = _ALL
-    method: Literal["lora", "qlora"] = "lora"
+    method: Literal["lora", "qlora", "full"] = "lora"
+    rank: int = LORA_RANK
     ours: Literal["", "fp8"] = ""  # our method, where it is not the peers'
     compute: Literal["auto", "fp8"] = "auto"  # our products
     adapters: Literal["linears", "attention", "experts"] = "linears"  # of mixtures of experts: on what
@@ -129,7 +138,8 @@ class Workload:
     def describe(self) -> str:
         documents = f"documents of {self.document:,} tokens" if self.document else "short documents"
         stored = "MXFP4" if "quantization_config" in self.config else "NF4"
-        method = "LoRA bf16" if self.method == "lora" else f"QLoRA {stored}"
+        method = {"lora": "LoRA bf16", "qlora": f"QLoRA {stored}", "full": "full fine-tuning"}[self.method]
+        method += f" r={self.rank}" * (self.rank != LORA_RANK)
         if self.fp8:
             method = f"{'LoRA FP8' if self.ours else 'QLoRA NF4 in FP8'} (peers: {method})"
         if self.adapters != "linears":
@@ -165,6 +175,16 @@ WORKLOADS = {workload.name: workload for workload in (
     Workload("gpt-oss-20b-4layers-fp8", "gpt-oss-20b-4layers", 8192, systems=_UNSLOTH, adapters="attention", ours="fp8"),
     Workload("gpt-oss-20b-4bit", "gpt-oss-20b", 4096, systems=("pronghorn", "unsloth-ckpt"), method="qlora",
              adapters="attention"),
+    # The same script under Unsloth and under us, only its import changed; and what `pronghorn train` does of the same work.
+    Workload("llama-1b-trl", "llama-1b", 16384, systems=_TRL),
+    Workload("llama-1b-trl-qlora", "llama-1b", 16384, systems=_TRL, method="qlora"),
+    Workload("llama-8b-trl", "llama-8b", 16384, systems=_TRL),
+    Workload("llama-8b-trl-qlora", "llama-8b", 16384, systems=_TRL, method="qlora"),
+    Workload("llama-1b-r64", "llama-1b", 16384, systems=("pronghorn", "dropin", "unsloth"), rank=64),
+    Workload("llama-1b-full", "llama-1b", 16384, systems=("pronghorn", "dropin", "unsloth", "liger"), method="full"),
+    Workload("qwen3-0.6b-full", "qwen3-0.6b", 16384, systems=("pronghorn", "dropin", "unsloth", "liger"), method="full"),
+    Workload("tiny-trl", "tiny", 512, systems=("pronghorn", "dropin", "dropin-true"), rank=8),
+    Workload("tiny-full", "tiny", 512, systems=("pronghorn", "packed"), method="full"),
     Workload("tiny-moe", "tiny-moe", 512, systems=("pronghorn", "packed"), adapters="experts"),
     Workload("tiny-fp8", "tiny", 512, systems=("pronghorn", "packed"), ours="fp8"),
     Workload("tiny", "tiny", 512, document=0, systems=("pronghorn", "packed", "packed-ckpt", "padded")),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,6 +84,15 @@ def check_others(function: Any, given: dict[str, Any], rows: dict[str, Row]) -> 
             raise CommandError(what=f"{name}={value!r} is not in this version", why=row.why, fix=row.fix)
         if row.told and value not in NOT_SET:
             say_once(row.told)
+
+
+def check_local(model_name: str, local_files_only: bool) -> None:
+    """Of a folder nothing is fetched anyway."""
+    from huggingface_hub import constants
+
+    if local_files_only and not (Path(model_name).expanduser().is_dir() or constants.HF_HUB_OFFLINE):
+        raise CommandError(what="local_files_only=True with a hub name", why="the hub is asked what is new",
+                           fix="set HF_HUB_OFFLINE=1 in the environment, or give the folder of the model")
 
 
 def check_class(auto_model: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from pronghorn.data.tokens import load_tokenizer
 from pronghorn.dropin import instance, saving
-from pronghorn.dropin.accepted import ADAPTING, LOADING, check_class, check_others, one_dtype
+from pronghorn.dropin.accepted import ADAPTING, LOADING, check_class, check_local, check_others, one_dtype
 from pronghorn.dropin.arguments import (
     DEFAULT_LENGTH,
     DTYPES,
@@ -76,6 +76,7 @@ class FastLanguageModel:
         asked_dtype = one_dtype(dtype, others.pop("torch_dtype", None))
         check_class(others.pop("auto_model", None))
         tokenizer_name = others.pop("tokenizer_name", None)
+        check_local(str(model_name), others.pop("local_files_only", False))
         check_others(FastLanguageModel.from_pretrained, others, LOADING)
         check_storage(load_in_8bit, load_in_fp8, load_in_16bit, full_finetuning)
         if trust_remote_code:

@@ -1,0 +1,40 @@
+"""The peers' side of a benchmark, as far as a machine without a GPU and without peers can run it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from pronghorn.bench import ours, peers
+from pronghorn.bench.meter import Meter
+from pronghorn.bench.workloads import WORKLOADS
+from pronghorn.model.causal_lm import engine_of
+
+
+def meter() -> Meter:
+    return Meter(began=time.time(), warmup=1, steps=2, peak_from_first_step=False)
+
+
+@pytest.mark.parametrize(("system", "level"), [("dropin", "nothing"), ("dropin-true", "layer")])
+def test_the_script_for_unsloth_runs_on_our_model(system: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its import is another; what it asks for about recomputing stands, though trl's default turns that on."""
+    models = []
+    watch = peers._watch
+    monkeypatch.setattr(peers, "_watch", lambda trainer, meter: models.append(trainer.model) or watch(trainer, meter))  # type: ignore[func-returns-value]
+    row = peers.measure(system, WORKLOADS["tiny-trl"], meter(), None)
+    engine = engine_of(models[0])
+    assert engine is not None
+    assert {layer.effective_level for layer in engine.layers} == {level}
+    assert row["trainer"] == "trl"
+    assert row["grad_norm"] > 0
+    assert row["changed_share"] > 0.4  # B begins as zeros, and A moves from the second step on
+
+
+def test_full_fine_tuning_takes_the_same_steps_on_both_sides() -> None:
+    workload = WORKLOADS["tiny-full"]
+    one, other = ours.measure(workload, meter(), None), peers.measure("packed", workload, meter(), None)
+    assert one["loss_first"] == pytest.approx(other["loss_first"], rel=1e-5)
+    assert one["loss_last"] == pytest.approx(other["loss_last"], rel=1e-5)
+    assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    assert one["changed_share"] == 1.0
