@@ -109,10 +109,11 @@ def length(row):
     return {"name": transformers.Trainer.__name__ + row["text"]}
 
 data = Dataset.from_dict({"text": ["a", "b"]}).map(length, num_proc=2)
-again = Dataset.from_dict({"text": ["a", "b"]}).map(length)
+again, once_more = (Dataset.from_dict({"text": ["a", "b"]}).map(length) for _ in range(2))
 """, encoding="utf-8")
     main = run(str(file), notes=Notes(lambda text: None))
     assert main.data["name"][:] == main.again["name"][:] == ["Trainera", "Trainerb"]
+    assert main.again._fingerprint == main.once_more._fingerprint  # a function that cannot be read has a new one every time
 
 
 def test_everything_of_a_package() -> None:

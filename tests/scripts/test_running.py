@@ -28,12 +28,13 @@ def test_the_script_finds_itself_as_plain_python_lets_it(tmp_path: Path, monkeyp
                                 "found = (__name__, __file__, sys.argv, sys.path[0], __doc__)\n"
                                 "is_main = __main__.__dict__ is globals()\nimport beside\n")
     write(tmp_path / "beside.py", "from trl import SFTConfig\nfrom unsloth import is_bf16_supported\n")
-    before = sys.argv, list(sys.path), sys.modules["__main__"], list(sys.meta_path)
+    before = sys.argv, list(sys.path), sys.modules["__main__"]
     main = run("./mine.py", ["--lr", "1e-4", "--json"], notes=quiet())
     assert main.found == ("__main__", str(tmp_path / "mine.py"), ["./mine.py", "--lr", "1e-4", "--json"], str(tmp_path), "doc")
     assert main.is_main
     assert type(main.beside.SFTConfig).__name__ == "Arguments"  # modules beside it see what it sees
-    assert (sys.argv, list(sys.path), sys.modules["__main__"], list(sys.meta_path)) == before
+    assert (sys.argv, list(sys.path), sys.modules["__main__"]) == before
+    assert not any(type(finder).__module__.startswith("pronghorn") for finder in sys.meta_path)
     assert "beside" not in sys.modules
 
 
@@ -84,6 +85,24 @@ def test_cells_of_a_notebook_one_after_the_other(tmp_path: Path) -> None:
         "cell 1: skipped %%capture", "cell 1: skipped !pip install unsloth", "cell 3: skipped !ls"]
     shown = as_python_shows_it(caught.value, path)
     assert f'File "{path}, cell 4", line 3, in <module>\n    1 / 0' in shown
+
+
+def test_a_script_that_was_a_notebook(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As nbconvert writes it."""
+    notes = quiet()
+    main = run(write(tmp_path / "mine.py", r"""
+get_ipython().run_cell_magic('capture', '', 'import os\nif True:\n    !pip install unsloth\nx = 1\n')
+get_ipython().run_cell_magic('bash', '', 'rm -rf /')
+get_ipython().system('mkdir data')
+get_ipython().run_line_magic('matplotlib', 'inline')
+found = get_ipython().getoutput('nvidia-smi')
+display(x)
+"""), notes=notes)
+    assert (main.x, main.found, capsys.readouterr().out) == (1, [], "1\n")
+    assert notes.said == [f"skipped {line}" for line in ("%%capture", "!pip install unsloth", "%%bash", "!mkdir data",
+                                                          "%matplotlib inline", "!nvidia-smi")]
+    with pytest.raises(NameError):  # a script that asks whether it is in a notebook is not
+        run(write(tmp_path / "other.py", "get_ipython()\n"), notes=quiet())
 
 
 def test_exit_is_the_scripts_own(tmp_path: Path) -> None:

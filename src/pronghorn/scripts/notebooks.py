@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,39 @@ def _continues(kept: list[str]) -> bool:
 def tell_skipped(cells: list[Cell], notes: Notes) -> None:
     for cell in cells:
         for line in cell.skipped:
-            notes.say(f"cell {cell.number}: skipped {line if len(line) <= SHOWN else line[:SHOWN] + '…'}")
+            _tell(f"cell {cell.number}: ", line, notes)
+
+
+def _tell(where: str, line: str, notes: Notes) -> None:
+    line = " ".join(line.split())
+    notes.say(f"{where}skipped {line if len(line) <= SHOWN else line[:SHOWN] + '…'}")
+
+
+class NoShell:
+    """`get_ipython()` of a script that was a notebook once: nbconvert writes `!pip` as `get_ipython().system('pip')`."""
+
+    def __init__(self, execute: Callable[[str], None], notes: Notes) -> None:
+        self._execute, self._notes = execute, notes
+
+    def system(self, line: str) -> None:
+        _tell("", f"!{line}", self._notes)
+
+    def getoutput(self, line: str, **_: Any) -> list[str]:
+        self.system(line)
+        return []
+
+    def run_line_magic(self, name: str, line: str = "", *_: Any) -> None:
+        _tell("", f"%{name} {line}", self._notes)
+
+    def run_cell_magic(self, name: str, line: str, text: str) -> None:
+        cell = _cell(0, f"%%{name} {line}\n{text}")
+        for skipped in cell.skipped:
+            _tell("", skipped, self._notes)
+        self._execute(cell.source)
+
+
+def was_notebook(text: bytes) -> bool:
+    return b"get_ipython().system(" in text or b"get_ipython().run_" in text or b"get_ipython().getoutput(" in text
 
 
 # ---- %load_ext pronghorn ---------------------------------------------------------------------------------------------

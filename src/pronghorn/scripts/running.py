@@ -13,7 +13,7 @@ from types import CodeType, ModuleType, TracebackType
 
 from pronghorn.errors import CommandError, PronghornError
 from pronghorn.scripts.adaptor import Adaptor
-from pronghorn.scripts.notebooks import read_cells, tell_skipped
+from pronghorn.scripts.notebooks import NoShell, read_cells, tell_skipped, was_notebook
 from pronghorn.scripts.notes import Notes
 
 OURS = str(Path(__file__).parent.parent)
@@ -31,6 +31,7 @@ def run(script: str, words: Sequence[str] = (), *, notes: Notes | None = None, o
     main = stack.enter_context(_as_main(path, [script, *words], own_process))
     vars(main)["__builtins__"] = adaptor.builtins
     try:
+        _add_notebook_names(path, main, adaptor)
         for code in _codes(path, adaptor.notes):
             exec(code, vars(main))
     finally:
@@ -39,6 +40,13 @@ def run(script: str, words: Sequence[str] = (), *, notes: Notes | None = None, o
         else:
             stack.close()
     return main
+
+
+def _add_notebook_names(path: Path, main: ModuleType, adaptor: Adaptor) -> None:
+    """What notebooks have among their builtins, where the file is one or was one."""
+    if path.suffix == ".ipynb" or was_notebook(_read(path)):
+        shell = NoShell(lambda text: exec(compile(text, str(path), "exec", dont_inherit=True), vars(main)), adaptor.notes)
+        adaptor.builtins.update(get_ipython=lambda: shell, display=print)
 
 
 def _codes(path: Path, notes: Notes) -> Iterator[CodeType]:

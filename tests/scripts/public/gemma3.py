@@ -76,7 +76,10 @@ tokenizer.decode([tokenizer.pad_token_id if x == -100 else x for x in trainer.tr
 
 trainer_stats = trainer.train()
 
-messages = [{"role" : "user", "content" : "Continue: 1, 1, 2,"}]
+messages = [{
+    "role": "user",
+    "content": [{"type" : "text", "text" : "Continue: 1, 1, 2,",}]
+}]
 text = tokenizer.apply_chat_template(
     messages,
     add_generation_prompt = True,
