@@ -33,6 +33,13 @@ def test_ids_for_both_kinds_of_scripts(tokenizer: Any) -> None:
     assert tokenizer.decode(ids[0]) == tokenizer.decode(truth["input_ids"][0])
 
 
+def test_what_is_moved_leaves_the_other_where_it_is(tokenizer: Any) -> None:
+    ids = tokenizer.apply_chat_template(ASKED, return_tensors="pt")
+    moved = ids.to("meta")
+    assert {one.device.type for one in (moved, moved["input_ids"], moved.attention_mask)} == {"meta"}
+    assert {one.device.type for one in (ids, ids["input_ids"], ids.attention_mask)} == {"cpu"}
+
+
 def test_generation_takes_it_each_way(tokenizer: Any) -> None:
     model = make_model().eval()
     ids = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_tensors="pt")

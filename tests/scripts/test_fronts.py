@@ -79,17 +79,6 @@ def test_what_moved_inside_of_trl_is_found_where_it_was() -> None:
         script("from trl import NoSuchTrainer")
 
 
-def test_a_trainer_that_needs_a_gpu_says_so_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = "from trl import SFTTrainer\nfrom transformers import Trainer\n"
-    for kernel, said in ((type("Kernel", (), {"__module__": "trl.kernels"}), 1), (None, 0)):
-        monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", kernel)
-        notes = Notes(lambda text: None)
-        for trainer in ("SFTTrainer", "Trainer"):
-            with pytest.raises((TypeError, ValueError, RuntimeError)):
-                script(f"{made}{trainer}(no_such_argument=1)", notes)
-        assert sum("needs a GPU for its loss" in line for line in notes.said) == said
-
-
 def test_what_a_script_sets_in_a_package_is_set_there() -> None:
     script("import trl\ntrl.set_by_a_script = 3")
     assert trl.set_by_a_script == 3

@@ -47,14 +47,14 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def notebook_room(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A current folder with data, a hub's cache with models, and TRL's loss without a GPU."""
+    """A current folder with data, a hub's cache with models, and TRL's loss without a GPU, where it is not ours."""
     import datasets
 
     write_data(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets-cache")
     monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", TorchLogProbs)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets-cache")
     datasets.disable_progress_bars()
     yield tmp_path
     datasets.enable_progress_bars()

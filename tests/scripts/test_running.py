@@ -87,6 +87,14 @@ def test_cells_of_a_notebook_one_after_the_other(tmp_path: Path) -> None:
     assert f'File "{path}, cell 4", line 3, in <module>\n    1 / 0' in shown
 
 
+def test_a_kernel_without_a_gpu_is_explained(tmp_path: Path) -> None:
+    """Triton's own words."""
+    path = write(tmp_path / "mine.py", "raise RuntimeError('0 active drivers ([]). There should only be one.')\n")
+    with pytest.raises(RuntimeError) as caught:
+        run(path, notes=quiet())
+    assert as_python_shows_it(caught.value, Path(path)).splitlines()[-1].startswith("pronghorn: that was a Triton kernel")
+
+
 def test_a_script_that_was_a_notebook(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As nbconvert writes it."""
     notes = quiet()

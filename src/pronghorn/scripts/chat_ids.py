@@ -7,6 +7,7 @@ method is set on the instance.
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -28,10 +29,10 @@ class Ids(torch.Tensor):
         return ids
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        return Ids.of(self.encoding.to(*args, **kwargs))
+        return Ids.of(copy.copy(self.encoding).to(*args, **kwargs))  # which moves what it holds
 
     def cuda(self, *args: Any, **kwargs: Any) -> Any:
-        return Ids.of(self.encoding.to("cuda"))
+        return self.to("cuda")
 
     def keys(self) -> Any:
         return self.encoding.keys()

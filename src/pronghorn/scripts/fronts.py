@@ -7,7 +7,6 @@ too, which gives objects of the real class: trainers save them, by the name of t
 from __future__ import annotations
 
 import functools
-import sys
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -94,21 +93,10 @@ class Fronts:
 
 def trainer_front(real: type, notes: Notes) -> type:
     def __init__(self: Any, *given: Any, **named: Any) -> None:  # noqa: N807 - it becomes the method
-        _tell_without_gpu(real, notes)
         arguments = translate_trainer(real, by_name(real, given, named), notes)
         real.__init__(self, **translate_data(real, arguments, notes))  # type: ignore[misc]
 
     return _derived(real, type(real), {"__init__": functools.wraps(real.__init__)(__init__)})  # type: ignore[misc]
-
-
-def _tell_without_gpu(real: type, notes: Notes) -> None:
-    """TRL 1.15 computes its losses by a kernel that ends in `RuntimeError: 0 active drivers` where there is no GPU."""
-    from torch import cuda
-
-    kernel = getattr(sys.modules.get("trl.trainer.utils"), "_ChunkedLogProbFunction", None)
-    needs_one = str(getattr(kernel, "__module__", "")).startswith("trl.")
-    if needs_one and not cuda.is_available() and any(base.__module__.startswith("trl.") for base in real.__mro__):
-        notes.say(f"{real.__name__} of this TRL needs a GPU for its loss, and here is none; transformers' Trainer does not")
 
 
 def arguments_front(real: type, notes: Notes) -> type:

@@ -104,10 +104,17 @@ def as_python_shows_it(error: BaseException, path: Path) -> str:
     if not isinstance(error, PronghornError):
         for one in _chain(error):
             one.__traceback__ = _from_script(one.__traceback__, own)
-        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__)) + _hint(error)
     frames = [frame for frame in traceback.extract_tb(trace) if _is_own(frame.filename, own, folder)]
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
     return "".join(lines) + f"{error}\n"
+
+
+def _hint(error: BaseException) -> str:
+    """More about what says too little."""
+    if isinstance(error, RuntimeError) and "0 active drivers" in str(error):
+        return "pronghorn: that was a Triton kernel, and there is no GPU here: TRL has its losses as such\n"
+    return ""
 
 
 def _is_own(file: str, own: str, folder: str) -> bool:
