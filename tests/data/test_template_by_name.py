@@ -38,6 +38,20 @@ def test_a_tokenizer_whose_own_template_writes_the_same_keeps_it() -> None:
     assert with_template(tokenizer, "chatml", system_message="s").chat_template != CHATML
 
 
+def test_an_own_template_that_writes_the_end_token_is_compared_with_the_new_one() -> None:
+    """Phi-3.5 ends a conversation with its end token, which is another one once the end of turn is."""
+    own = ("{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
+           "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}")
+    tokenizer = make_tokenizer(chat_template=own)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|end|>"]})
+    tokenizer.eos_token = "<|endoftext|>"
+    assert with_template(tokenizer, "phi-3", map_eos_token=False).chat_template == own
+    changed = with_template(tokenizer, "phi-3")
+    assert changed.eos_token == "<|end|>"
+    expected = "<|user|>\nhi<|end|>\n<|assistant|>\nho<|end|>\n<|endoftext|>"
+    assert changed.apply_chat_template(CHAT, tokenize=False) == expected
+
+
 def test_an_end_of_turn_that_the_vocabulary_lacks() -> None:
     tokenizer = make_tokenizer(chat_template=None)
     tokenizer.eos_token = "<|endoftext|>"

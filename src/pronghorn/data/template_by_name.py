@@ -40,11 +40,11 @@ def with_template(
         row = _own_row(chat_template, tokenizer)
     else:
         row = _fitting(_row(chat_template), chat_template, tokenizer, say if map_eos_token else None)
-    plain = not changes and system_message is None
-    if row.body and not (plain and _writes_the_same(tokenizer, whole(row))):
-        changed.chat_template = whole(row, changes, system_message)
     if map_eos_token and row.end_of_turn:
-        changed.eos_token = row.end_of_turn
+        changed.eos_token = row.end_of_turn  # before the templates are compared: they may write it
+    plain = not changes and system_message is None
+    if row.body and not (plain and _writes_the_same(changed, whole(row))):
+        changed.chat_template = whole(row, changes, system_message)
     return changed
 
 
