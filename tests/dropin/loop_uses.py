@@ -541,15 +541,48 @@ def other_weights_for_one_call(model: Any) -> Any:
 
 
 @use
+def frozen_between_forward_and_backward(model: Any) -> Any:
+    """As loops do that train two parts in turn: what counts is what trained when the loss was computed."""
+    parts = trained(model)
+    first = loss_of(model)
+    for name, parameter in parts.items():
+        parameter.requires_grad_("layers.1" in name)
+    second = loss_of(model, 1)
+    for name, parameter in parts.items():
+        parameter.requires_grad_("layers.0" in name)
+    first.backward()
+    seen = gradients(model)
+    second.backward()
+    for parameter in parts.values():
+        parameter.requires_grad_(True)
+    return [seen, gradients(model)]
+
+
+@use
+def embeddings_changed_between_forward_and_backward(model: Any) -> Any:
+    given = batch()
+    embedded = model.get_input_embeddings()(given.pop("input_ids")).detach()
+    loss = model(inputs_embeds=embedded, **given).loss
+    embedded.mul_(2)
+    loss.backward()
+    return gradients(model)
+
+
+def refused(loss: Tensor) -> str:
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return "refused" if "modified by an inplace operation" in str(error) else str(error)
+    return "not refused"
+
+
+@use
 def a_step_between_forward_and_backward(model: Any) -> Any:
     """torch refuses a backward through weights that have changed since."""
     optimizer = sgd(model)
     first, second = loss_of(model, 0), loss_of(model, 1)
     first.backward()
     optimizer.step()
-    try:
-        second.backward()
-    except RuntimeError as error:
-        model.zero_grad()  # some may have arrived
-        return "refused" if "modified by an inplace operation" in str(error) else str(error)
-    return "not refused"
+    found = refused(second)
+    model.zero_grad()  # some may have arrived
+    return found

@@ -229,6 +229,8 @@ def trained_by(kind: str, case: Case, folder: Path) -> Callable[[Any], Any]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "kind" not in metafunc.fixturenames:
+        return
     wanted = [place for place in CASES if metafunc.config.getoption("--every-case") or place not in LATER]
     metafunc.parametrize(("kind", "name"), wanted)
 
@@ -242,3 +244,17 @@ def test_trl_trains_as_with_a_stock_model(models: Path, tmp_path: Path, kind: st
     ran = runs(monkeypatch)
     compare(trained_by(kind, case, tmp_path), plain, fast)
     assert bool(ran) != case.own
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_sft_and_then_dpo_of_the_same_model(models: Path, tmp_path: Path, whole: bool) -> None:
+    """The reference of a whole model is given: a copy of what SFT has made of it."""
+    folder = written(models, "qwen3")
+    plain = stock_model(folder, adapter=not whole)
+
+    def use(model: Any) -> Any:
+        first = trained_by("sft", Case("messages", {"packing": True, "max_length": 64}), tmp_path)(model)
+        reference = {"ref_model": copy.deepcopy(model)} if whole else {}
+        return [first, trained_by("dpo", Case("pairs", given=reference), tmp_path)(model)]
+
+    compare(use, plain, fast_model(folder, plain, adapter=not whole))

@@ -86,7 +86,7 @@ def test_training_runs_of_our_own_do_not_ask() -> None:
 
 def test_what_is_compared() -> None:
     weight, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-    require_same(stamp([weight]), [weight])
+    require_same(stamp([weight]), [weight], "decoder layer 3")
     for now in ([other], [weight, other], []):
         with pytest.raises(RuntimeError, match="decoder layer 3"):
             require_same(stamp([weight]), now, "decoder layer 3")

@@ -37,7 +37,7 @@ from pronghorn.kernels.nf4_lora import NF4LoraGroup
 from pronghorn.model.capture import Graphs, first_line
 from pronghorn.model.decoder_layer import Waiting
 from pronghorn.model.projections import Projections
-from pronghorn.model.same_weights import Weights, require_same, stamp
+from pronghorn.model.same_weights import Weights, as_at_forward, stamp
 from pronghorn.model.watched import Watched
 
 if TYPE_CHECKING:
@@ -351,8 +351,6 @@ class _Replayed(torch.autograd.Function):
             raise RuntimeError("the layers gave away what they had kept in a first backward: compute the loss again, or ask "
                                "the first backward for retain_graph=True")
         pair, state = ctx.pair, ctx.state
-        others = ctx.weights.come_back()
-        require_same(ctx.stamp, state.read())
         pair.io[: ctx.tokens].copy_(incoming[0])
         pair.io[ctx.tokens :].zero_()
         keeps = keeps_graph()
@@ -360,11 +358,12 @@ class _Replayed(torch.autograd.Function):
             ctx.waiting = None
         # A graph's backward leaves nothing for a second one, and reads what another forward may have put in its place: the
         # forward is done again, outside of it.
-        if keeps or others:
-            dh, *gradients = pair.gradients(*pair.eager())
-        else:
-            pair.backward()
-            state.forget_weights()
-            dh, gradients = pair.io, state.gradients.copied()[: len(state.parameters)]
+        with as_at_forward(ctx.weights, ctx.stamp, state.read, "a decoder layer") as others:
+            if keeps or others:
+                dh, *gradients = pair.gradients(*pair.eager())
+            else:
+                pair.backward()
+                state.forget_weights()
+                dh, gradients = pair.io, state.gradients.copied()[: len(state.parameters)]
         dh = dh[: ctx.tokens].clone() if ctx.needs_input_grad[0] else None
         return (dh, None, None, None, None, *gradients)

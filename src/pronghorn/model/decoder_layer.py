@@ -49,7 +49,7 @@ from pronghorn.model.kept import Attended, Elsewhere, GradientRoom, Input, Kept,
 from pronghorn.model.mlp_pieces import PlainSteps, again_up_to_the_mlp, backward_in_pieces, forward_in_pieces
 from pronghorn.model.projections import Group, Projections
 from pronghorn.model.rows import rows_like, spread
-from pronghorn.model.same_weights import Weights, require_same, stamp
+from pronghorn.model.same_weights import Weights, as_at_forward, stamp
 
 
 @dataclass(frozen=True)
@@ -476,15 +476,13 @@ class _Layer(torch.autograd.Function):
         if left is None:
             raise RuntimeError("a layer gave away what it had kept in a first backward: compute the loss again, or ask the "
                                "first backward for retain_graph=True")
-        if ctx.documents.weights is not None:
-            ctx.documents.weights.come_back()
-            require_same(ctx.stamp, ctx.layer.parameters(), f"decoder layer {ctx.layer.index}")
         if keeps_graph():
             left = copied(left)  # gradients take the place of what was kept
         else:
             ctx.left = ctx.waiting = None  # what was kept is freed as it is used
-        kept = ctx.layer.again(left, ctx.documents, ctx.rows)
-        del left
-        dh, gradients = ctx.layer.backward(incoming[0], kept, ctx.documents, ctx.rows, ctx.needs_input_grad[0])
+        with as_at_forward(ctx.documents.weights, ctx.stamp, ctx.layer.parameters, f"decoder layer {ctx.layer.index}"):
+            kept = ctx.layer.again(left, ctx.documents, ctx.rows)
+            del left
+            dh, gradients = ctx.layer.backward(incoming[0], kept, ctx.documents, ctx.rows, ctx.needs_input_grad[0])
         needed = ctx.needs_input_grad[4:]
         return (dh, None, None, None, *(g if wanted else None for g, wanted in zip(gradients, needed, strict=True)))

@@ -182,8 +182,8 @@ def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack, load: ExpertL
         ids = inputs["input_ids"].reshape(-1)
         h = engine.embed(ids if pack.real is None else ids[pack.real])
     else:
-        h = embedded.flatten(0, 1)
-        h = engine.scaled(h if pack.real is None else h[pack.real])
+        h = embedded.flatten(0, 1)  # backward reads it, and the program may change its own
+        h = engine.scaled(h.clone() if pack.real is None else h[pack.real])
     chooser = engine.chooser if torch.is_grad_enabled() else None
     if chooser is not None:
         chooser.before(len(h))
@@ -218,7 +218,8 @@ def _covered(engine: FastCausalLM, inputs: dict[str, Any]) -> bool:
         given.discard("logits_to_keep")
     if not given <= READ:
         if odd := given - READ - OF_THE_OWN_FORWARD:
-            say_once(f"{', '.join(sorted(odd))}: not known to the fast layers, so such calls run on the model's own")
+            hint = "; SFTConfig(router_aux_loss_coef=0.0) leaves it out" if "output_router_logits" in odd else ""
+            say_once(f"{', '.join(sorted(odd))}: not known to the fast layers, so such calls run on the model's own{hint}")
         return False
     if ("input_ids" in given) == ("inputs_embeds" in given):
         return False  # the own forward says what is wrong with that

@@ -7,7 +7,8 @@ cannot be had back is refused, as torch refuses it: weights that were changed in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter, is_
 from typing import NamedTuple, Protocol
 
@@ -17,13 +18,17 @@ from torch import Tensor
 VERSION = attrgetter("_version")  # how often torch has seen a weight changed
 
 
+TRAINS = attrgetter("requires_grad")
+
+
 class Stamp(NamedTuple):
     weights: Sequence[Tensor]
     versions: list[int]
+    trains: list[bool]
 
 
 def stamp(weights: Sequence[Tensor]) -> Stamp:
-    return Stamp(weights, list(map(VERSION, weights)))
+    return Stamp(weights, list(map(VERSION, weights)), list(map(TRAINS, weights)))
 
 
 class Prepared(Protocol):
@@ -50,7 +55,27 @@ class Weights:
         return others
 
 
-def require_same(then: Stamp, now: Sequence[Tensor], where: str = "a decoder layer") -> None:
+@contextmanager
+def as_at_forward(weights: Weights | None, then: Stamp | None, now: Callable[[], Sequence[Tensor]], where: str
+                  ) -> Iterator[bool]:
+    """Around a backward; gives whether another forward had come in between. Each weight is frozen or not as it was then: loops
+    that train two parts in turn may have switched."""
+    if weights is None or then is None:
+        yield False
+        return
+    switched = [weight for weight, trains in zip(then.weights, then.trains, strict=True) if weight.requires_grad is not trains]
+    for weight in switched:
+        weight.requires_grad_(not weight.requires_grad)
+    try:
+        others = weights.come_back()
+        require_same(then, now(), where)
+        yield others
+    finally:
+        for weight in switched:
+            weight.requires_grad_(not weight.requires_grad)
+
+
+def require_same(then: Stamp, now: Sequence[Tensor], where: str) -> None:
     if len(then.weights) != len(now) or not all(map(is_, then.weights, now)):
         raise RuntimeError(f"{where} does not have the weights that its forward was computed with: call "
                            "backward before they are replaced, or adapters switched")
