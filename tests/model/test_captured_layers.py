@@ -309,6 +309,31 @@ def test_a_copy_of_the_model_stands_on_its_own() -> None:
     both(loop)
 
 
+def test_memory_that_runs_out_is_taken_from_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    expected, engine = steps(model), engine_of(model)
+    assert engine is not None
+    assert taken(model) == 1
+    hidden, failed = engine.hidden, []
+
+    def fails_once(*args: Any) -> Tensor:
+        if not failed:
+            failed.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return hidden(*args)
+
+    monkeypatch.setattr(engine, "hidden", fails_once)
+    assert model(**batch_of(0, 5, 200)).loss > 0  # a size that runs eagerly
+    assert failed
+    assert taken(model) == 0
+    assert not engine.captured.on
+    assert steps(model)
+    assert expected
+    failed.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        model(**batch_of(0))
+
+
 def test_what_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured_layers, "MOST_TRAINED", 1000)
     both(steps, pairs=0)

@@ -96,6 +96,7 @@ class KeptByMemory:
         if tokens <= self._planned_for:
             return
         first, self._planned_for = not self._planned_for, rounded(tokens)
+        self.engine.captured.forget()  # whose memory counts as free
         try:
             job = job_of(self.engine, self._planned_for)
         except ModelError as error:  # nobody has written its sizes down
@@ -123,7 +124,6 @@ class KeptByMemory:
             self._keep(None, "out of memory: all layers are computed again in backward from now on")
         else:
             self._keep(plan, f"out of memory: {told(plan, self._planned_for)}")
-        self.engine.captured.forget()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         return True

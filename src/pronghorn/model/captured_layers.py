@@ -111,6 +111,15 @@ class CapturedLayers:
         self._state = None
         self._sizes.clear()
 
+    def give_back(self) -> bool:
+        """After something ran out of memory: whether there was any to give back. Graphs keep theirs from everybody else."""
+        if self._state is None:
+            return False
+        say_once("out of memory: CUDA graphs give theirs back, and steps run eagerly from now on")
+        self.forget()
+        self.on = False
+        return True
+
     def _capturing(self) -> bool:
         return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 

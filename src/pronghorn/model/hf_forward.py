@@ -190,9 +190,9 @@ def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack, load: ExpertL
     while True:
         try:
             return _hidden(engine, h, pack, load)
-        except torch.OutOfMemoryError:
-            if chooser is None or not chooser.lower():
-                raise  # else the forward is repeated: nothing has come of it yet
+        except torch.OutOfMemoryError:  # the forward is repeated with less: nothing has come of it yet
+            if not (engine.captured.give_back() or (chooser is not None and chooser.lower())):
+                raise
 
 
 def _hidden(engine: FastCausalLM, h: Tensor, pack: Pack, load: ExpertLoad | None) -> Tensor:
