@@ -65,6 +65,17 @@ def test_without_parts_they_come_from_the_chat_template() -> None:
     assert function(data[0]) == {"labels": batch[0]["labels"]}
 
 
+def test_rows_without_an_answer_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """A batch of them would have a loss of 0 / 0."""
+    tokenizer = make_tokenizer()
+    cut = tokenizer("<|im_start|>user\nq1<|im_end|>\n<|im_start|>assis")["input_ids"]
+    whole = tokenizer("<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\na1<|im_end|>\n")["input_ids"]
+    data = datasets.Dataset.from_list([{"input_ids": cut}, {"input_ids": whole}, {"input_ids": cut}])
+    trainer = train_on_responses_only(FakeTrainer(data, tokenizer))
+    assert [spoken(tokenizer, row) for row in trainer.train_dataset] == ["a1<|im_end|>\n"]
+    assert "train_dataset: 2 of 3 rows have no answer, or it was cut off, and are left out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("options", "words"), [
     ({"instruction_part": "Q"}, "only one of"), ({"force_match": False}, "force_match"), ({"trainer": None}, "no trainer"),
 ])  # fmt: skip

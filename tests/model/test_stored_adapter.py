@@ -99,7 +99,8 @@ def test_the_tokenizer_comes_from_where_it_is(plain: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("changes", "words"), [
     ({"peft_type": "IA3"}, "only LoRA"), ({"base_model_name_or_path": None}, "names no base model"),
-    ({"use_qalora": True}, "sets `use_qalora`"), ({"layer_replication": [[0, 2]]}, "sets `layer_replication`"),
+    ({"use_qalora": True}, "sets `use_qalora`"), ({"kasa_config": {}}, "sets `kasa_config`"),
+    ({"layer_replication": [[0, 2]]}, "sets `layer_replication`"),
     ({"r": 8}, "does not belong"), ({"target_modules": ["q_proj"]}, "does not belong"),
     ({"target_modules": ["x"]}, "does not belong"),
     ({"r": "four"}, "does not belong"), ({"r": 10**9}, "a rank of 1000000000"),

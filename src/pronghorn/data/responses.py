@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,8 +21,10 @@ def train_on_responses_only(
     return_function: bool = False,
     num_proc: int | None = None,
     last_response_only: bool = False,
+    say: Callable[[str], None] | None = None,
 ) -> Any:
-    """Sets every label of the trainer's data to -100 but those between `response_part` and the next `instruction_part`.
+    """Sets every label of the trainer's data to -100 but those between `response_part` and the next `instruction_part`. Rows
+    without an answer are left out: a batch of them has no loss. `say` is told how many.
 
     Without the two they are derived from the tokenizer's chat template. `return_function` gives back what labels a row, or a
     batch of rows, instead of a trainer. A marker is always found as a whole (`force_match`).
@@ -41,14 +43,17 @@ def train_on_responses_only(
     if collator.__name__ == "DataCollatorForLanguageModeling" and collator.__module__.startswith("transformers."):
         raise CommandError(what="this trainer's collator makes labels of its own", why="they would replace these",
                            fix="pass data_collator=DataCollatorForSeq2Seq(tokenizer), or use SFTTrainer")
+
+    def labelled(data: Any, name: str) -> Any:
+        return _labelled(data, marker, name, num_proc, say)
+
     if trainer.train_dataset is not None:
-        trainer.train_dataset = _labelled(trainer.train_dataset, marker, "train_dataset", num_proc)
+        trainer.train_dataset = labelled(trainer.train_dataset, "train_dataset")
     held_out = getattr(trainer, "eval_dataset", None)
     if isinstance(held_out, dict):
-        trainer.eval_dataset = {name: _labelled(data, marker, f"eval_dataset[{name!r}]", num_proc)
-                                for name, data in held_out.items()}
+        trainer.eval_dataset = {name: labelled(data, f"eval_dataset[{name!r}]") for name, data in held_out.items()}
     elif held_out is not None:
-        trainer.eval_dataset = _labelled(held_out, marker, "eval_dataset", num_proc)
+        trainer.eval_dataset = labelled(held_out, "eval_dataset")
     return trainer
 
 
@@ -62,18 +67,23 @@ def _marker(tokenizer: Any, instruction: str | None, response: str | None, last_
     return Marker(tokenizer, instruction, response, last_only=last_only)
 
 
-def _labelled(data: Any, marker: Marker, name: str, processes: int | None) -> Any:
+def _labelled(data: Any, marker: Marker, name: str, processes: int | None, say: Callable[[str], None] | None) -> Any:
     if "input_ids" not in (data.column_names or ()):
         raise DataError(what="the data set is not tokenized", where=name, why="it has no column input_ids",
                         fix="let SFTTrainer prepare it first, or tokenize it")
     several = {"num_proc": processes} if processes and processes > 1 and hasattr(data, "__len__") else {}
     labelled = data.map(marker.label_row, **several)
     if hasattr(labelled, "__len__"):
-        without = sum(all(label == IGNORED for label in row["labels"]) for row in labelled)
-        if without == len(labelled):
-            raise DataError(what=f"no answer in any of {counted(without, 'row')}", where=name,
+        kept = [i for i, row in enumerate(labelled) if any(label != IGNORED for label in row["labels"])]
+        if not kept:
+            raise DataError(what=f"no answer in any of {counted(len(labelled), 'row')}", where=name,
                             why=f"{marker.response!r} does not occur in them, or nothing follows it",
                             fix="give the exact text that the chat template writes before an answer")
+        if len(kept) < len(labelled):
+            if say:
+                say(f"{name}: {len(labelled) - len(kept):,} of {counted(len(labelled), 'row')} have no answer, or it was cut "
+                    "off, and are left out")
+            return labelled.select(kept)
     return labelled
 
 

@@ -21,7 +21,7 @@ from pronghorn.errors import ModelError
 from pronghorn.folders import folder_of
 from pronghorn.model.hf_adapter import QUANTIZED, refuse_merging
 from pronghorn.model.lora import ADAPTER_WEIGHTS, PICKLED
-from pronghorn.model_files import ADAPTER, CONFIG, NOT_SET, read_json
+from pronghorn.model_files import ADAPTER, CONFIG, read_json
 
 HONOURED = ("r", "lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora", "target_modules", "target_parameters",
             "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
@@ -64,7 +64,7 @@ def attach_adapter(model: torch.nn.Module, folder: Path) -> PeftModel:
     """PEFT's model around ours, with the adapter of the folder, in float32."""
     config = _config(folder)
     for key, value in config.items():
-        if key not in (*HONOURED, *SAYS_NOTHING, INIT) and value not in NOT_SET:
+        if key not in (*HONOURED, *SAYS_NOTHING, INIT) and not (value is None or value is False):  # {} asks for defaults
             raise ModelError(what=f"{ADAPTER} sets `{key}`", where=str(folder), why="an adapter of that kind is not known here",
                              fix="peft.PeftModel.from_pretrained(model, folder)")
     began = config.get(INIT)
