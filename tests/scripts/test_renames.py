@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, KTOTrainer, SFTConfig, SFTTra
 
 from pronghorn.errors import CommandError
 from pronghorn.scripts.notes import Notes
-from pronghorn.scripts.renames import arguments_class, by_name, translate_arguments, translate_trainer
+from pronghorn.scripts.renames import arguments_class, by_name, remember, translate_arguments, translate_trainer
 
 
 @pytest.fixture
@@ -93,6 +94,25 @@ def test_values_of_a_trainer_go_before_those_of_its_arguments_and_leave_them_alo
     made = translate_trainer(SFTTrainer, {"args": settings, "max_seq_length": 64}, notes)
     assert made["args"].max_length == 64
     assert settings.max_length == 1024
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "length"),
+    [
+        (remember(SFTConfig("x", bf16=False, report_to="none"), {"output_dir"}), {}, 4096),
+        (remember(SFTConfig("x", bf16=False, report_to="none", max_length=1024), {"max_length"}), {}, 1024),
+        (remember(SFTConfig("x", bf16=False, report_to="none"), {"output_dir"}), {"max_seq_length": 512}, 512),
+        (TrainingArguments("x", report_to="none"), {}, 4096),
+        (SFTConfig("x", bf16=False, report_to="none"), {}, 1024),  # made elsewhere: as it is
+    ],
+)
+def test_rows_are_as_long_as_the_model_was_loaded_for(settings: Any, more: dict[str, Any], length: int, notes: Notes) -> None:
+    """TRL 1.15 cuts after 1,024 tokens, in silence, where nobody says otherwise."""
+    model = SimpleNamespace(max_seq_length=4096)
+    made = translate_trainer(SFTTrainer, {"model": model, "args": settings, **more}, notes)
+    assert made["args"].max_length == length
+    assert any("rows are cut after the model's max_seq_length, 4096" in line for line in notes.said) == (length == 4096)
+    assert SFTConfig("x", bf16=False, report_to="none").max_length == 1024
 
 
 def test_preference_trainers(notes: Notes) -> None:

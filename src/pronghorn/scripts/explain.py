@@ -34,6 +34,7 @@ def everything() -> str:
     lines += [f"  Trainer({old}=) -> {new}=" for old, new in TRAINER_RENAMED.items()]
     lines += [f"  Trainer({', '.join(INTO_ARGS)}) -> into its args",
               "  SFTTrainer(args=TrainingArguments(...)) -> an SFTConfig with the same values; so with DPO, KTO, ...",
+              "  SFTTrainer without a length -> the model's max_seq_length, not TRL's 1024",
               "  SFTTrainer(formatting_func=) for a batch -> gets batches of one",
               "  SFTTrainer's data -> the script's text column is trained on, and begins with one first token",
               *(f"  from trl import {name} -> {home}" for name, home in MOVED.items()), "", "arguments"]

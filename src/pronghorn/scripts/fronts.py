@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from pronghorn.scripts.notes import Notes
-from pronghorn.scripts.renames import by_name, is_arguments, is_trainer, translate_arguments, translate_trainer
+from pronghorn.scripts.renames import by_name, is_arguments, is_trainer, remember, translate_arguments, translate_trainer
 from pronghorn.scripts.trainer_data import translate_data
 
 SEEN_THROUGH = ("trl", "transformers")
@@ -105,7 +105,8 @@ def arguments_front(real: type, notes: Notes) -> type:
     class Arguments(type(real)):  # type: ignore[misc]
         def __call__(cls, *given: Any, **named: Any) -> Any:
             maker: Any = real if cls is front else super().__call__
-            return maker(**translate_arguments(cls, by_name(cls, given, named), notes))
+            arguments = translate_arguments(cls, by_name(cls, given, named), notes)
+            return remember(maker(**arguments), arguments)
 
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, real) if cls is front else super().__instancecheck__(instance)

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import inspect
 import sys
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -46,6 +47,7 @@ REFUSED = {
 TRAINER_RENAMED = {"tokenizer": "processing_class"}
 # AdamW with states in 8 bits or in pages needs bitsandbytes; the same steps with states in 32 bits do not.
 BITSANDBYTES_ADAMW = {"adamw_8bit", "adamw_bnb_8bit", "paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit"}
+GIVEN = "_given_by_script"  # attribute of an object of arguments
 NEEDS_GPU = ("fp16", "fp16_full_eval")
 
 
@@ -185,9 +187,10 @@ def translate_trainer(cls: type, given: dict[str, Any], notes: Notes) -> dict[st
     settings = result.get("args")
     if is_arguments(type(settings)) and not isinstance(settings, config):
         notes.say(f"{name}(args={type(settings).__name__}(...)) is given a {config.__name__} with the same values")
-        settings = config(**_values(settings))
+        settings = remember(config(**_values(settings)), ())
     if moved:
         settings = _with(settings, config, moved, name, notes)
+    settings = _with_length(cls, settings, moved, result.get("model"), notes)
     if settings is not None:
         result["args"] = settings
     return result
@@ -196,6 +199,26 @@ def translate_trainer(cls: type, given: dict[str, Any], notes: Notes) -> dict[st
 def _values(settings: Any) -> dict[str, Any]:
     """As TRL itself makes one of its own out of TrainingArguments."""
     return {**settings.to_dict(), "hub_token": settings.hub_token}
+
+
+def remember(settings: Any, given: Iterable[str]) -> Any:
+    """Which values are the script's own: an object does not tell them from defaults."""
+    setattr(settings, GIVEN, frozenset(given))
+    return settings
+
+
+def _with_length(cls: type, settings: Any, moved: dict[str, Any], model: Any, notes: Notes) -> Any:
+    """Where no trainer is told a length, scripts mean the model's; TRL 1.15 would cut every row after its own 1,024 tokens."""
+    length = getattr(model, "max_seq_length", None)
+    said = {"max_length", "max_seq_length"} & {*moved, *getattr(settings, GIVEN, {"max_length"})}
+    if said or length is None or settings is None or not any(base.__name__ == "SFTTrainer" for base in cls.__mro__):
+        return settings
+    if settings.max_length != length:
+        notes.say(f"{cls.__name__}: rows are cut after the model's max_seq_length, {length}, not after this TRL's "
+                  f"max_length, {settings.max_length}; nothing else is said")
+        settings = copy.copy(settings)
+        settings.max_length = length
+    return settings
 
 
 def _with(settings: Any, config: type, moved: dict[str, Any], trainer: str, notes: Notes) -> Any:
@@ -208,7 +231,7 @@ def _with(settings: Any, config: type, moved: dict[str, Any], trainer: str, note
         else:
             notes.say(f"{trainer}({old}=...) goes into its args, as {config.__name__}({RENAMED.get(old, old)}=...)")
     if settings is None:
-        return config(**wanted)
+        return remember(config(**wanted), wanted)
     settings = copy.copy(settings)
     for key in {RENAMED.get(old, old) for old in moved} & fields_of(config):
         setattr(settings, key, wanted[key])
