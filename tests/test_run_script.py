@@ -14,6 +14,7 @@ from pronghorn.cli import main
 from pronghorn.cli.run_script import split
 from public_models import write_data, write_hub
 
+pytestmark = pytest.mark.usefixtures("_no_gpu")
 PUBLIC = Path(__file__).parent / "scripts" / "public"
 
 

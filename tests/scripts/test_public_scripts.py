@@ -23,6 +23,7 @@ from pronghorn.scripts.running import run
 from public_models import write_data, write_hub
 from trl_on_a_cpu import TorchLogProbs
 
+pytestmark = pytest.mark.usefixtures("_no_gpu")  # small numbers, and a stand-in for the GPU
 PUBLIC = Path(__file__).parent / "public"
 OTHERS = ("vision.py", "inference_only.py")  # which do not train
 SCRIPTS = sorted(path.name for path in PUBLIC.iterdir() if path.suffix in (".py", ".ipynb") and path.name not in OTHERS)

@@ -13,6 +13,8 @@ from pronghorn.errors import CommandError
 from pronghorn.scripts.notes import Notes
 from pronghorn.scripts.renames import arguments_class, by_name, remember, translate_arguments, translate_trainer
 
+pytestmark = pytest.mark.usefixtures("_no_gpu")
+
 
 @pytest.fixture
 def notes() -> Notes:
@@ -60,6 +62,19 @@ def test_each_is_said_once(notes: Notes) -> None:
     for _ in range(2):
         translate_arguments(SFTConfig, {"max_seq_length": 512, "bf16": False}, notes)
     assert notes.said == ["SFTConfig(max_seq_length=...) is max_length=... now"]
+
+
+@pytest.mark.parametrize(
+    ("given", "batch"),
+    [({"per_device_train_batch_size": 1, "num_generations": 4}, 4),
+     ({"per_device_train_batch_size": 1, "num_generations": 4, "gradient_accumulation_steps": 4}, 1),
+     ({"per_device_train_batch_size": 8, "num_generations": 4}, 8),
+     ({"per_device_train_batch_size": 1, "num_generations": 4, "steps_per_generation": 8}, 1)],
+)
+def test_all_answers_to_a_prompt_go_through_together(given: dict[str, Any], batch: int, notes: Notes) -> None:
+    made = translate_arguments(GRPOConfig, given, notes)
+    assert GRPOConfig(**made, report_to="none").per_device_train_batch_size == batch
+    assert any("all num_generations answers" in line for line in notes.said) == (batch != given["per_device_train_batch_size"])
 
 
 def test_what_a_gpu_trains_in_is_left_alone(monkeypatch: pytest.MonkeyPatch, notes: Notes) -> None:

@@ -42,6 +42,7 @@ def everything() -> str:
     lines += ["  warmup_ratio= -> warmup_steps=, a share of all steps",
               '  group_by_length=True -> train_sampling_strategy="group_by_length"',
               f"  optim={', '.join(sorted(BITSANDBYTES_ADAMW))} -> adamw_torch_fused, where bitsandbytes is not installed",
+              "  GRPOConfig(per_device_train_batch_size=) -> num_generations, where a batch would have no whole group",
               "  fp16=True, and bf16 where it is not said -> False, without a GPU"]
     lines += [f"  {old}= is left out: {why}" for old, why in LEFT_OUT.items()]
     lines += [f"  {old}= is refused: {why}" for old, (why, _) in REFUSED.items()]

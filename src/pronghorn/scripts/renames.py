@@ -119,6 +119,8 @@ def translate_arguments(cls: type, given: dict[str, Any], notes: Notes) -> dict[
             _put(name, old, RENAMED[old], value, result, notes)
         else:
             result[old] = value  # unknown to us, too: the class itself says so
+    if "num_generations" in known:
+        _whole_groups(cls, result, notes)
     _optimizer(name, result, notes)
     _without_gpu(cls, result, notes)
     return result
@@ -141,6 +143,19 @@ def _warm_up(cls: str, ratio: Any, result: dict[str, Any], notes: Notes) -> None
         raise CommandError(what=f"{cls}(warmup_ratio={ratio!r})", fix="a share of all steps, from 0 up to, but not, 1")
     result["warmup_steps"] = float(ratio)
     notes.say(f"{cls}(warmup_ratio=...) is warmup_steps=... now, where a number below 1 is a share of all steps")
+
+
+def _whole_groups(cls: type, result: dict[str, Any], notes: Notes) -> None:
+    """GRPO compares the answers to one prompt: TRL refuses a batch without all of them, such as one of 1."""
+    if result.get("generation_batch_size") or result.get("steps_per_generation"):
+        return
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
+    batch, accumulated, answers = (result.get(name, defaults[name]) for name in names)
+    if isinstance(answers, int) and answers > 0 and batch * accumulated % answers:
+        result["per_device_train_batch_size"] = answers
+        notes.say(f"{cls.__name__}(per_device_train_batch_size={batch}) is {answers}: all num_generations answers to a prompt "
+                  "go through together")
 
 
 def _optimizer(cls: str, result: dict[str, Any], notes: Notes) -> None:
