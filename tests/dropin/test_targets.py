@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from api_parts import LINEARS
+from api_parts import LINEARS, adapted
 from image_text_models import save_image_text_model
 from pronghorn import FastModel
 from pronghorn.dropin.targets import chosen_targets
@@ -38,6 +38,26 @@ def test_switches_that_leave_nothing(asked: Any, switches: dict[str, bool], word
     with pytest.raises(CommandError) as caught:
         chosen_targets(make_model(), asked, switches)
     assert words in str(caught.value)
+
+
+def test_the_adapter_that_is_there_is_trained_on(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = adapted(tiny_model, target_modules=[*LINEARS, "lm_head"], use_rslora=True)
+    again = {"r": 4, "use_rslora": True, "target_modules": [*LINEARS, "lm_head"]}
+    assert FastModel.get_peft_model(model.eval(), **again) is model
+    assert model.training
+    assert "has that adapter already" in capsys.readouterr().err
+    plain, _ = adapted(tiny_model)
+    for options in ({}, {"target_modules": "all-linear"}, {"target_modules": None}):
+        assert FastModel.get_peft_model(plain, r=4, **options) is plain
+    for changes, words in (({"r": 8}, "r=4 and not 8"), ({"target_modules": ["q_proj", "lm_head"]}, "target_modules="),
+                           ({"target_modules": LINEARS}, "modules_to_save="), ({"bias": "all"}, "bias='none'"),
+                           ({"layers_to_transform": [0]}, "layers_to_transform=")):
+        with pytest.raises(CommandError, match="an adapter already") as caught:
+            FastModel.get_peft_model(model, **again | changes)
+        assert words in caught.value.what
+    partly, _ = adapted(tiny_model, target_modules=LINEARS[:4])
+    with pytest.raises(CommandError, match="target_modules="):
+        FastModel.get_peft_model(partly, r=4, target_modules="all-linear")
 
 
 def test_a_vision_tower_is_never_adapted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

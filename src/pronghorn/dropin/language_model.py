@@ -33,7 +33,7 @@ from pronghorn.dropin.arguments import (
     set_length,
 )
 from pronghorn.dropin.instance import make_fast, verify_loaded
-from pronghorn.dropin.targets import SWITCHES, chosen_targets
+from pronghorn.dropin.targets import SWITCHES, chosen_targets, require_same_adapter
 from pronghorn.errors import CommandError
 from pronghorn.hub import model_folder
 from pronghorn.kernels.dispatch import say_once
@@ -135,7 +135,8 @@ class FastLanguageModel:
         """An ordinary PEFT model, its base on fast layers. `embed_tokens` and `lm_head` among the targets train whole.
 
         `max_seq_length` is there because scripts repeat it here; it must be the one the model was loaded with. The switches
-        `finetune_attention_modules` and `finetune_mlp_modules` choose among the targets (targets.py).
+        `finetune_attention_modules` and `finetune_mlp_modules` choose among the targets (targets.py). A model that has just
+        this adapter already, out of its folder, is trained on.
         """
         switches = {name: others.pop(name) for name in SWITCHES if name in others}
         check_others(FastLanguageModel.get_peft_model, others, ADAPTING)
@@ -151,16 +152,18 @@ class FastLanguageModel:
         if loftq_config:
             raise CommandError(what="loftq_config is not honoured", fix="leave it out",
                                why="the weights are stored as plain NF4; LoftQ would choose them together with the adapter")
+        check_recompute(use_gradient_checkpointing)
         if hasattr(model, "peft_config"):
-            raise CommandError(what="this model has an adapter already",
-                               fix="give get_peft_model what from_pretrained returned")
+            require_same_adapter(model, chosen_targets(model, target_modules, switches), modules_to_save, chosen_layers(
+                model, layers_to_transform, finetune_last_n_layers), r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout,
+                bias=bias, use_rslora=use_rslora, use_dora=use_dora)
+            return instance.for_training(model, use_gradient_checkpointing)
         if getattr(model, FULL, False):
             raise CommandError(what="this model was loaded with full_finetuning=True",
                                why="an adapter would freeze its weights",
                                fix="leave get_peft_model out, or load without full_finetuning")
         check_choice("bias", bias, ("none", "all", "lora_only"))
         check_init(init_lora_weights, quantized=any(isinstance(module, QUANTIZED) for module in model.modules()))
-        check_recompute(use_gradient_checkpointing)
         layers = chosen_layers(model, layers_to_transform, finetune_last_n_layers)
         adapted = with_adapter(
             model, r=r, target_modules=chosen_targets(model, target_modules, switches), lora_alpha=lora_alpha,

@@ -7,6 +7,7 @@ from typing import Any
 
 from pronghorn.errors import CommandError
 from pronghorn.kernels.dispatch import say_once
+from pronghorn.model.hf_adapter import FUSED, TRAINED_WHOLE
 from pronghorn.model.lora import text_linears
 from pronghorn.model.text_stack import beside_text
 
@@ -42,6 +43,33 @@ def chosen_targets(model: Any, asked: Sequence[str] | str | None, switches: dict
         raise CommandError(what=f"target_modules: none of {', '.join(names)} is left", why="the switches leave them all out",
                            fix="drop target_modules, or the switches")
     return kept
+
+
+def require_same_adapter(model: Any, targets: Sequence[str] | str, modules_to_save: Sequence[str] | None,
+                         layers: Sequence[int] | None, **asked: Any) -> None:
+    """For a model that has an adapter: refuses another one than it has."""
+    config = model.peft_config[model.active_adapter]
+    differs = [f"{name}={getattr(config, name)!r} and not {value!r}" for name, value in asked.items()
+               if getattr(config, name) != value]
+    whole = {name for name in _names(targets) if name in TRAINED_WHOLE} | set(modules_to_save or ())
+    if whole != set(config.modules_to_save or ()):
+        differs.append(f"modules_to_save={sorted(config.modules_to_save or ())}")
+    if not _same_names(model, _names(config.target_modules), [name for name in _names(targets) if name not in TRAINED_WHOLE]):
+        differs.append(f"target_modules={sorted(_names(config.target_modules))}")
+    had = config.layers_to_transform
+    if (None if had is None else [had] if isinstance(had, int) else list(had)) != layers:
+        differs.append(f"layers_to_transform={had}")
+    if differs:
+        raise CommandError(what=f"this model has an adapter already, with {differs[0]}",
+                           fix="give get_peft_model what from_pretrained returned, or the same arguments as before")
+    say_once("get_peft_model: this model has that adapter already, which is trained on")
+
+
+def _same_names(model: Any, has: list[str], asked: list[str]) -> bool:
+    if asked == ["all-linear"]:
+        adapted = {"base_layer", "lora_A", "lora_B", "lm_head"}  # what stands inside an adapter, and the head
+        return all(adapted & set(path.split(".")) for path in text_linears(model))
+    return {FUSED[name] if FUSED.get(name) in has else name for name in asked} == set(has)
 
 
 def _names(asked: Sequence[str] | str | None) -> list[str]:
