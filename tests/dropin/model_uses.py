@@ -147,6 +147,29 @@ def an_evaluation_between_forward_and_backward(model: Any) -> Any:
 
 
 @use
+def an_evaluation_in_inference_mode_before_and_between(model: Any) -> Any:
+    seen: list[Any] = []
+    optimizer = sgd(model)
+    for step in range(2):
+        model.eval()
+        with torch.inference_mode():
+            out = model(**batch(50))
+            seen.append([out.loss.clone(), out.logits.clone()])
+            prompt = ids(7, rows=1, length=4)
+            seen.append(model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3,
+                                       do_sample=False))
+        model.train()
+        loss = loss_of(model, step)
+        with torch.inference_mode():
+            seen.append(model(**batch(51)).loss.clone())
+        optimizer.zero_grad()
+        loss.backward()
+        seen += [loss.detach(), gradients(model)]
+        optimizer.step()
+    return seen
+
+
+@use
 def two_models_in_turn(model: Any) -> Any:
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -160,8 +183,11 @@ def two_models_in_turn(model: Any) -> Any:
 
 @use
 def a_student_beside_its_teacher(model: Any) -> Any:
-    teacher = copy.deepcopy(model).eval().requires_grad_(False)
-    optimizer, seen = sgd(model), [train(model, sgd(model), 1)]
+    teacher = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        for parameter in trained(teacher).values():
+            parameter.mul_(0.5)
+    optimizer, seen = sgd(model, 0.02), []
     for step in range(2):
         optimizer.zero_grad()
         given = batch(step)

@@ -57,7 +57,11 @@ def _in_place_of(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
     @functools.wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = dict(zip(names, args, strict=False)) | kwargs
-        result = ours(self, getattr(self, ENGINE), inputs)
+        if torch.is_inference_mode_enabled():  # what is made here, and kept, must not be of that mode: training uses it, too
+            with torch.inference_mode(False), torch.no_grad():
+                result = ours(self, getattr(self, ENGINE), inputs)
+        else:
+            result = ours(self, getattr(self, ENGINE), inputs)
         return own(self, *args, **kwargs) if result is None else result
 
     forward.__signature__ = signature  # type: ignore[attr-defined]
