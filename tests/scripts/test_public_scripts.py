@@ -17,6 +17,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
+import test_nothing_is_patched
 from pronghorn.errors import CommandError
 from pronghorn.scripts.notes import Notes
 from pronghorn.scripts.running import run
@@ -25,6 +26,7 @@ from trl_on_a_cpu import TorchLogProbs
 
 pytestmark = pytest.mark.usefixtures("_no_gpu")  # small numbers, and a stand-in for the GPU
 PUBLIC = Path(__file__).parent / "public"
+OF_PYTHON = ("__warningregistry__", "__slotnames__")  # Python notes there what was warned of, and what was copied
 OTHERS = ("vision.py", "inference_only.py")  # which do not train
 SCRIPTS = sorted(path.name for path in PUBLIC.iterdir() if path.suffix in (".py", ".ipynb") and path.name not in OTHERS)
 
@@ -89,17 +91,19 @@ def test_a_public_script_as_it_is(script: str, notebook_room: Path) -> None:
         assert all(weight.any() for weight in trained.values())  # they begin as zeros
 
 
-def test_the_numbers_are_those_of_a_script_that_was_edited_by_hand(notebook_room: Path) -> None:
-    """alpaca_llama3.py once more, as one writes it for this TRL."""
-    main, _ = run_script("alpaca_llama3.py")
+def train_by_hand() -> Any:
+    """alpaca_llama3.py as one writes it for this TRL, without the adaptor."""
     from datasets import load_dataset
+    from transformers import TextStreamer
     from trl import SFTConfig, SFTTrainer
 
     from pronghorn import FastLanguageModel
 
     model, tokenizer = FastLanguageModel.from_pretrained("unsloth/llama-3-8b", max_seq_length=2048)
     model = FastLanguageModel.get_peft_model(model, r=16)
-    texts = [main["alpaca_prompt"].format(row["instruction"], row["input"], row["output"]) + tokenizer.eos_token
+    prompt = ("A task, and more about it. Write what completes it.\n\n"
+              "### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n{}")
+    texts = [prompt.format(row["instruction"], row["input"], row["output"]) + tokenizer.eos_token
              for row in load_dataset("yahma/alpaca-cleaned", split="train")]
     config = SFTConfig(
         per_device_train_batch_size=2, gradient_accumulation_steps=2, warmup_steps=1, max_steps=3, learning_rate=2e-4,
@@ -107,10 +111,26 @@ def test_the_numbers_are_those_of_a_script_that_was_edited_by_hand(notebook_room
         output_dir="by-hand", report_to="none", bf16=False, gradient_checkpointing=False, use_cpu=True)
     trainer = SFTTrainer(model, config, train_dataset=Dataset.from_dict({"text": texts}), processing_class=tokenizer)
     trainer.train()
-    ours, by_hand = ([(row["loss"], row["grad_norm"], row["learning_rate"]) for row in one.state.log_history if "loss" in row]
-                     for one in (main["trainer"], trainer))
-    assert len(ours) == 3
-    assert ours == by_hand
+    FastLanguageModel.for_inference(model)
+    model.generate(**tokenizer(["a"], return_tensors="pt"), streamer=TextStreamer(tokenizer), max_new_tokens=4)
+    model.save_pretrained("by-hand/adapter")
+    FastLanguageModel.from_pretrained("by-hand/adapter", max_seq_length=2048)
+    return trainer
+
+
+def test_numbers_and_packages_are_as_without_the_adaptor(notebook_room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same losses, bit for bit; and afterwards every attribute of every module of the packages, every entry of every class
+    and the insides of every function are what they were."""
+    monkeypatch.setattr(test_nothing_is_patched, "LIBRARIES", ("torch", "transformers", "peft", "trl"))
+    by_hand = train_by_hand()
+    before = test_nothing_is_patched.snapshot()
+    main, _ = run_script("alpaca_llama3.py")
+    found = test_nothing_is_patched.changes(before, test_nothing_is_patched.snapshot())
+    assert [line for line in found if not any(name in line for name in OF_PYTHON)] == []
+    logs = [[(row["loss"], row["grad_norm"], row["learning_rate"]) for row in one.state.log_history if "loss" in row]
+            for one in (main["trainer"], by_hand)]
+    assert len(logs[0]) == 3
+    assert logs[0] == logs[1]
 
 
 def test_a_script_for_inference_alone(notebook_room: Path) -> None:
