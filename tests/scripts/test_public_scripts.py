@@ -124,29 +124,14 @@ def test_numbers_and_packages_are_as_without_the_adaptor(notebook_room: Path, mo
     monkeypatch.setattr(test_nothing_is_patched, "LIBRARIES", ("torch", "transformers", "peft", "trl"))
     by_hand = train_by_hand()
     before = test_nothing_is_patched.snapshot()
-    main, _ = run_script("alpaca_llama3.py")
+    main, notes = run_script("alpaca_llama3.py")
     found = test_nothing_is_patched.changes(before, test_nothing_is_patched.snapshot())
     assert [line for line in found if not any(name in line for name in OF_PYTHON)] == []
     logs = [[(row["loss"], row["grad_norm"], row["learning_rate"]) for row in one.state.log_history if "loss" in row]
             for one in (main["trainer"], by_hand)]
     assert len(logs[0]) == 3
     assert logs[0] == logs[1]
-
-
-def test_a_script_for_inference_alone(notebook_room: Path) -> None:
-    main, _ = run_script("inference_only.py")
-    assert main["outputs"].shape[1] > 1
-
-
-def test_a_script_that_needs_what_is_not_here_ends_with_the_sentence(notebook_room: Path) -> None:
-    with pytest.raises(CommandError, match=r"FastVisionModel.from_pretrained is not in this version") as caught:
-        run_script("vision.py")
-    assert "FastModel" in caught.value.fix
-
-
-def test_what_is_told_of_an_old_script(notebook_room: Path) -> None:
-    """Each translation once, and nothing else."""
-    _, notes = run_script("alpaca_llama3.py")
+    # Each translation is told once, and nothing else.
     assert notes.said == [
         "import unsloth gives pronghorn",
         'TrainingArguments(optim="adamw_8bit") is "adamw_torch_fused": bitsandbytes is not installed; the same steps, with 8 '
@@ -159,3 +144,14 @@ def test_what_is_told_of_an_old_script(notebook_room: Path) -> None:
         "SFTTrainer(dataset_num_proc=...) goes into its args, as SFTConfig(dataset_num_proc=...)",
         "SFTTrainer(packing=...) goes into its args, as SFTConfig(packing=...)",
     ]
+
+
+def test_a_script_for_inference_alone(notebook_room: Path) -> None:
+    main, _ = run_script("inference_only.py")
+    assert main["outputs"].shape[1] > 1
+
+
+def test_a_script_that_needs_what_is_not_here_ends_with_the_sentence(notebook_room: Path) -> None:
+    with pytest.raises(CommandError, match=r"FastVisionModel.from_pretrained is not in this version") as caught:
+        run_script("vision.py")
+    assert "FastModel" in caught.value.fix
