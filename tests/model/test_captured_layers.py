@@ -75,7 +75,10 @@ def taken(model: Any) -> int:
     return 0 if state is None else len(state.pairs)
 
 
-def assert_same(model: Any, other: Any, rel: float = 2e-5) -> None:
+REL = 2e-5 if DEVICE.type == "cpu" else 2e-4  # a GPU adds in another order where padding stands
+
+
+def assert_same(model: Any, other: Any, rel: float = REL) -> None:
     ours, theirs = gradients(model), gradients(other)
     assert ours.keys() == theirs.keys()
     assert ours
@@ -91,7 +94,7 @@ def both(loop: Loop, pairs: int = 1, **options: Any) -> None:
     """The loop on a model with captured layers and on one without: what it returns, and the gradients it leaves."""
     ours, theirs = model_of(**options), model_of(captured=False, **options)
     found, expected = loop(ours), loop(theirs)
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert found == pytest.approx(expected, rel=REL)
     assert_same(ours, theirs)
     assert taken(ours) == pairs
     assert taken(theirs) == 0
