@@ -542,7 +542,7 @@ def other_weights_for_one_call(model: Any) -> Any:
 
 @use
 def frozen_between_forward_and_backward(model: Any) -> Any:
-    """As loops do that train two parts in turn: what counts is what trained when the loss was computed."""
+    """As loops do that train two parts in turn."""
     parts = trained(model)
     first = loss_of(model)
     for name, parameter in parts.items():
