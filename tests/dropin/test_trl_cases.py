@@ -159,10 +159,11 @@ LATER = {("dpo", loss) for loss in LOSSES} | {
     *(("sft", name) for name in ("conversations in other words", "prompts count, too", "tokens", "a stream", "cut", "wrapped",
                                  "only what the assistant says in completions", "packed, split", "without recomputing",
                                  "an adapter by the trainer, recomputing", "padded to a multiple", "experts, a whole model",
-                                 "texts, a whole model", "a function that makes texts", "accumulation", "chunked")),
+                                 "texts, a whole model", "a function that makes texts", "accumulation", "chunked", "noise",
+                                 "a stream of which the assistant counts", "conversations with completions")),
     *(("dpo", name) for name in ("implicit prompts", "a stream", "weighted", "another divergence", "cut at the end",
-                                 "an adapter by the trainer", "evaluated", "experts")),
-    *(("kto", name) for name in ("pairs", "conversations", "weights", "an adapter by the trainer", "evaluated")),
+                                 "an adapter by the trainer", "evaluated", "experts", "length desensitised", "pairs")),
+    *(("kto", name) for name in ("pairs", "conversations", "weights", "apo", "an adapter by the trainer", "evaluated")),
     ("reward", "centred"), ("reward", "conversations"), ("orpo", "a whole model")}
 
 
