@@ -124,7 +124,8 @@ DPO = {
     # Some are steep: at a large rate the second step is one of rounding.
     **{loss: Case("pairs", {"loss_type": [loss], "learning_rate": 1e-4, "label_smoothing": 1e-3 * (loss == "exo_pair")})
        for loss in LOSSES},
-    "all losses": Case("pairs", {"loss_type": LOSSES, "loss_weights": [0.01] * len(LOSSES), "label_smoothing": 0.1}),
+    "all losses": Case("pairs", {"loss_type": LOSSES, "loss_weights": [0.01] * len(LOSSES), "label_smoothing": 0.1,
+                                 "learning_rate": 1e-4}),
     "a whole model": Case("pairs", whole=True), "a reference that follows": Case("pairs", {
         "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}, whole=True, family="tied"),
     "a reference computed before": Case("pairs", {"precompute_ref_log_probs": True}),
