@@ -31,7 +31,8 @@ FAMILIES = {
     "gpt-oss": GptOssConfig(**SIZES, **WINDOW, num_local_experts=4, num_experts_per_tok=2,
                             rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
 }
-TOLERANCE = 1e-5
+# All cases held to 1e-5 on an ARM core, three of them above 5e-6; another kind of core adds in another order.
+TOLERANCE = 3e-5
 
 
 @functools.cache
@@ -104,7 +105,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def same(expected: Any, found: Any, where: str) -> None:
-    """Numbers within 1e-5 of the largest beside them."""
+    """Numbers within TOLERANCE of the largest beside them."""
     if isinstance(expected, dict):
         assert expected.keys() == found.keys(), where
         for key, value in expected.items():
