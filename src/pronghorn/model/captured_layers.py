@@ -78,7 +78,7 @@ class CapturedLayers:
     def __init__(self, engine: FastCausalLM, *, simulated: bool = False) -> None:
         """`simulated`: the same without graphs, which a CPU can do; for tests."""
         self.engine, self._simulated = engine, simulated
-        self.on = simulated  # until its tests have passed on a GPU
+        self.on = True
         self._state: _State | None = None
         self._sizes: Counter[Size] = Counter()
         self._changes = 0
