@@ -3,7 +3,7 @@
 CI has no GPU, so this file is what says that a commit was seen to work on one: counts, failures, device, versions, date, and
 the git tree hashes of src/pronghorn and tests as they were on disk (`git rev-parse HEAD:src/pronghorn` must print the same).
 
-Chosen are the test files that mention CUDA, without the cases that ask for plain torch on the CPU (`make test` has those). They
+Chosen are the test files that mention CUDA, without those and the cases that ask for the CPU (`make test` has them). They
 run in several processes; tests marked `alone` follow one by one, because they measure or fill the GPU's memory.
 
     python tests/gpu_gate.py [--processes 14] [--out FILE] [words for pytest]
@@ -32,8 +32,13 @@ NOTHING_CHOSEN = 5  # pytest's exit code
 
 
 def chosen_files() -> list[str]:
-    return [str(file.relative_to(ROOT)) for file in sorted((ROOT / "tests").rglob("test_*.py"))
-            if "cuda" in file.read_text(encoding="utf-8").lower() or file.parent.name == "kernels"]
+    def chosen(file: Path) -> bool:
+        text = file.read_text(encoding="utf-8")
+        if 'pytestmark = pytest.mark.usefixtures("_no_gpu")' in text:
+            return False
+        return "cuda" in text.lower() or file.parent.name == "kernels"
+
+    return [str(file.relative_to(ROOT)) for file in sorted((ROOT / "tests").rglob("test_*.py")) if chosen(file)]
 
 
 def tree_hash(folder: Path) -> str:

@@ -10,6 +10,7 @@ from transformers import Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from pronghorn.errors import CommandError
+from pronghorn.scripts import renames
 from pronghorn.scripts.notes import Notes
 from pronghorn.scripts.renames import arguments_class, by_name, remember, translate_arguments, translate_trainer
 
@@ -39,9 +40,17 @@ def notes() -> Notes:
         ({"learning_rate": 1e-3, "nobody_knows": 1}, {"learning_rate": 1e-3, "nobody_knows": 1}, 0),
     ],
 )
-def test_arguments(given: dict[str, Any], made: dict[str, Any], said: int, notes: Notes) -> None:
+def test_arguments(given: dict[str, Any], made: dict[str, Any], said: int, notes: Notes, monkeypatch: pytest.MonkeyPatch
+                   ) -> None:
+    monkeypatch.setattr(renames, "find_spec", lambda name: None)  # bitsandbytes is not installed
     assert translate_arguments(SFTConfig, given, notes) == {"bf16": False} | made
     assert len([line for line in notes.said if "TRL's default" not in line]) == said
+
+
+def test_bitsandbytes_optimizers_stay_where_it_is_installed(notes: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renames, "find_spec", lambda name: object())
+    assert translate_arguments(SFTConfig, {"optim": "adamw_8bit"}, notes)["optim"] == "adamw_8bit"
+    assert not any("optim" in line for line in notes.said)
 
 
 def test_a_share_of_the_steps_is_the_same_share() -> None:

@@ -38,7 +38,8 @@ class Graphs:
 
         The first time, they run once before: kernels are compiled, libraries get their workspaces, and whatever is wrong is
         not blamed on the capture. Later shapes need the same kernels, and a trial beside the first graph's memory would need
-        twice of it; should one meet a kernel that is not there yet, its capture fails, and is repeated after a trial.
+        twice of it; should one meet a kernel that is not there yet, its capture fails, and is repeated after a trial. So is the
+        first: on an H200 the first capture of a process failed after one trial, for whatever reason, and no later one did.
         """
         if not self.captures:
             return list(works)
@@ -47,15 +48,18 @@ class Graphs:
                 return self.capture(works)
             except RuntimeError as error:
                 raise_if_out_of_memory(error)
-        for work in works:
-            self.attempt(work)
-        try:
-            return self.capture(works)
-        except (RuntimeError, EnvironmentFault) as error:
-            raise_if_out_of_memory(error)
-            self.captures = False
-            self._failed(error)
-            return list(works)
+        for last in (False, True):
+            for work in works:
+                self.attempt(work)
+            try:
+                return self.capture(works)
+            except (RuntimeError, EnvironmentFault) as error:
+                raise_if_out_of_memory(error)
+                if last or isinstance(error, EnvironmentFault):
+                    self.captures = False
+                    self._failed(error)
+                    break
+        return list(works)
 
     def attempt(self, work: Work) -> None:
         """Once, on the stream that captures."""
@@ -80,8 +84,11 @@ class Graphs:
         return replays
 
 
-def first_line(error: Exception) -> str:
-    """CUDA's and Triton's have many."""
+def first_line(error: BaseException) -> str:
+    """Of the error that came first: a capture that breaks ends with another, which only says that one came before. CUDA's and
+    Triton's have many lines."""
+    while before := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
+        error = before
     return str(error).strip().split("\n")[0]
 
 

@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
@@ -78,7 +79,7 @@ class CapturedLayers:
     def __init__(self, engine: FastCausalLM, *, simulated: bool = False) -> None:
         """`simulated`: the same without graphs, which a CPU can do; for tests."""
         self.engine, self._simulated = engine, simulated
-        self.on = True
+        self.on = simulated  # until its tests have passed on a GPU
         self._state: _State | None = None
         self._sizes: Counter[Size] = Counter()
         self._changes = 0
@@ -261,6 +262,16 @@ def _as_gradients(room: GradientBuffers) -> Iterator[None]:
             parameter.grad = gradient
 
 
+class _Ends(NamedTuple):
+    """Of autograd's own graph of the layers. Each parameter's place is taken by a leaf of this graph: the node through which
+    autograd reaches a parameter belongs to the stream on which it was made, and stays as long as anybody has an older loss.
+    One of another stream breaks a capture, and one of the capture's stream would stand in the way of the next eager backward."""
+
+    embedded: Tensor
+    leaves: list[Tensor]
+    result: Tensor
+
+
 class _Pair:
     """Forward and backward for one size."""
 
@@ -270,8 +281,7 @@ class _Pair:
         device = self.h0.device
         self.cu_seqlens = torch.zeros(size.entries, dtype=torch.int32, device=device)
         self.positions = torch.zeros(size.tokens, dtype=torch.int64, device=device)
-        self._leaf: Tensor | None = None
-        self._live: Tensor | None = None
+        self._ends: _Ends | None = None
         self.forward, self.backward = self._forward, self._backward
 
     def capture(self, graphs: Graphs) -> None:
@@ -283,7 +293,7 @@ class _Pair:
             self.state.forget_weights()
 
     def drop(self) -> None:
-        self._leaf = self._live = None
+        self._ends = None
 
     def fill_with_padding(self) -> None:
         self.load(self.h0[:0], self.cu_seqlens[:1].zero_(), self.positions[:0])
@@ -300,33 +310,33 @@ class _Pair:
         behind = torch.arange(1, entries - given + 1, device=self.cu_seqlens.device) * longest + real
         self.cu_seqlens[given:].copy_(behind.clamp(max=tokens))
 
-    def eager(self) -> tuple[Tensor, Tensor]:
-        """(the embedded tokens, the result), with autograd's own graph between them."""
+    def eager(self) -> _Ends:
         engine, size = self.state.engine, self.size
         with torch.enable_grad():
-            leaf = self.h0.detach().requires_grad_(size.needs_dh)
+            embedded = self.h0.detach().requires_grad_(size.needs_dh)
+            leaves = [p.detach().requires_grad_() for p in self.state.parameters]
             documents = engine.documents(self.cu_seqlens, size.longest, self.positions, self.typical)
-            return leaf, engine.hidden(leaf, documents)
+            documents = replace(documents, leaves=dict(zip(map(id, self.state.parameters), leaves, strict=True)))
+            return _Ends(embedded, leaves, engine.hidden(embedded, documents))
 
-    def gradients(self, leaf: Tensor, live: Tensor) -> tuple[Tensor | None, ...]:
+    def gradients(self, ends: _Ends) -> tuple[Tensor | None, ...]:
         """Of the embedded tokens, if they are asked for, and of every parameter."""
-        inputs = [*([leaf] if self.size.needs_dh else []), *self.state.parameters]
-        found = torch.autograd.grad(live, inputs, self.io, allow_unused=True)
+        inputs = [*([ends.embedded] if self.size.needs_dh else []), *ends.leaves]
+        found = torch.autograd.grad(ends.result, inputs, self.io, allow_unused=True)
         return found if self.size.needs_dh else (None, *found)
 
     def _forward(self) -> None:
-        self._leaf, self._live = self.eager()
-        self.io.copy_(self._live.detach())
+        self._ends = self.eager()
+        self.io.copy_(self._ends.result.detach())
 
     def _backward(self) -> None:
-        assert self._leaf is not None
-        assert self._live is not None
+        assert self._ends is not None
         state = self.state
         state.forget_weights()
         state.sums.buffer.zero_()
         state.sums.attach()
         try:
-            dh, *found = self.gradients(self._leaf, self._live)
+            dh, *found = self.gradients(self._ends)
         finally:
             state.sums.release()
         state.sums.collect()
@@ -369,7 +379,7 @@ class _Replayed(torch.autograd.Function):
         # forward is done again, outside of it.
         with as_at_forward(ctx.weights, ctx.stamp, state.read, "a decoder layer") as others:
             if keeps or others:
-                dh, *gradients = pair.gradients(*pair.eager())
+                dh, *gradients = pair.gradients(pair.eager())
             else:
                 pair.backward()
                 state.forget_weights()

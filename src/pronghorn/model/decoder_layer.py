@@ -66,6 +66,7 @@ class Documents:
     room: GradientRoom = field(default_factory=GradientRoom)
     guarded: bool = False  # whether a program may do anything between forward and backward
     weights: Weights | None = None  # if so: those of this forward
+    leaves: dict[int, Tensor] | None = None  # by a parameter's id: what autograd sees in its place (model/captured_layers.py)
 
 
 class Norm:
@@ -161,7 +162,9 @@ class FastDecoderLayer(Attending):
             return out if rows is None else out.index_select(0, rows)
         if not torch.is_grad_enabled():
             return self.forward_at("layer", h_TD, documents, rows)[0]
-        out = _Layer.apply(h_TD, self, documents, rows, *self.parameters())  # type: ignore[no-untyped-call]
+        leaves = documents.leaves or {}
+        given = [leaves.get(id(parameter), parameter) for parameter in self.parameters()]
+        out = _Layer.apply(h_TD, self, documents, rows, *given)  # type: ignore[no-untyped-call]
         return out
 
     def composed_mlp(self, x_TD: Tensor, documents: Documents) -> Tensor:

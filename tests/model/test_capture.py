@@ -1,0 +1,91 @@
+"""How captures that fail are repeated and told. Captures themselves need a GPU: test_captured_layers.py, test_graphed_step.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from pronghorn.errors import EnvironmentFault
+from pronghorn.model.capture import Graphs, Work, first_line
+
+
+class Failing(Graphs):
+    """Captures as on a GPU, of which the first few fail."""
+
+    def __init__(self, errors: Sequence[Exception]) -> None:
+        self.told: list[Exception] = []
+        super().__init__(torch.device("cpu"), failed=self.told.append)
+        self.captures, self.errors, self.trials = True, list(errors), 0
+
+    def attempt(self, work: Work) -> None:
+        self.trials += 1
+
+    def capture(self, works: Sequence[Work]) -> list[Work]:
+        if self.errors:
+            raise self.errors.pop(0)
+        return [replayed for _ in works]
+
+
+def replayed() -> None:
+    pass
+
+
+def work() -> None:
+    pass
+
+
+def broken() -> RuntimeError:
+    """As torch tells it: the error that came first is behind the one that says so."""
+    try:
+        try:
+            raise RuntimeError("CUDA error: not permitted while capturing\nmore of it")
+        finally:
+            raise RuntimeError("CUDA error: failed due to a previous error during capture")
+    except RuntimeError as error:
+        return error
+
+
+@pytest.mark.parametrize(("errors", "tried", "trials"), [
+    ([], False, 1), ([], True, 0), ([broken()], False, 2), ([broken()], True, 1), ([broken(), broken()], True, 2)])
+def test_a_capture_that_fails_is_repeated_after_a_trial(errors: list[Exception], tried: bool, trials: int) -> None:
+    graphs = Failing(errors)
+    graphs.tried = tried
+    assert graphs.captured(work) == [replayed]
+    assert (graphs.trials, graphs.told, graphs.captures) == (trials, [], True)
+
+
+def test_one_that_goes_on_failing_is_told_with_its_first_error() -> None:
+    graphs = Failing([broken(), broken()])
+    assert graphs.captured(work) == [work]
+    assert [first_line(error) for error in graphs.told] == ["CUDA error: not permitted while capturing"]
+    assert graphs.captured(work) == [work]  # and no more of them are tried
+    assert graphs.trials == 2
+
+
+def test_what_no_trial_would_change_is_not_repeated() -> None:
+    graphs = Failing([EnvironmentFault(what="no")])
+    assert graphs.captured(work) == [work]
+    assert graphs.trials == 1
+
+
+def test_memory_that_ran_out_is_told_as_such() -> None:
+    try:
+        raise RuntimeError("during capture") from torch.OutOfMemoryError("no memory")
+    except RuntimeError as error:
+        graphs = Failing([error])
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        graphs.captured(work)
+
+
+def test_an_error_without_its_context() -> None:
+    def translated() -> None:
+        try:
+            raise RuntimeError("a detail")
+        except RuntimeError:
+            raise ValueError("what it means\nand more") from None
+
+    with pytest.raises(ValueError, match="what it means") as raised:
+        translated()
+    assert first_line(raised.value) == "what it means"
