@@ -1,4 +1,4 @@
-"""How captures that fail are repeated and told. Captures themselves need a GPU: test_captured_layers.py, test_graphed_step.py."""
+"""How captures that fail are repeated and told. Captures as such need a GPU: test_captured_layers.py, test_graphed_step.py."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def _as_gradients(room: GradientBuffers) -> Iterator[None]:
 class _Ends(NamedTuple):
     """Of autograd's own graph of the layers. Each parameter's place is taken by a leaf of this graph: the node through which
     autograd reaches a parameter belongs to the stream on which it was made, and stays as long as anybody has an older loss.
-    One of another stream breaks a capture, and one of the capture's stream would stand in the way of the next eager backward."""
+    One of another stream breaks a capture; one of the capture's stream would stand in the way of the next eager backward."""
 
     embedded: Tensor
     leaves: list[Tensor]
