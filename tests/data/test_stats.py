@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from pronghorn.data import clean
-from pronghorn.data.stats import Stats, _bar, _bins, collect
+from pronghorn.data.stats import Stats, _bar, collect, length_bins
 from pronghorn.data.tokens import load_tokenizer
 from pronghorn.errors import CommandError
 from pronghorn.recipe import Data
@@ -82,11 +82,11 @@ def test_without_the_library_for_near_duplicates(tmp_path: Path, monkeypatch: py
 
 def test_bins_hold_every_row() -> None:
     lengths = np.array([1, 5, 99, 100, 101, 5000] * 50, np.int32)
-    bins = _bins(lengths)
+    bins = length_bins(lengths)
     assert sum(one.rows for one in bins) == len(lengths)
     for one in bins:
         assert one.rows == int(((lengths >= one.low) & (lengths < (one.high or 10**9))).sum())
-    assert [one.low for one in _bins(np.array([3], np.int32))] == [0, 1, 2, 3]
+    assert [one.low for one in length_bins(np.array([3], np.int32))] == [0, 1, 2, 3]
 
 
 def test_bars() -> None:

@@ -57,7 +57,7 @@ def test_rare_events_always_get_their_line(capsys):
     text = capsys.readouterr().out
     for word in ("resumed from step 100", "evaluation at step 0:", "evaluation at step 200: loss", "the best so far", "-> ",
                  "checkpoint at step 200: runs/hotel/checkpoint-200 (58.7 MB", "rows are longer",
-                 "ended at step 200 (done)"):  # fmt: skip
+                 "finished: 200 of 200 steps"):  # fmt: skip
         assert word in text, word
 
 

@@ -2,10 +2,12 @@
 
 import html.parser
 import re
+import time
 
 import pytest
 from synthetic_run import synthetic_events, write_run
 
+from pronghorn.report.answers import read_answers, write_answers
 from pronghorn.report.html import render_page, write_html
 
 EVIL = '<script>alert("x")</script><img src=x onerror=alert(1)>\'"&'
@@ -45,10 +47,10 @@ def test_the_page_is_whole_and_says_what_happened(tmp_path):
     outline = Outline(page)
     text = " ".join(outline.text)
     for word in ("hotel", "HuggingFaceTB/SmolLM2-135M-Instruct", "NVIDIA H200", "perplexity", "resumed at 200",
-                 "Gradient norm", "tokenize", "First thing to change", "answer at step 0", "answer at step 400", "batch_tokens",
-                 "were dropped", "cut off", "transformers 5.22.0"):  # fmt: skip
+                 "Gradient norm", "tokenize", "Suggestion:", "answer at step 0", "answer at step 400", "batch_tokens",
+                 "were dropped", "cut off", "transformers 5.22.0", "log scale", "loss per token", "Evaluations"):  # fmt: skip
         assert word in text, word
-    assert outline.tags.count("svg") == 4
+    assert outline.tags.count("svg") == 5  # the loss has two, with and without a logarithmic axis
     assert [p.name for p in (tmp_path / "run").iterdir() if p.name.startswith(".")] == []
 
 
@@ -127,3 +129,104 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
         write_html(folder)
     assert sorted(p.name for p in folder.iterdir()) == ["report.html", "run.jsonl"]
     assert (folder / "report.html").read_text(encoding="utf-8") == old
+
+
+def words(page):
+    return " ".join(" ".join(Outline(page).text).split())
+
+
+def test_a_run_at_work_says_how_far_it_is_and_follows_its_file():
+    events = [e for e in synthetic_events(100, end=None) if e["event"] != "stages"][:60]
+    shift = time.time() - events[-1]["time"]
+    for event in events:
+        event["time"] += shift
+    page = render_page(events)
+    told = words(page)
+    assert re.search(r"running: step 57 of 100, about \d+ s left, updated at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", told)
+    assert 'data-updated="' in page
+    assert "location.reload" in page
+    done = render_page(synthetic_events(100))
+    assert "data-updated" not in done.split("<script")[0]
+    assert "updated at" not in words(done)
+
+
+def test_the_end_of_a_whole_run_is_no_warning():
+    events = synthetic_events(50)
+    events[-1]["why"] = "held-out loss gained nothing"
+    assert 'class="why good"' in render_page(events)
+    assert 'class="why bad"' in render_page([*events[:-1], events[-1] | {"reason": "health"}])
+
+
+def with_data(**data):
+    events = synthetic_events(30)
+    for event in events:
+        if event["event"] == "start":
+            event["data"] = event["data"] | data
+    return events
+
+
+def test_the_data_section_tells_rows_drops_lengths_sources_and_columns():
+    page = render_page(with_data(
+        read=500, format="messages", dropped={"too long": 14, "bad row": 3}, unused_columns=["label", EVIL],
+        sources=[{"name": "a/train.jsonl", "format": "messages", "rows": 500}],
+        lengths={"shortest": 3, "median": 204, "mean": 230.4, "p95": 510, "longest": 900,
+                 "bins": [[0, 100, 20], [100, 200, 480], [200, None, 1]]}))  # fmt: skip
+    told = words(page)
+    for word in ("rows read 500", "dropped: too long 14", "dropped: bad row 3", "columns not used label", "a/train.jsonl",
+                 "median 204", "held out 982 documents", "36 % carry loss"):  # fmt: skip
+        assert word in told, word
+    assert 'title="100 to 199 tokens: 480 rows"' in page
+    assert 'title="200 or more tokens: 1 rows"' in page
+    assert "<img" not in page
+
+
+@pytest.mark.parametrize("harm", [
+    {"dropped": [1]}, {"lengths": 3}, {"lengths": {"bins": 7}}, {"lengths": {"bins": [[1, 2], "x", [0, 1, "nan"]]}},
+    {"sources": {"a": 1}}, {"sources": [1, {"rows": []}]}, {"unused_columns": 5}, {"read": [1]}, {"tokens": 0},
+])  # fmt: skip
+def test_odd_values_in_the_data_section_still_give_a_page(harm):
+    Outline(render_page(with_data(**harm)))
+
+
+def test_answers_stand_beside_what_was_expected_and_what_was_said_before(tmp_path):
+    folder = write_run(tmp_path / "run", synthetic_events(30))
+    rows = [{"row": i + 1, "prompt": f"ask {i}", "expected": "yes", "base": "no idea", "answer": "yes" if i else EVIL,
+             "step": 30, "scores": {"exact": float(i > 0)}, "base_scores": {"exact": 0.0}} for i in range(70)]  # fmt: skip
+    write_answers(folder, rows)
+    told = words(write_html(folder).read_text(encoding="utf-8"))
+    assert "exact 69 of 70 before training: 0 of 70" in told
+    assert "before training after step 30" in told
+    assert "ask 29" in told
+    assert "ask 30" not in told
+    assert "24 more, 30 of 70 in all; every one is in answers.jsonl" in told
+    (folder / "answers.jsonl").write_bytes(b'{"prompt": 3}\n\xff\n[1]\n{"row"' + b"[" * 2000)
+    assert [one.prompt for one in read_answers(folder)] == ["3"]
+    assert "Answers" in words(write_html(folder).read_text(encoding="utf-8"))
+    (folder / "answers.jsonl").unlink()
+    assert "answer at step 30" in words(write_html(folder).read_text(encoding="utf-8"))  # what the evaluations logged
+
+
+def test_memory_and_cost_are_told_beside_what_was_predicted():
+    events = synthetic_events(30)
+    events[0]["price"] = {"usd_an_hour": 3.5, "note": "a list price of then"}
+    place = {"time": events[1]["time"], "session": 1}
+    events[1:1] = [{"event": "plan", "plan": {"peak_bytes": 23.1e9, "device_bytes": 24.1e9, "budget": 23.5e9},
+                    "text": ["a <plan>"], "step_seconds": 0.4, **place},
+                   {"event": "measured", "peak_bytes": 22.9e9, "step_seconds": 0.5, "text": ["m"], **place}]  # fmt: skip
+    events[-1]["host_peak_bytes"] = 3_200_000_000
+    told = words(render_page(events))
+    for word in ("tensors on the GPU, peak 23.10 GB 22.90 GB", "time of a step 0.40 s 0.50 s",
+                 "RAM of the process, peak – 3.20 GB", "a <plan>",
+                 "USD at 3.50 USD an hour (a list price of then)", "GPU hours"):  # fmt: skip
+        assert word in told, word
+    assert "Memory" not in words(render_page(synthetic_events(30)))
+
+
+def test_metrics_stand_in_the_table_of_evaluations():
+    events = synthetic_events(300)
+    for event in events:
+        if event["event"] == "eval":
+            event["metrics"] = {"exact_match": event["step"] / 300}
+    told = words(render_page(events))
+    assert "step loss perplexity exact_match time" in told
+    assert re.search(r"300 0\.\d+ 1\.\d+ 1 4\.1 s", told)

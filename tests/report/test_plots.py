@@ -1,9 +1,10 @@
+import itertools
 import json
 import math
 import random
 import re
 
-from pronghorn.report.plots import MOST_POINTS, Plot, Series, as_json, draw, smooth, thin, tick_text, ticks
+from pronghorn.report.plots import MOST_POINTS, Plot, Scale, Series, as_json, draw, log_ticks, smooth, thin, tick_text, ticks
 
 
 def test_thinning_keeps_peaks_ends_and_order():
@@ -76,3 +77,27 @@ def test_json_cannot_end_its_script():
     text = as_json({"name": "</script><script>alert(1)"})
     assert "<" not in text
     assert json.loads(text)["name"] == "</script><script>alert(1)"
+
+
+def test_a_logarithmic_axis_has_equal_room_for_equal_ratios_and_round_ticks():
+    scale = Scale(0, 1, 0.01, 1, log=True)
+    assert math.isclose(scale.y(0.1), 0.5)
+    assert scale.y(0) == scale.y(-1) == 0  # what has no logarithm lies on the lower edge
+    assert [tick_text(t) for t in log_ticks(0.35, 3.6)] == ["0.5", "1", "2"]
+    assert [tick_text(t) for t in log_ticks(0.0009, 12)] == ["0.001", "0.01", "0.1", "1", "10"]
+    assert len(log_ticks(0.61, 0.66)) >= 3
+    assert len(log_ticks(1e-30, 1e30)) < 12
+
+
+def test_the_switch_is_there_only_where_a_logarithm_is():
+    rising = [(float(i), 10.0**-i) for i in range(1, 5)]
+    page = draw(Plot("Loss", [Series("a", "train", rising)], tall=True, log=True, unit="loss per token"))
+    assert page.count('class="frame') == 2
+    assert 'type="checkbox"' in page
+    log_path = re.findall(r'class="line train" d="M([^"]+)"', page)[1]
+    heights = [float(pair.split()[1]) for pair in log_path.split("L")]
+    steps = [b - a for a, b in itertools.pairwise(heights)]
+    assert max(steps) - min(steps) < 1
+    flat = draw(Plot("Loss", [Series("a", "train", [(1.0, 0.0), (2.0, -1.0)])], tall=True, log=True))
+    assert "checkbox" not in flat
+    assert "checkbox" not in draw(Plot("Loss", [Series("a", "train", rising)], tall=True))

@@ -105,10 +105,21 @@ def test_the_summary_is_plain_json_and_adds_up():
     )
 
 
+def test_the_log_s_own_price_is_taken_where_none_is_given():
+    events = synthetic_events(300)
+    for event in events:
+        if event["event"] == "start":
+            event["price"] = {"usd_an_hour": 36.0, "note": "a list price"}
+    facts = summary(events)
+    assert facts["cost"]["money"] == pytest.approx(facts["seconds"] / 100)
+    assert "USD" in shown(events)
+    assert "USD" not in shown(synthetic_events(20))
+
+
 def test_the_table_shows_what_matters_and_fits_80_columns():
     text = shown(synthetic_events(300, resume_at=250), width=80)
-    for word in ("hotel", "done at step 300 of 300", "best", "perplexity", "a second", "2 sessions",
-                 "what cost most: step (", "first thing to change", "█"):  # fmt: skip
+    for word in ("hotel", "finished: 300 of 300 steps", "best", "perplexity", "a second", "2 sessions",
+                 "where the time went", "suggestion: ", "█"):  # fmt: skip
         assert word in text
     assert max(map(len, text.splitlines())) <= 80
 
@@ -116,6 +127,6 @@ def test_the_table_shows_what_matters_and_fits_80_columns():
 def test_a_run_that_ended_badly_says_why_and_odd_logs_render():
     events = synthetic_events(20, end="health")
     events[-1]["why"] = "loss is nan at [step] 20"
-    assert "health stop at step 20 of 20: loss is nan at [step] 20" in shown(events)
+    assert "health stop after 20 of 20 steps: loss is nan at [step] 20" in shown(events)
     assert "nothing to say yet" in shown([])
     assert "nan" in shown([{"event": "step", "time": 1.0, "session": 1, "step": 1, "loss": "nan", "tokens": 1, "seconds": 1}])

@@ -40,7 +40,7 @@ def test_what_is_foretold_is_what_happens(recipe_for: RecipeFor, changes: dict[s
     assert facts.parameters + (0 if recipe.method == "full" else facts.trainable) == start["parameters"]["total"]
     assert facts.eval_documents == start["eval_documents"] > 0
     assert {"documents": facts.documents, "tokens": facts.tokens, "loss_tokens": facts.loss_tokens, "packs": facts.packs,
-            "efficiency": facts.packing_efficiency} == start["data"]
+            "efficiency": facts.packing_efficiency}.items() <= start["data"].items()
     assert (facts.precision, facts.device) == ("fp32", "cpu")
 
 

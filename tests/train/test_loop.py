@@ -58,9 +58,12 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def test_a_run_learns_and_leaves_everything_behind(recipe_for: Callable[..., Recipe]) -> None:
     recipe = recipe_for(train={"epochs": 6, "lr": 1e-2}, method="full")
-    display = Silent()
+    pages: list[str] = []
+    display = Silent(lambda step: pages.append((Path(recipe.output) / "report.html").read_text(encoding="utf-8")))
     result = train(recipe, display=display, stages=Stages())
     assert result.reason == "done"
+    assert "running: step " in pages[0]  # there is something to look at from the first step on
+    assert "running: step " not in (result.folder / "report.html").read_text(encoding="utf-8")
     events = history(read_log(result.folder))
     steps = [e for e in events if e["event"] == "step"]
     first = next(i for i, event in enumerate(display.events) if event["event"] == "step")

@@ -120,10 +120,10 @@ def _lengths(rows: Rows) -> Lengths:
     lengths = rows.table.lengths
     low, median, p95, high = (int(x) for x in np.quantile(lengths, [0, 0.5, 0.95, 1], method="nearest"))
     longest = rows.table.where(int(lengths.argmax()))
-    return Lengths(low, median, float(lengths.mean()), p95, high, longest, _bins(lengths))
+    return Lengths(low, median, float(lengths.mean()), p95, high, longest, length_bins(lengths))
 
 
-def _bins(lengths: np.ndarray[Any, np.dtype[np.int32]]) -> tuple[Bin, ...]:
+def length_bins(lengths: np.ndarray[Any, np.dtype[np.int32]]) -> tuple[Bin, ...]:
     """Even steps of a round width up to the 99th percentile, and one open bin beyond: a tail must not flatten the rest."""
     reach = float(np.quantile(lengths, 0.99)) / BINS
     ten = 10.0 ** np.floor(np.log10(max(reach, 1.0)))

@@ -274,8 +274,12 @@ def _say_text(run: _Run, event: dict[str, Any], width: int) -> list[str]:
 
 
 def _say_end(run: _Run, event: dict[str, Any], width: int) -> list[str]:
+    steps = f"{event.get('step', 0):,} of {counted(run.steps, 'step')}" if run.steps else counted(event.get("step", 0), "step")
+    if event.get("reason") == "done":
+        return [f"finished: {steps}"]
     why = f": {wording.one_line(str(event['why']), 2000)}" if event.get("why") else ""
-    return [f"ended at step {event.get('step', 0):,} ({event.get('reason', '')}){why}"]
+    reason = {"signal": "interrupted", "health": "health stop"}.get(str(event.get("reason", "")), event.get("reason", ""))
+    return [f"{reason} after {steps}{why}"]
 
 
 def _say_start(run: _Run, event: dict[str, Any], width: int) -> list[str]:

@@ -70,6 +70,9 @@ class Figures:
     efficiency: float | None
     parameters: int | None
     trainable: int | None
+    gpus: int = 0
+    price: float | None = None  # USD for an hour of one GPU, as the log has it
+    price_note: str = ""
     recipe: dict[str, Any] = field(default_factory=dict)
     sessions: tuple[Session, ...] = ()
 
@@ -92,11 +95,14 @@ def figures(events: Sequence[dict[str, Any]], now: float | None = None) -> Figur
     best_eval, best_eval_step = _best(evals)
     state, why = _state(events, time.time() if now is None else now)
     seconds = sum(as_number(e.get("seconds")) for e in steps)
+    device, price = str(start.get("device", "")), start.get("price")
+    price = price if isinstance(price, dict) else {}
+    hourly = as_number(price.get("usd_an_hour"))
     return Figures(
         name=str(start.get("run", "")),
         model=str(recipe.get("model", "")),
         method=str(recipe.get("method", "")),
-        device=str(start.get("device", "")),
+        device=device,
         precision=str(start.get("precision", "")),
         state=state,
         why=why,
@@ -121,6 +127,9 @@ def figures(events: Sequence[dict[str, Any]], now: float | None = None) -> Figur
         efficiency=data.get("efficiency"),
         parameters=parameters.get("total"),
         trainable=parameters.get("trainable"),
+        gpus=0 if not device or device.lower().startswith("cpu") else 1,
+        price=hourly if math.isfinite(hourly) else None,
+        price_note=str(price.get("note", "")),
         recipe=recipe,
         sessions=_sessions(events),
     )

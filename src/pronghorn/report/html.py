@@ -8,11 +8,24 @@ import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pronghorn.report import wording
+from pronghorn.report.answers import Answer, read_answers
 from pronghorn.report.experts import experts_section
 from pronghorn.report.figures import Figures, figures
+from pronghorn.report.html_sections import (
+    MOST_TEXT,
+    answers_section,
+    answers_table,
+    cell,
+    cost_section,
+    data_section,
+    evaluations_section,
+    mark,
+    memory_section,
+)
 from pronghorn.report.html_style import SCRIPT, STYLE
 from pronghorn.report.plots import Plot, Point, Series, draw, smooth
 from pronghorn.report.run_log import as_number, history, read_log
@@ -20,12 +33,7 @@ from pronghorn.report.stages import STAGES
 from pronghorn.report.summary import advise
 
 FILE_NAME = "report.html"
-MOST_GENERATIONS, MOST_NOTICES, MOST_SESSIONS, MOST_TEXT = (
-    30,
-    200,
-    100,
-    3000,
-)  # keeps the page below 2 MB whatever the run says
+MOST_GENERATIONS, MOST_NOTICES, MOST_SESSIONS = 30, 200, 100  # keeps the page below 2 MB whatever the run says
 FEW_STEPS = 40  # below this a smoothed line would say nothing that the points do not
 
 PILLS = {"done": "good", "early stop": "good", "running": "soft", "empty": "soft", "health stop": "bad", "error": "bad"}
@@ -33,7 +41,7 @@ PILLS = {"done": "good", "early stop": "good", "running": "soft", "empty": "soft
 
 def write_html(folder: Path) -> Path:
     """Writes folder/report.html in one go: a reader sees the old page or the new one, never half of one."""
-    page = render_page(read_log(folder), folder.name)
+    page = render_page(read_log(folder), folder.name, read_answers(folder))
     target, part = folder / FILE_NAME, folder / f".{FILE_NAME}.{os.getpid()}"
     try:
         part.write_text(page, encoding="utf-8", errors="replace")
@@ -45,38 +53,60 @@ def write_html(folder: Path) -> Path:
     return target
 
 
-def render_page(events: Sequence[dict[str, Any]], name: str = "run") -> str:
+def render_page(events: Sequence[dict[str, Any]], name: str = "run", answers: Sequence[Answer] = ()) -> str:
     """`name`: for a log that does not say its own."""
     run, kept = figures(events), history(events)
     steps = [e for e in kept if e["event"] == "step"]
     evals = [e for e in kept if e["event"] == "eval"]
+    start: dict[str, Any] = next((e for e in reversed(kept) if e["event"] == "start"), {})
     title = run.name or name
-    body = [_header(run, title), _tiles(run), _plots(run, kept, steps, evals), _stages(run), _generations(evals)]
-    body += [experts_section(kept), _memory(kept), _recipe(run), _notices(events), _sessions(run)]
+    body = [
+        _header(run, title, steps), _tiles(run), _plots(run, kept, steps, evals),
+        evaluations_section(evals, run.best_eval_step), answers_section(answers) or _generations(evals), data_section(start),
+        _stages(run), memory_section(kept), cost_section(run), experts_section(kept), _recipe(run), _notices(events),
+        _sessions(run),
+    ]  # fmt: skip
+    running = f' data-updated="{run.last:.0f}"' if run.state == "running" and run.last is not None else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         # Whatever a model answered: the page loads nothing and sends nothing.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none';style-src 'unsafe-inline';"
         "script-src 'unsafe-inline'\">"
-        f"<title>{escape(title)} · Pronghorn</title><style>{STYLE}</style></head><body><main>"
+        f"<title>{escape(title)} · Pronghorn</title><style>{STYLE}</style></head><body{running}><main>"
         f"{''.join(body)}<footer>Made by Pronghorn from run.jsonl, as of {wording.moment(run.last)}.</footer>"
         f"</main><script>{SCRIPT}</script></body></html>\n"
     )
 
 
-def _header(run: Figures, title: str) -> str:
+def _header(run: Figures, title: str, steps: Sequence[dict[str, Any]]) -> str:
     parts = [run.model, run.method, run.precision, run.device]
     began = f"started {wording.moment(run.began)}" if run.began is not None else ""
     size = ""
     if run.trainable is not None and run.parameters is not None:
         size = f"{wording.count(run.trainable)} of {wording.count(run.parameters)} parameters trained"
     sub = " · ".join(escape(part) for part in [*parts, size, began] if part)
-    why = f'<p class="why">{escape(run.why[:MOST_TEXT])}</p>' if run.why else ""
-    pill = f'<span class="pill {PILLS.get(run.state, "warn")}">{escape(run.state)}</span>'
+    kind = PILLS.get(run.state, "warn")
+    why = f'<p class="why {kind}">{escape(run.why[:MOST_TEXT])}</p>' if run.why else ""
+    if run.state == "running":
+        why = _live(run, steps)
+    pill = f'<span class="pill {kind}">{escape(run.state)}</span>'
     return (
         f'<header><div class="brand">Pronghorn</div><div class="title"><h1>{escape(title)}</h1>{pill}</div>'
         f'<p class="sub">{sub}</p>{why}</header>'
+    )
+
+
+def _live(run: Figures, steps: Sequence[dict[str, Any]]) -> str:
+    of = f" of {run.steps:,}" if run.steps else ""
+    recent = [seconds for e in steps[-50:] if math.isfinite(seconds := as_number(e.get("seconds")))]
+    left = ""
+    if recent and run.step < run.steps:
+        left = f", about {wording.duration((run.steps - run.step) * median(recent))} left"
+    share = 100 * min(1.0, run.step / run.steps) if run.steps else 0.0
+    return (
+        f'<p class="live">running: step {run.step:,}{of}{left}, updated at {wording.second(run.last)}<span></span></p>'
+        f'<div class="done"><i style="width:{share:.1f}%"></i></div>'
     )
 
 
@@ -94,7 +124,7 @@ def _tiles(run: Figures) -> str:
         ("training loss, best", wording.figure(run.best_loss), best_loss),
         ("steps", f"{run.step:,}", planned),
         ("tokens seen", wording.count(run.tokens), full),
-        ("tokens a second", wording.count(run.tokens_per_second), "real tokens, no padding"),
+        ("tokens per second", wording.count(run.tokens_per_second), "real tokens, no padding"),
         ("wall-clock", wording.duration(run.seconds), sessions),
     ]
     return '<dl class="tiles">' + "".join(
@@ -126,11 +156,11 @@ def _plots(
         star = (float(run.best_eval_step), run.best_eval, f"best {wording.figure(run.best_eval)}")
     resumes = [e["resumed_from"] for e in kept if e["event"] == "start" and e.get("resumed_from") is not None]
     breaks = [(float(step), f"resumed at {step:,}") for step in sorted(set(resumes))]
-    lines = [*_with_trend("loss", loss)]
+    lines = [*_with_trend("training", loss)]
     if len(evaluation) > 1:
         lines.append(Series("evaluation line", "eval", evaluation, "line", shown=False))
     lines.append(Series("evaluation", "eval", evaluation, "dots"))
-    main = Plot("Loss", lines, breaks=breaks, star=star, note=note, tall=True)
+    main = Plot("Loss", lines, breaks=breaks, star=star, note=note, tall=True, unit="loss per token", log=True)
     clip = (run.recipe.get("train") or {}).get("clip") if isinstance(run.recipe.get("train"), dict) else None
     level = (float(clip), f"clipped above {clip:g}") if isinstance(clip, (int, float)) else None
     rate = [(x, t / s if s > 0 else math.nan) for (x, t), (_, s) in
@@ -138,9 +168,9 @@ def _plots(
     small = [
         Plot("Learning rate", [Series("learning rate", "train", _column(steps, "lr"))], from_zero=True),
         Plot("Gradient norm", _with_trend("norm", _column(steps, "grad_norm")), from_zero=True, level=level),
-        Plot("Tokens a second", _with_trend("tokens/s", rate), from_zero=True),
+        Plot("Tokens per second", _with_trend("tokens/s", rate), from_zero=True),
     ]
-    return f'<h2>How it learnt</h2>{draw(main)}<div class="grid3">{"".join(draw(plot) for plot in small)}</div>'
+    return f'<h2>Training</h2>{draw(main)}<div class="grid3">{"".join(draw(plot) for plot in small)}</div>'
 
 
 def _stages(run: Figures) -> str:
@@ -173,7 +203,7 @@ def _stages(run: Figures) -> str:
     return (
         f'<h2>Where the time went</h2><div class="card"><div class="stack">{segments}</div>'
         f'<table class="stages">{"".join(rows)}</table>{note}</div>'
-        f'<p class="advice"><b>First thing to change:</b> {escape(advice.change)}{why}</p>'
+        f'<p class="advice"><b>Suggestion:</b> {escape(advice.change)}{why}</p>'
     )
 
 
@@ -183,11 +213,6 @@ def _answers(evaluation: dict[str, Any]) -> dict[str, dict[str, str]]:
     return {str(g.get("prompt", "")): {key: str(g.get(key) or "") for key in ("expected", "answer")} for g in found}
 
 
-def _cell(label: str, text: str, mark: str = "") -> str:
-    short = text if len(text) <= MOST_TEXT else text[:MOST_TEXT] + " …"
-    return f'<td data-label="{escape(label)}">{mark}<div class="said">{escape(short)}</div></td>'
-
-
 def _generations(evals: Sequence[dict[str, Any]]) -> str:
     told = [e for e in evals if _answers(e)]
     if not told:
@@ -195,33 +220,15 @@ def _generations(evals: Sequence[dict[str, Any]]) -> str:
     newest, first = told[-1], told[0]
     columns = [first, newest] if newest is not first else [newest]
     labels = [f"answer at step {e.get('step', 0):,}" for e in columns]
-    head = "".join(f"<th>{escape(label)}</th>" for label in ("prompt", "expected", *labels))
     rows = []
     for prompt, said in list(_answers(newest).items())[:MOST_GENERATIONS]:
-        cells = [_cell("prompt", prompt), _cell("expected", said["expected"])]
+        cells = [cell("prompt", prompt), cell("expected", said["expected"])]
         for evaluation, label in zip(columns, labels, strict=True):
             answer = _answers(evaluation).get(prompt, {}).get("answer", wording.MISSING)
-            same = answer.strip() == said["expected"].strip()
-            mark = (
-                '<span class="mark ok" title="as expected">✓</span>'
-                if same
-                else '<span class="mark ko" title="differs">·</span>'
-            )
-            cells.append(_cell(label, answer, mark))
+            cells.append(cell(label, answer, mark(answer, said["expected"], {})))
         rows.append(f"<tr>{''.join(cells)}</tr>")
-    table = f'<table class="answers"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
-    return f'<h2>What it answers</h2><div class="card">{table}</div>'
-
-
-def _memory(kept: Sequence[dict[str, Any]]) -> str:
-    """The plan that held last, and what was measured under it."""
-    last = next((i for i in range(len(kept) - 1, -1, -1) if kept[i]["event"] == "plan"), None)
-    if last is None:
-        return ""
-    told = [kept[last], *(e for e in kept[last:] if e["event"] == "measured")]
-    lines = [str(line) for event in told for line in event.get("text") or []]
-    shown = escape("\n".join(lines)[: 4 * MOST_TEXT])
-    return f'<h2>Memory</h2><div class="card wide"><pre>{shown}</pre></div>'
+    table = answers_table(("prompt", "expected", *labels), rows)
+    return f'<h2>Answers</h2><div class="card">{table}</div>'
 
 
 def _recipe(run: Figures) -> str:

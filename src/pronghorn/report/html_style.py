@@ -27,6 +27,10 @@ code,.mono{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"Liberation Mo
 .pill.good{color:var(--good)}.pill.bad{color:var(--bad)}.pill.warn{color:var(--warn)}.pill.soft{color:var(--soft)}
 .sub{color:var(--soft);margin-top:8px;overflow-wrap:anywhere}
 .why{margin-top:12px;padding:10px 14px;border-left:3px solid var(--warn);background:var(--card);white-space:pre-wrap}
+.why.good,.why.soft{padding:0;border:0;background:none;color:var(--soft);margin-top:4px}.why.bad{border-color:var(--bad)}
+.live{margin-top:6px;font-weight:600;color:var(--train);font-variant-numeric:tabular-nums}.live span{color:var(--warn)}
+.done{height:5px;border-radius:3px;background:var(--line);margin-top:10px;overflow:hidden}
+.done i{display:block;height:100%;background:var(--train)}
 .tiles{display:grid;grid-template-columns:repeat(4,1fr);gap:1px;margin:30px 0 0;background:var(--line);
 border:1px solid var(--line);border-radius:12px;overflow:hidden}
 .tile{background:var(--card);padding:16px 18px 14px;min-width:0}
@@ -43,8 +47,14 @@ figcaption{display:flex;flex-wrap:wrap;justify-content:space-between;gap:4px 18p
 margin-right:6px;background:var(--c)}
 .legend .faint::before{opacity:.4}.legend .dots::before{width:8px;height:8px;border-radius:50%}
 .train{--c:var(--train)}.eval{--c:var(--eval)}
-.frame{display:grid;grid-template:150px 20px/42px minmax(0,1fr)}
-.tall .frame{grid-template-rows:330px 22px}
+.frame{display:grid;grid-template:150px 38px/42px minmax(0,1fr);position:relative}
+.tall .frame{grid-template:330px 40px/60px minmax(0,1fr)}
+.frame.log,.plot:has([name=log]:checked) .frame{display:none}.plot:has([name=log]:checked) .frame.log{display:grid}
+.switch{color:var(--soft);cursor:pointer;user-select:none}
+.switch input{margin:0 5px 0 0;vertical-align:-1.5px;accent-color:var(--train)}
+.unit{position:absolute;left:0;top:0;height:330px;writing-mode:vertical-rl;transform:rotate(180deg);text-align:center;
+font-size:11.5px;color:var(--soft)}
+.x b{position:absolute;top:22px;left:0;right:0;text-align:center;font-weight:400}
 .area{position:relative;grid-area:1/2;touch-action:pan-y;cursor:crosshair}
 .area svg{position:absolute;inset:0;width:100%;height:100%;overflow:visible;display:block}
 .y,.x{position:relative;font-size:11.5px;color:var(--soft);font-variant-numeric:tabular-nums}
@@ -89,7 +99,7 @@ border-left:4px solid var(--train)}
 .advice b{font-weight:620}.advice span{color:var(--soft)}
 .said{white-space:pre-wrap;overflow-wrap:anywhere;max-height:16em;overflow:auto}
 .answers td{width:25%}.answers .said{font-size:14px}
-.ok{color:var(--good);font-weight:700}.ko{color:var(--faint);font-weight:700}
+.ok{color:var(--good);font-weight:700}.ko{color:var(--bad)}
 .mark{float:left;width:1.4em}
 .recipe{columns:3;column-gap:34px}
 .recipe section{break-inside:avoid;margin-bottom:20px}
@@ -97,13 +107,29 @@ border-left:4px solid var(--train)}
 .recipe dt{color:var(--soft)}.recipe dd{margin:0;overflow-wrap:anywhere;text-align:right}
 .recipe dt,.recipe dd{font-size:13.5px}
 .wide{overflow-x:auto}
+.grid2{display:grid;grid-template-columns:minmax(0,5fr) minmax(0,6fr);gap:24px 44px}
+.facts{margin:0;display:grid;grid-template-columns:auto minmax(0,1fr);gap:5px 22px;align-content:start;
+font-variant-numeric:tabular-nums}
+.facts dt{color:var(--soft)}.facts dd{margin:0;overflow-wrap:anywhere}
+.hist{display:flex;align-items:flex-end;gap:3px;height:150px;padding-bottom:20px;border:0}
+.hist div{flex:1;height:100%;display:flex;align-items:flex-end;position:relative;border-bottom:1px solid var(--line)}
+.hist i{display:block;width:100%;background:var(--eval);border-radius:3px 3px 0 0;opacity:.85}
+.hist b{position:absolute;top:100%;left:0;margin-top:4px;font-size:11px;line-height:1;font-weight:400;color:var(--soft);
+white-space:nowrap;font-variant-numeric:tabular-nums}
+.hist div:nth-child(even) b{display:none}
+.spaced{margin-top:20px}td.path{overflow-wrap:anywhere}
+.scores{margin:0 0 16px;grid-template-columns:repeat(auto-fit,minmax(170px,1fr))}
+.evals th:last-child{color:var(--eval);padding-left:14px;width:1%;border-bottom:1px solid var(--line);padding-top:7px}
+.evals tr:last-child th{border:0}.evals .best td{color:var(--eval);font-weight:600}
+details{margin-top:14px}summary{cursor:pointer;color:var(--soft)}pre{font-size:12.5px;margin:10px 0 0}
 ul.notices{margin:0;padding:0;list-style:none}
 ul.notices li{padding:7px 0;border-bottom:1px solid var(--line);overflow-wrap:anywhere;white-space:pre-wrap}
 ul.notices li:last-child{border:0}ul.notices time{color:var(--soft);margin-right:14px;font-size:13px}
 footer{margin-top:56px;color:var(--faint);font-size:12.5px}
-@media(max-width:900px){.grid3{grid-template-columns:minmax(0,1fr)}.recipe{columns:2}.tiles{grid-template-columns:repeat(2,1fr)}}
+@media(max-width:900px){.grid3{grid-template-columns:minmax(0,1fr)}.recipe{columns:2}
+.grid2{grid-template-columns:minmax(0,1fr)}.tiles{grid-template-columns:repeat(2,1fr)}}
 @media(max-width:640px){main{padding:28px 16px 48px}h1{font-size:27px}h2{margin-top:40px}.recipe{columns:1}
-.card,.plot{padding:15px 14px}.tall .frame{grid-template-rows:240px 22px}
+.card,.plot{padding:15px 14px}.tall .frame{grid-template-rows:240px 40px}.unit{height:240px}
 .tile{padding:12px 14px 10px}.tile dd{font-size:21px}
 .stages .bar{display:none}.stages .key{width:auto}
 .answers thead{display:none}.answers td{display:block;width:auto;border:0;padding:4px 0}
@@ -118,7 +144,8 @@ for (const figure of document.querySelectorAll('figure.plot')) {
   const source = figure.querySelector('script');
   if (!source) continue;
   const data = JSON.parse(source.textContent);
-  const area = figure.querySelector('.area'), cursor = figure.querySelector('.cursor'), tip = figure.querySelector('.tip');
+  for (const area of figure.querySelectorAll('.area')) {
+  const cursor = area.querySelector('.cursor'), tip = area.querySelector('.tip');
   const nearest = (xs, x) => {
     let low = 0, high = xs.length - 1;
     while (high - low > 1) { const middle = (low + high) >> 1; if (xs[middle] < x) low = middle; else high = middle; }
@@ -156,5 +183,21 @@ for (const figure of document.querySelectorAll('figure.plot')) {
   area.addEventListener('pointermove', show);
   area.addEventListener('pointerdown', show);
   area.addEventListener('pointerleave', () => { cursor.style.display = tip.style.display = 'none'; });
+  }
+}
+// The switch outlives a reload: it is kept behind the # of the address.
+for (const box of document.querySelectorAll('[name=log]')) {
+  box.checked = location.hash === '#log';
+  box.addEventListener('change', () => history.replaceState(null, '', box.checked ? '#log' : '#'));
+}
+// While the run goes on, the file is written anew; a page that is looked at follows it.
+const updated = Number(document.body.dataset.updated);
+if (updated) {
+  const news = document.querySelector('.live span');
+  setInterval(() => {
+    const silent = Math.round((Date.now() / 1000 - updated) / 60);
+    if (silent >= 15) news.textContent = ' (no news for ' + silent + ' minutes: the run may have been stopped)';
+    if (!document.hidden && !getSelection().toString()) location.reload();
+  }, 20000);
 }
 """

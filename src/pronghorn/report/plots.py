@@ -37,6 +37,8 @@ class Plot:
     star: tuple[float, float, str] | None = None  # the best point
     note: str = ""
     tall: bool = False
+    unit: str = ""  # what the y axis counts; small plots say it in their title
+    log: bool = False  # with a switch to a logarithmic y axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,14 @@ class Scale:
     x1: float
     y0: float
     y1: float
+    log: bool = False
 
     def x(self, value: float) -> float:
         return (value - self.x0) / (self.x1 - self.x0)
 
     def y(self, value: float) -> float:
+        if self.log:
+            return math.log(max(value, self.y0) / self.y0) / math.log(self.y1 / self.y0)
         return (value - self.y0) / (self.y1 - self.y0)
 
     def y_inside(self, value: float) -> float:
@@ -100,6 +105,15 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 of each power of ten, or round numbers where that would be too few; of many powers only some."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    digits: tuple[int, ...] = (1, 2, 5) if len(powers) <= 4 else (1,)
+    found = [digit * 10.0**power for power in powers[:: max(1, len(powers) // 6)] for digit in digits]
+    inside = [tick for tick in found if low <= tick <= high]
+    return inside if len(inside) >= 3 else [tick for tick in ticks(low, high) if tick > 0]
+
+
 def tick_text(value: float) -> str:
     """0 · 0.5 · 2e-4 · 1,500 · 150k · 2.5M"""
     size = abs(value)
@@ -125,23 +139,37 @@ def draw(plot: Plot) -> str:
     scale = Scale(*_x_range(series), *_y_range(plot, series))
     above = sum(y > scale.y1 for s in series for _, y in s.points)
     series = [Series(s.name, s.colour, thin(s.points), s.kind, s.shown) for s in series]
-    y_ticks = ticks(scale.y0, scale.y1, 5 if plot.tall else 3)
-    x_ticks = [t for t in ticks(scale.x0, scale.x1, 6 if plot.tall else 4) if t == round(t)]
-    labels_y = "".join(f'<span style="bottom:{100 * scale.y(t):.2f}%">{tick_text(t)}</span>' for t in y_ticks)
-    labels_x = "".join(f'<span style="left:{100 * scale.x(t):.2f}%">{tick_text(t)}</span>' for t in x_ticks)
     legend = "".join(f'<span class="{s.colour} {s.kind}">{escape(s.name)}</span>' for s in series if s.shown)
     hidden = f"{above:,} {'step lies' if above == 1 else 'steps lie'} above the frame." if above else ""
     note = " ".join(filter(None, (plot.note, hidden)))
+    frames = _frame(plot, series, scale)
+    switch = ""
+    if plot.log and (lowest := min((y for s in series for _, y in s.points if y > 0), default=0.0)) and scale.y1 > lowest:
+        on_log = Scale(scale.x0, scale.x1, lowest / 1.1, scale.y1, log=True)
+        frames += _frame(plot, series, on_log)
+        switch = '<label class="switch"><input type="checkbox" name="log">log scale</label>'
     return (
         f'<figure class="plot{" tall" if plot.tall else ""}"><figcaption><h3>{escape(plot.title)}</h3>'
-        + (f'<div class="legend">{legend}</div>' if plot.tall else "")
-        + f'</figcaption><div class="frame"><div class="y">{labels_y}</div><div class="area">'
+        + (f'<div class="legend">{legend}{switch}</div>' if plot.tall else "")
+        + f"</figcaption>{frames}"
+        + (f'<p class="note">{escape(note)}</p>' if note else "")
+        + f'<script type="application/json">{_numbers(series, scale)}</script></figure>'
+    )
+
+
+def _frame(plot: Plot, series: Sequence[Series], scale: Scale) -> str:
+    """The axes and what is drawn between them. The switch shows one of two: with and without `log`."""
+    y_ticks = log_ticks(scale.y0, scale.y1) if scale.log else ticks(scale.y0, scale.y1, 5 if plot.tall else 3)
+    x_ticks = [t for t in ticks(scale.x0, scale.x1, 6 if plot.tall else 4) if t == round(t)]
+    labels_y = "".join(f'<span style="bottom:{100 * scale.y(t):.2f}%">{tick_text(t)}</span>' for t in y_ticks)
+    labels_x = "".join(f'<span style="left:{100 * scale.x(t):.2f}%">{tick_text(t)}</span>' for t in x_ticks)
+    unit = f'<div class="unit">{escape(plot.unit)}</div>' if plot.unit else ""
+    return (
+        f'<div class="frame{" log" if scale.log else ""}">{unit}<div class="y">{labels_y}</div><div class="area">'
         f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" aria-label="{escape(plot.title)}">'
         f"{_shapes(plot, series, scale, y_ticks)}</svg>{_marks(plot, scale)}"
         '<div class="cursor"></div><div class="tip"></div></div>'
-        f'<div class="x">{labels_x}</div></div>'
-        + (f'<p class="note">{escape(note)}</p>' if note else "")
-        + f'<script type="application/json">{_numbers(series, scale)}</script></figure>'
+        f'<div class="x">{labels_x}<b>step</b></div></div>'
     )
 
 

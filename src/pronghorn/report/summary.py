@@ -1,4 +1,4 @@
-"""The end of a run on half a screen: how it learnt, what it cost, where the time went and the first thing to change."""
+"""The end of a run on half a screen: loss, cost, where the time went, and a suggestion."""
 
 from __future__ import annotations
 
@@ -40,10 +40,9 @@ def advise(run: Figures) -> Advice:
 
 
 def summary(events: Sequence[dict[str, Any]], gpus: int | None = None, price_per_hour: float | None = None) -> dict[str, Any]:
-    """The figures, for `--json` and for `render`. `gpus`: by default one if the run's device is a GPU."""
+    """The figures, for `--json` and for `render`. `gpus` and price: by default what the log says."""
     run = figures(events)
-    number = (0 if run.device.lower().startswith("cpu") or not run.device else 1) if gpus is None else gpus
-    spent = cost(run.stages, number, price_per_hour)
+    spent = cost(run.stages, run.gpus if gpus is None else gpus, run.price if price_per_hour is None else price_per_hour)
     largest = max(run.stages, key=lambda stage: run.stages[stage]) if any(run.stages.values()) else None
     facts = asdict(run)
     for name in ("recipe", "sessions"):
@@ -67,8 +66,7 @@ def render(facts: dict[str, Any]) -> RenderableType:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     table.add_row("run", Text(" · ".join(p for p in (facts["name"], facts["model"], facts["method"], facts["device"]) if p)))
-    state = f"{facts['state']} at step {facts['step']:,}" + (f" of {facts['steps']:,}" if facts["steps"] else "")
-    table.add_row("ended", Text(f"{state}: {facts['why']}" if facts["why"] else state))
+    table.add_row("ended", Text(_end_line(facts)))
     for label, kind in (("loss", "loss"), ("evaluation", "eval")):
         if facts[f"first_{kind}"] is not None:
             perplexity = number(facts["perplexity"]) if kind == "eval" else None
@@ -90,13 +88,19 @@ def render(facts: dict[str, Any]) -> RenderableType:
             Text(share_bar(share, 30), style=style),
         )
     advice = facts["advice"]
-    closing = Text.assemble(("first thing to change  ", "bold"), advice["change"])
+    closing = Text.assemble(("suggestion: ", "bold"), advice["change"])
     if advice["why"]:
         closing.append(f"\n  {advice['why']}", style="dim")
-    most = sorted(shares, key=lambda stage: -shares[stage])[:2]
-    named = ", then ".join(f"{stage} ({wording.percent(shares[stage])})" for stage in most)
-    head = [Text(f"\nwhat cost most: {named}", style="bold")] if most else []
+    head = [Text("\nwhere the time went", style="bold")] if shares else []
     return Group(table, *head, stages, Text(), closing)
+
+
+def _end_line(facts: dict[str, Any]) -> str:
+    """finished: 6 of 6 steps · early stop after 4 of 6 steps: held-out loss ... · interrupted after 2 of 6 steps"""
+    steps = f"{facts['step']:,} of {counted(facts['steps'], 'step')}" if facts["steps"] else counted(facts["step"], "step")
+    if facts["state"] == "done":
+        return f"finished: {steps}"
+    return f"{facts['state']} after {steps}" + (f": {facts['why']}" if facts["why"] else "")
 
 
 def _float(value: Any) -> float | None:
@@ -121,7 +125,7 @@ def _time_line(facts: dict[str, Any]) -> str:
     if spent["gpu_hours"]:
         parts.append(f"{spent['gpu_hours']:.2f} GPU hours, {wording.percent(spent['wasted_share'])} of them outside training")
     if spent["money"] is not None:
-        parts.append(f"cost {spent['money']:,.2f}")
+        parts.append(f"about {spent['money']:,.2f} USD")
     return ", ".join(parts)
 
 

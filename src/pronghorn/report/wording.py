@@ -73,6 +73,12 @@ def moment(unix: float | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix))
 
 
+def second(unix: float | None) -> str:
+    if unix is None or not math.isfinite(unix):
+        return MISSING
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))
+
+
 def one_line(text: str, width: int) -> str:
     """Text of unknown origin on one line of at most `width` characters; escape sequences lose their power."""
     line = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))

@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import resource
+import sys
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -24,11 +26,13 @@ from pronghorn import __version__
 from pronghorn.data.batches import StepBatch
 from pronghorn.data.prepare import evaluation_prompts
 from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, PronghornError, counted
+from pronghorn.memory.gpus import PRICES_AS_OF, local_gpu
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.generate import generate_answers
 from pronghorn.model.quantized import count_parameters
 from pronghorn.recipe import Recipe, steps_between
 from pronghorn.report.html import write_html
+from pronghorn.report.live import LiveReport
 from pronghorn.report.run_log import RunLog
 from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint import capture_rng, clean_leftovers, restore_rng
@@ -42,6 +46,7 @@ from pronghorn.train.setup import Session, set_up
 from pronghorn.train.signals import StopRequest
 from pronghorn.train.spikes import GaveUp, LeftOut, Rewind
 
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of what getrusage counts
 FIRST_STEP = "first step"  # a progress of its own
 ANSWER_TOKENS = 64  # of each held-out generation: enough to see what the model does, short enough not to hold the run up
 
@@ -122,6 +127,7 @@ class _Run:
         self._mark = 0.0  # when the last step ended
         self._saver = Saver(session, folder, log, stages)
         self._left_out = LeftOut.of(folder)
+        self._page = LiveReport(folder)
         self._seconds: list[float] = []  # of the first steps under the plan
         self._eval_every = steps_between(session.recipe.eval.every, session.data.total_steps)
         self._save_every = steps_between(session.recipe.checkpoint.every, session.data.total_steps)
@@ -165,7 +171,7 @@ class _Run:
                 self._leave_for(stop.signal_number)
         if verdict:
             return "early stop", verdict
-        return "done", "the one step" if total == 1 else f"all {total:,} steps"
+        return "done", ""
 
     def _pause(self, evaluates: bool, last: bool) -> str:
         """Everything begun is finished; then evaluation and checkpoint, where they are due. Returns the reason to stop."""
@@ -176,6 +182,8 @@ class _Run:
         best_now = session.progress.best_step == session.step
         if session.step % self._save_every == 0 or last or best_now or verdict:
             self._saver.save()
+        if not last:
+            self._page.refresh(news=evaluates)
         self._mark = time.perf_counter()
         return verdict
 
@@ -267,7 +275,7 @@ class _Run:
             seen_tokens=session.seen_tokens,
         )
         self._compare_with_plan(now - self._mark)
-        self._mark = now
+        self._mark = time.perf_counter() if self._page.refresh() else now  # a page is no part of the next step's time
         self._saver.finished(session.step)
 
     def _look_at_loss(self, done: _UnderWay, loss: float) -> None:
@@ -381,9 +389,11 @@ class _Run:
                         "trainable": sum(p.numel() for p in trainable(model).values())},
             data=session.data.summary(session.recipe.train.capacity),
             eval_documents=len(session.data.evaluation) if session.data.evaluation is not None else 0,
+            **_price(session.device),
         )
         self._tell()
         self._log_plan()
+        self._page.refresh(news=True)
 
     def _tell(self) -> None:
         while self.session.notices:
@@ -421,9 +431,9 @@ class _Run:
         progress = self.session.progress
         best = {"step": progress.best_step, "loss": progress.best_loss} if progress.best_step is not None else None
         self.log.write("stages", **self.stages.event())
-        self.log.write("end", **end, step=self.session.step, exit_code=code, best=best)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
+        self.log.write("end", **end, step=self.session.step, exit_code=code, best=best, host_peak_bytes=peak)
         self._write_report(must=code == 0)
-
 
     def _write_report(self, *, must: bool) -> None:
         """Where the run ends with an error, that is what to tell, and not that the same disk took no report either."""
@@ -440,6 +450,14 @@ class _Run:
 def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), "pronghorn": __version__,
             **{name: version(name) for name in ("torch", "transformers", "peft")}}
+
+
+def _price(device: torch.device) -> dict[str, Any]:
+    """What an hour of this GPU costs, for the report; nothing where we know no price."""
+    gpu = local_gpu(device)
+    if gpu is None or gpu.price is None:
+        return {}
+    return {"price": {"usd_an_hour": gpu.price, "note": f"a list price of {PRICES_AS_OF}"}}
 
 
 def _device_name(device: torch.device) -> str:

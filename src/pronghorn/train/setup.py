@@ -15,7 +15,7 @@ import torch
 
 from pronghorn.data.batches import BatchLoader, Cursor, Shapes, build_batch, steps_per_epoch
 from pronghorn.data.packing import Packs, pack
-from pronghorn.data.prepare import hold_out, prepare
+from pronghorn.data.prepare import Counts, hold_out, prepare
 from pronghorn.data.tokens import TokenTable, load_tokenizer
 from pronghorn.errors import DataError, ModelError, RecipeError, counted
 from pronghorn.model.causal_lm import engine_of, install, require_isolated_documents
@@ -39,6 +39,7 @@ from pronghorn.model.text_stack import freeze_beside_text
 from pronghorn.model.weight_files import require_whole_weights
 from pronghorn.recipe import Lora, Recipe
 from pronghorn.train.checkpoint import TrainState, restore_rng
+from pronghorn.train.data_facts import data_facts
 from pronghorn.train.evaluate import Progress
 from pronghorn.train.health import refuse_broken_weights, require_trainable
 from pronghorn.train.memory import RunMemory, plan_memory
@@ -62,6 +63,7 @@ class RunData:
     first_epoch: Packs
     total_steps: int
     pad_id: int
+    counts: Counts  # what became of the rows of data.train
 
     @property
     def keys(self) -> dict[str, str]:
@@ -75,6 +77,7 @@ class RunData:
             "loss_tokens": int(self.train.loss_counts.sum()),
             "packs": len(self.first_epoch),
             "efficiency": self.first_epoch.efficiency(self.train.lengths, capacity),
+            **data_facts(self.counts, self.train),
         }
 
 
@@ -139,7 +142,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: Stage
         first = pack(train.lengths, spec.capacity, seed=spec.seed, epoch=0)
         total = spec.steps or _steps(recipe, train, first, report)
     pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
-    return RunData(train, evaluation, remarks, first, total, pad_id)
+    return RunData(train, evaluation, remarks, first, total, pad_id, prepared.counts)
 
 
 def _steps(recipe: Recipe, train: TokenTable, first: Packs, report: Report) -> int:

@@ -1,0 +1,32 @@
+"""What the run's log says of its data: rows are counted where they leave, and every document is in the histogram."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+from pronghorn.data.tokens import load_tokenizer
+from pronghorn.recipe import Recipe
+from pronghorn.report.run_log import plain
+from pronghorn.train.setup import prepare_data
+from samples import chat_rows, write_rows
+
+
+def test_rows_drops_sources_and_lengths(recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
+    rows = chat_rows(20)
+    rows += [rows[0], {"messages": [{"role": "user", "content": "long " * 200}, {"role": "assistant", "content": "yes"}]}]
+    one, two = write_rows(tmp_path / "one.jsonl", rows), write_rows(tmp_path / "two.jsonl", chat_rows(5, seed=9))
+    recipe = recipe_for(data={"train": [str(one), str(two)], "duplicates": "drop-exact", "long": "drop", "eval": 0.2})
+    tokenizer = load_tokenizer(recipe.model, recipe.data)
+    data = prepare_data(recipe, tokenizer, report=lambda *_: None, stage=lambda _: nullcontext())
+    facts = data.summary(recipe.train.capacity)
+    assert plain(facts) == facts
+    assert facts["read"] == 27
+    assert facts["dropped"] == {"exact duplicate": 1, "too long": 1}
+    assert data.evaluation is not None
+    assert facts["documents"] + len(data.evaluation) == 25
+    assert [(Path(source["name"]).name, source["rows"]) for source in facts["sources"]] == [("one.jsonl", 22), ("two.jsonl", 5)]
+    lengths = facts["lengths"]
+    assert sum(rows for _, _, rows in lengths["bins"]) == facts["documents"]
+    assert lengths["shortest"] <= lengths["median"] <= lengths["p95"] <= lengths["longest"] <= recipe.data.max_length
