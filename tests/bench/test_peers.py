@@ -8,8 +8,14 @@ import pytest
 
 from pronghorn.bench import ours, peers
 from pronghorn.bench.meter import Meter
+from pronghorn.bench.weights import make_model_folder
 from pronghorn.bench.workloads import WORKLOADS
 from pronghorn.model.causal_lm import engine_of
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _weights() -> None:
+    make_model_folder("tiny")
 
 
 def meter() -> Meter:
