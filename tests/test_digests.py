@@ -60,3 +60,15 @@ def test_without_a_place_for_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "a").write_bytes(bytes(6000))
     monkeypatch.setattr(time, "time_ns", lambda: 2 * 10**18 + 10**18)
     assert file_digest(tmp_path / "a") == file_digest(tmp_path / "a")
+
+
+@pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 3500])
+def test_what_is_written_piece_by_piece_has_the_digests_of_the_file(tmp_path: Path, size: int) -> None:
+    content = bytes(n % 251 for n in range(size))
+    (tmp_path / "a").write_bytes(content)
+    written = digests.BlockDigests()
+    for at in range(0, size, 7 * 64):
+        written.add(memoryview(content[at : at + 7 * 64]))
+        assert written.copy().blocks == written.blocks
+    with (tmp_path / "a").open("rb") as file:
+        assert (written.blocks, written.size) == (digests.block_digests(file.fileno(), size), size)

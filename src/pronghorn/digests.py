@@ -18,7 +18,7 @@ import threading
 import time
 from pathlib import Path
 
-from pronghorn.folders import cache_folder
+from pronghorn.folders import cache_folder, remove_left_behind, temporary
 
 BLOCK = 4 << 20
 MOST_THREADS = 8
@@ -52,6 +52,34 @@ def block_digests(descriptor: int, size: int) -> list[str]:
     return found
 
 
+class BlockDigests:
+    """The same digests, of what is written, piece by piece."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._blocks: list[str] = []
+        self._open = hashlib.sha256()
+
+    def add(self, data: memoryview) -> None:
+        while len(data):
+            room = BLOCK - self.size % BLOCK
+            self._open.update(data[:room])
+            self.size += len(data[:room])
+            data = data[room:]
+            if self.size % BLOCK == 0:
+                self._blocks.append(self._open.hexdigest()[:HEX])
+                self._open = hashlib.sha256()
+
+    def copy(self) -> BlockDigests:
+        other = BlockDigests()
+        other.size, other._blocks, other._open = self.size, list(self._blocks), self._open.copy()
+        return other
+
+    @property
+    def blocks(self) -> list[str]:
+        return [*self._blocks, *([self._open.hexdigest()[:HEX]] if self.size % BLOCK else [])]
+
+
 def file_digest(path: Path) -> str:
     """Of all bytes of a file; raises OSError when it cannot be read."""
     now = time.time_ns()
@@ -67,6 +95,7 @@ def file_digest(path: Path) -> str:
         if worth and _state(file.fileno()) == before and now - max(before[3:]) > SURE_AFTER:
             try:
                 name.parent.mkdir(parents=True, exist_ok=True)
+                remove_left_behind(name.parent)
                 write_sealed(name, json.dumps({"state": before, "digest": digest}))
             except OSError:
                 pass  # nothing is lost but the time to read it again
@@ -95,12 +124,12 @@ def _cores() -> int:
 
 def write_sealed(path: Path, text: str) -> None:
     """The text under a line with its SHA-256; appears whole or not at all. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside = temporary(path)
     try:
-        temporary.write_text(f"{text_digest(text)}\n{text}", encoding="utf-8")
-        temporary.replace(path)
+        beside.write_text(f"{text_digest(text)}\n{text}", encoding="utf-8")
+        beside.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
 
 
 def read_sealed(path: Path) -> str:

@@ -6,17 +6,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from token_rows import mask_of, some_rows
+from token_rows import mask_of, some_rows, write_table
 
 from pronghorn import digests
 from pronghorn.data import token_cache
-from pronghorn.data.token_cache import DamagedError, open_table, read_note, write_note, write_table
+from pronghorn.data.token_cache import DamagedError, open_table, read_note, write_note
 from pronghorn.data.tokens import TokenTable, record_batch
 from pronghorn.errors import EnvironmentFault
 
@@ -116,25 +114,6 @@ def test_notes_carry_their_own_checksum(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(DamagedError):
             read_note(path)
-
-
-def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
-    def batches() -> Iterator[Any]:
-        yield record_batch(some_rows(5))
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_table(tmp_path / "t.arrow", batches())
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_a_killed_process_left_behind_goes_after_a_day(tmp_path: Path) -> None:
-    old, young = tmp_path / ".a.arrow.17.tmp", tmp_path / ".b.arrow.18.tmp"
-    for file, age in ((old, 90_000), (young, 3_600)):
-        file.write_bytes(b"half of it")
-        os.utime(file, (time.time() - age,) * 2)
-    write_table(tmp_path / "t.arrow", [])
-    assert sorted(file.name for file in tmp_path.iterdir()) == [young.name, "t.arrow"]
 
 
 def test_a_full_disk_can_be_repaired_and_the_command_repeated() -> None:

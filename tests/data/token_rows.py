@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 
+from pronghorn.data.partial_table import PartialTable
+from pronghorn.data.token_cache import Seal
 from pronghorn.data.tokens import TokenRow
 
 
@@ -20,3 +26,12 @@ def some_rows(count: int) -> list[TokenRow]:
 
 def mask_of(row: TokenRow) -> list[bool]:
     return [any(start <= at < stop for start, stop in row.runs) for at in range(len(row.ids))]
+
+
+def write_table(path: Path, batches: Iterable[Any]) -> Seal:
+    with PartialTable(path) as partial:
+        for batch in batches:
+            partial.add(batch, [], {})
+        seal = partial.finish()
+        partial.publish(None)
+    return seal

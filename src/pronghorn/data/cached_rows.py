@@ -3,7 +3,8 @@
 The cache's key is all that decides the tokens: the content of the sources, the tokenizer's files and template, format, loss_on,
 bad_rows, names of columns and roles, max_rows. (Not the date: a template that writes today's date keeps the day of the first
 tokenizing, so that a resumed run sees the same tokens.) What lies there is checked before it is used (token_cache.py); damaged,
-it is made again, and that is told.
+it is made again, and that is told. An interrupted tokenizing goes on behind its last whole chunk of rows (partial_table.py):
+the rows before it are read again, which takes a fiftieth of the time, and not tokenized.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,27 +23,28 @@ from typing import Any
 from pronghorn.data import clean, sources
 from pronghorn.data.encode import Encoder
 from pronghorn.data.encoding_pool import CHUNK, EncodingPool
-from pronghorn.data.formats import Example, detect_format, to_example
+from pronghorn.data.formats import Example, Format, detect_format, to_example
+from pronghorn.data.partial_table import Note, PartialTable
 from pronghorn.data.renaming import Renaming, cache_key
+from pronghorn.data.row_counts import expected_rows
 from pronghorn.data.source_files import BadRow, Source
 from pronghorn.data.sources import RawRow
 from pronghorn.data.token_cache import (
     DamagedError,
     Seal,
     bytes_digest,
-    cannot_write,
     open_table,
     read_note,
     write_note,
-    write_table,
 )
 from pronghorn.data.tokens import TokenTable, fingerprint, loaded
 from pronghorn.errors import DataError, EnvironmentFault, counted
 from pronghorn.folders import cache_folder
 from pronghorn.recipe import Data
 
-CACHE_VERSION = 4  # raise it when the same input is tokenized or laid out differently
+CACHE_VERSION = 5  # raise it when the same input is tokenized or laid out differently
 ROWS_TO_KNOW_A_FORMAT = 100
+FIRST_BAD_ROWS = 3  # named in an error, besides the first of all
 
 Progress = Callable[[str, int, int], None]
 Stage = Callable[[str], AbstractContextManager[Any]]
@@ -100,15 +102,16 @@ def tokenized_rows(
         return cached
     with stage("load"):
         encoder = Encoder(loaded(tokenizer), spec.loss_on)
-    work = _Tokenizing(found, states, spec, encoder, progress, stage)
-    seal = write_table(path, work.batches())
-    aside = path.with_suffix(".bad.jsonl")
-    if work.bad:
-        lines = (json.dumps(asdict(row), ensure_ascii=False) for row in work.bad)
-        _write_text(aside, "".join(f"{line}\n" for line in lines))
-    meta = {"read": work.read, "bad": len(work.bad), "empty": work.empty, "sources": list(map(asdict, work.counts)),
-            "seal": asdict(seal), "aside": bytes_digest(aside) if work.bad else ""}
-    write_note(path.with_suffix(".json"), json.dumps(meta))
+    with PartialTable(path) as partial:
+        work = _Tokenizing(found, states, spec, encoder, progress, stage)
+        work.into(partial)
+        counts, aside = work.counts, path.with_suffix(".bad.jsonl") if work.counts.bad else None
+        meta = {"read": counts.read, "bad": counts.bad, "empty": counts.empty, "sources": list(map(asdict, counts.sources)),
+                "seal": asdict(partial.finish()), "aside": bytes_digest(partial.aside) if aside else ""}
+        write_note(path.with_suffix(".json"), json.dumps(meta))
+        partial.publish(aside)
+    if work.went_on:
+        remarks += (f"went on behind the first {counted(work.went_on, 'row')}, tokenized before the last interruption",)
     try:
         rows = _open(path)
     except DamagedError as error:
@@ -120,7 +123,7 @@ def tokenized_rows(
 
 
 def _key(found: Sequence[Source], spec: Data, tokenizer: str) -> str:
-    parts: list[Any] = [CACHE_VERSION, version("transformers"), version("tokenizers"), tokenizer]
+    parts: list[Any] = [CACHE_VERSION, CHUNK, version("transformers"), version("tokenizers"), tokenizer]
     parts += [spec.format, spec.loss_on, spec.bad_rows, *cache_key(spec)]
     parts += [[source.name, sources.fingerprint(source)] for source in found]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
@@ -138,90 +141,151 @@ def _open(path: Path) -> Rows | None:
     return Rows(open_table(path, Seal(**meta["seal"])), path, meta["read"], meta["bad"], meta["empty"], counts)
 
 
-def _write_text(path: Path, text: str) -> None:
-    try:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise cannot_write(path, error) from error
+@dataclass(slots=True)
+class _Counts:
+    """What is known of all rows of the chunks that are written."""
+
+    read: int = 0
+    bad: int = 0
+    empty: int = 0
+    sources: list[SourceCount] = field(default_factory=list)
+
+    def add(self, note: Note) -> None:
+        """Of one chunk more."""
+        self.read, self.bad, self.empty = self.read + note["read"], self.bad + note["bad"], self.empty + note["empty"]
+        if len(self.sources) <= note["source"]:
+            self.sources.append(SourceCount(note["name"], note["format"], 0))
+        before = self.sources[note["source"]]
+        self.sources[note["source"]] = replace(before, read=before.read + note["read"])
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Rows of one source that are tokenized together."""
+
+    source: int
+    name: str
+    format: Format
+    read: int
+    empty: int = 0
+    examples: list[Example] = field(default_factory=list)
+    bad: list[BadRow] = field(default_factory=list)  # that could not be read, or are no example
+
+    def note(self, bad: int) -> Note:
+        return {"source": self.source, "name": self.name, "format": self.format, "read": self.read, "empty": self.empty,
+                "bad": bad}
 
 
 class _Tokenizing:
-    """One pass over the sources; what it counts is complete when `batches` is exhausted."""
+    """One pass over the sources, behind what is there already. No more is held than the chunks under way."""
 
     def __init__(self, found: Sequence[Source], states: Sequence[tuple[int, ...]], spec: Data, encoder: Encoder,
                  progress: Progress, stage: Stage) -> None:
         self._states = states
-        self._found, self._spec, self._encoder, self._progress, self._stage = found, spec, encoder, progress, stage
+        self._found, self._spec, self._encoder, self._tell, self._stage = found, spec, encoder, progress, stage
         self._renaming = Renaming(spec)
-        self.read, self.empty, self.counts, self.bad = 0, 0, list[SourceCount](), list[BadRow]()
+        self._expected = 0
+        self._skip = self._skipped = 0  # chunks that are there already; rows of them that were read again
+        self._any_bad = False
+        self._waiting: deque[_Chunk] = deque()
+        self.counts = _Counts()
+        self.went_on = 0
 
-    def batches(self) -> Iterator[Any]:
-        with EncodingPool(self._encoder, waiting=lambda: self._progress("tokenizing", self.read, 0)) as pool:
-            for source in self._found:
-                for examples in self._examples(source):
-                    # After a bad row that stops the run, the rest is only read, to count how many more there are.
-                    if self.bad and self._spec.bad_rows == "stop":
-                        continue
+    def into(self, partial: PartialTable) -> None:
+        self._skip = len(partial.notes)
+        for note in partial.notes:
+            self.counts.add(note)
+        self.went_on, self._any_bad = self.counts.read, self.counts.bad > 0
+        with self._stage("read"):
+            self._expected = expected_rows(self._found, self._spec.max_rows)
+        with EncodingPool(self._encoder, waiting=self._progress) as pool:
+            for number, source in enumerate(self._found):
+                for chunk in self._chunks(number, source):
+                    self._any_bad = self._any_bad or bool(chunk.bad)
+                    self._waiting.append(chunk)
                     with self._stage("tokenize"):
-                        done = list(pool.give(examples))
-                    yield from self._good(done)
-                    self._progress("tokenizing", self.read, 0)
+                        done = list(pool.give(chunk.examples))
+                    self._write(partial, done)
             with self._stage("tokenize"):
                 done = list(pool.rest())
-            yield from self._good(done)
+            self._write(partial, done)
         for source, state in zip(self._found, self._states, strict=True):
             sources.require_unchanged(source, state)  # else the cache would have these rows under the digest of others
-        if self.bad and (self._spec.bad_rows == "stop" or len(self.bad) == self.read):
-            raise _bad_rows(self.bad, self.read)
+        counts = self.counts
+        if counts.bad and (self._spec.bad_rows == "stop" or counts.bad == counts.read):
+            with partial.aside.open(encoding="utf-8") as lines:
+                first = [BadRow(**json.loads(line)) for line in itertools.islice(lines, 1 + FIRST_BAD_ROWS)]
+            raise _bad_rows(first, counts.bad, counts.read)
+        self._tell("tokenizing", counts.read, counts.read)
 
-    def _good(self, done: Sequence[tuple[Any, list[BadRow]]]) -> Iterator[Any]:
-        for batch, bad in done:
-            self.bad += bad
-            if batch.num_rows:
-                yield batch
+    def _write(self, partial: PartialTable, done: Sequence[tuple[Any, list[BadRow]]]) -> None:
+        """What is done comes in the order in which it was given; chunks without an example were not given."""
+        results = iter(done)
+        while self._waiting:
+            chunk = self._waiting[0]
+            result = next(results, None) if chunk.examples else (None, [])
+            if result is None:
+                break
+            self._waiting.popleft()
+            batch, bad = result
+            self._any_bad = self._any_bad or bool(bad)
+            note = chunk.note(len(chunk.bad) + len(bad))
+            partial.add(batch, [*chunk.bad, *bad], note)
+            self.counts.add(note)
+        self._progress()
 
-    def _examples(self, source: Source) -> Iterator[list[Example]]:
-        """The rows of a source as examples, in chunks; what is no example is kept in `bad`."""
-        before, bad_before = self.read, len(self.bad)
-        reader: Iterator[RawRow] = itertools.islice(sources.read(source, self.bad.append), self._spec.max_rows)
+    def _progress(self) -> None:
+        """The last row is told of when all is written: a bar that is full is taken away."""
+        if not self._expected or self.counts.read < self._expected:
+            self._tell("tokenizing", self.counts.read, self._expected)
+
+    def _chunks(self, number: int, source: Source) -> Iterator[_Chunk]:
+        """The rows of a source, without the chunks that are there already."""
+        unread: list[BadRow] = []
+        reader: Iterator[RawRow] = itertools.islice(sources.read(source, unread.append), self._spec.max_rows)
         with self._stage("read"):
             head = list(itertools.islice(reader, ROWS_TO_KNOW_A_FORMAT))
-            unread = len(self.bad) - bad_before  # rows that are not even JSON
             if not head and unread:
-                raise _bad_rows(self.bad, unread)
+                raise _bad_rows(unread, len(unread), len(unread))
             if not self._renaming.nothing:
                 self._renaming.require_columns(head, source.name)
                 head, reader = [self._renaming(row) for row in head], map(self._renaming, reader)
             row_format = detect_format(head, source.name, self._spec.format)
-        self.read += unread
         rows: Iterator[RawRow] = itertools.chain(head, reader)
         while True:
             with self._stage("read"):
-                unread_before = len(self.bad)
-                chunk = list(itertools.islice(rows, CHUNK))
-                self.read += len(chunk) + len(self.bad) - unread_before
-                made = [to_example(row, row_format) for row in chunk]
-                self.bad += [item for item in made if isinstance(item, BadRow)]
-            if not chunk:
-                break
-            examples = [item for item in made if isinstance(item, Example)]
-            self.empty += sum(clean.says_nothing(example) for example in examples)
-            yield examples
-        self.counts.append(SourceCount(source.name, row_format, self.read - before))
+                taken = list(itertools.islice(rows, CHUNK))
+                chunk = _Chunk(number, source.name, row_format, len(taken) + len(unread), bad=unread.copy())
+                unread.clear()
+                if not chunk.read:
+                    return
+                if self._skip:
+                    self._skip -= 1
+                    self._skipped += chunk.read
+                    self._tell("reading what is tokenized already", self._skipped, self.went_on)
+                    continue
+                self._fill(chunk, taken)
+            yield chunk
+
+    def _fill(self, chunk: _Chunk, rows: Sequence[RawRow]) -> None:
+        made = [to_example(row, chunk.format) for row in rows]
+        chunk.bad += [item for item in made if isinstance(item, BadRow)]
+        examples = [item for item in made if isinstance(item, Example)]
+        chunk.empty = sum(clean.says_nothing(example) for example in examples)
+        # After a bad row that stops the run, the rest is only read, to count how many more there are.
+        if not (self._spec.bad_rows == "stop" and (self._any_bad or chunk.bad)):
+            chunk.examples = examples
 
 
-def _bad_rows(bad: Sequence[BadRow], read: int) -> DataError:
-    first, more = bad[0], len(bad) - 1
-    others = f" ({counted(more, 'more bad row')}: {_some([row.where for row in bad[1:]])})" if more else ""
+def _bad_rows(first: Sequence[BadRow], bad: int, read: int) -> DataError:
+    """`first`: of the bad rows."""
+    more = bad - 1
+    others = f" ({counted(more, 'more bad row')}: {_some([row.where for row in first[1:]], more)})" if more else ""
     fix = "correct the row, or set data.bad_rows: skip to set such rows aside in a file"
-    if len(bad) == read:
+    if bad == read:
         fix = "not one row can be used: check data.format, the columns and the chat template"
-    return DataError(f"{first.why}{others}", where=first.where, why=f"the row is: {first.excerpt}", fix=fix)
+    return DataError(f"{first[0].why}{others}", where=first[0].where, why=f"the row is: {first[0].excerpt}", fix=fix)
 
 
-def _some(places: Sequence[str]) -> str:
-    return ", ".join(places[:3]) + (", ..." if len(places) > 3 else "")
-
-
+def _some(places: Sequence[str], count: int) -> str:
+    return ", ".join(places[:FIRST_BAD_ROWS]) + (", ..." if count > FIRST_BAD_ROWS else "")

@@ -1,10 +1,11 @@
-"""The table of tokenized rows on disk: an Arrow file, memory-mapped, whose every block is checked before anything reads it.
+"""The table of tokenized rows on disk: an Arrow stream, memory-mapped, whose every block is checked before anything reads it.
 
-The seal of a table (size, a SHA-256 for each 4 MB, and one over all tokens and loss marks) is written when the table is, into a
-small file that carries its own checksum. On opening, all blocks are compared on all cores before pyarrow sees a byte of them:
-its reader trusts lengths and offsets, so that a flipped bit there ends the process. That takes 0.63 s a GB on one core, and
-reads what the run will need anyway. After that, nothing is checked again but that the file was not written to or cut: a mapped
-page that is gone would end the process as well (SIGBUS). A page that is lost between that look and its use still does.
+The seal of a table (size, a SHA-256 for each 4 MB, and one over all tokens and loss marks) is made when the table is
+(partial_table.py), and kept in a small file that carries its own checksum. On opening, all blocks are compared on all cores
+before pyarrow sees a byte of them: its reader trusts lengths and offsets, so that a flipped bit there ends the process. That
+takes 0.63 s a GB on one core, and reads what the run will need anyway. After that, nothing is checked again but that the file
+was not written to or cut: a mapped page that is gone would end the process as well (SIGBUS). A page that is lost between that
+look and its use still does.
 """
 
 from __future__ import annotations
@@ -12,21 +13,15 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import time
 import weakref
-from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
-from pronghorn.data.tokens import SCHEMA, TokenTable
+from pronghorn.data.tokens import TokenTable
 from pronghorn.digests import block_digests, read_sealed, write_sealed
 from pronghorn.errors import EnvironmentFault
-
-A_DAY = 86_400.0
 
 
 class DamagedError(Exception):
@@ -38,31 +33,6 @@ class Seal:
     size: int
     blocks: list[str]
     content: str  # `TokenTable.content_of_all`
-
-
-def write_table(path: Path, batches: Iterable[Any]) -> Seal:
-    """Record batches (see `tokens.record_batch`) into an Arrow file that appears whole or not at all."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_left_behind(path.parent)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
-                for batch in batches:
-                    writer.write_batch(batch)
-            seal = _seal(temporary)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    return seal
-
-
-def _seal(path: Path) -> Seal:
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        return Seal(size, block_digests(file.fileno(), size), _mapped(file.fileno()).content_of_all)
 
 
 def open_table(path: Path, seal: Seal) -> TokenTable:
@@ -81,9 +51,9 @@ def open_table(path: Path, seal: Seal) -> TokenTable:
         raise DamagedError(error.strerror or str(error)) from error
 
 
-def _mapped(descriptor: int, guard: _Guard | None = None, content: str = "") -> TokenTable:
+def _mapped(descriptor: int, guard: _Guard, content: str) -> TokenTable:
     buffer = pa.py_buffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
-    return TokenTable.of_arrow(pa.ipc.open_file(pa.BufferReader(buffer)).read_all(), guard, content)
+    return TokenTable.of_arrow(pa.ipc.open_stream(pa.BufferReader(buffer)).read_all(), guard, content)
 
 
 class _Guard:
@@ -106,15 +76,6 @@ class _Guard:
                 why="another program wrote to the file or cut it, so these are no longer the rows that were read",
                 fix="run the same command again: they are made again, and a run goes on from its last checkpoint",
             )  # fmt: skip
-
-
-def _remove_left_behind(folder: Path) -> None:
-    """What killed processes were writing. Not by their number: others may share the folder from other machines, and whoever
-    is still at it touches its file more often than once a day."""
-    for file in folder.glob(".*.tmp"):
-        with suppress(FileNotFoundError):
-            if time.time() - file.stat().st_mtime > A_DAY:
-                file.unlink()
 
 
 def cannot_write(path: Path, error: OSError) -> EnvironmentFault:

@@ -229,6 +229,24 @@ def record_batch(rows: Sequence[TokenRow]) -> Any:
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 
+class ContentDigest:
+    """`TokenTable.content_of_all`, batch by batch."""
+
+    def __init__(self) -> None:
+        self._parts = [hashlib.sha256() for _ in range(4)]
+
+    def add(self, batch: Any) -> None:
+        self.add_columns(_flat(batch.column("ids")), _flat(batch.column("loss")))
+
+    def add_columns(self, ids: tuple[Ints, Ints], loss: tuple[Ints, Ints]) -> None:
+        (ids_offsets, values), (loss_offsets, borders) = ids, loss
+        for part, array in zip(self._parts, (np.diff(ids_offsets), values, np.diff(loss_offsets), borders), strict=True):
+            part.update(np.ascontiguousarray(array).data)
+
+    def hexdigest(self) -> str:
+        return " ".join(part.hexdigest() for part in self._parts)
+
+
 class TokenTable:
     """Tokenized rows. A view holds (row, start, stop) for each of its rows; the tokens stay in the mapped file."""
 
@@ -325,11 +343,10 @@ class _Columns:
     def content(self) -> str:
         """Of all tokens and marks, however they are cut into record batches; the cache knows it without reading them."""
         if not self._content:
-            parts = [hashlib.sha256() for _ in range(4)]
-            for (ids_offsets, ids), (loss_offsets, borders) in zip(self._ids, self._loss, strict=True):
-                for part, array in zip(parts, (np.diff(ids_offsets), ids, np.diff(loss_offsets), borders), strict=True):
-                    part.update(np.ascontiguousarray(array).data)
-            self._content = " ".join(part.hexdigest() for part in parts)
+            digest = ContentDigest()
+            for ids, loss in zip(self._ids, self._loss, strict=True):
+                digest.add_columns(ids, loss)
+            self._content = digest.hexdigest()
         return self._content
 
     def _locate(self, row: int) -> tuple[int, int]:

@@ -31,6 +31,7 @@ from pronghorn.errors import counted, printable
 from pronghorn.report import wording
 from pronghorn.report.bars import sparkline, stage_bar, stage_legend
 from pronghorn.report.console import SafeConsole
+from pronghorn.report.pace import Paces
 from pronghorn.report.run_log import as_number
 from pronghorn.report.stages import Stages
 from pronghorn.report.throughput import Throughput
@@ -86,6 +87,7 @@ class PlainDisplay:
         self._began = clock()
         self._last_step = self._last_progress = -math.inf
         self._first_seen: dict[str, float] = {}
+        self._paces = Paces()
         self._open: set[str] = set()  # progress labels that have shown a line and not their end
 
     def handle(self, event: dict[str, Any]) -> None:
@@ -102,16 +104,18 @@ class PlainDisplay:
     def progress(self, label: str, done: int, total: int) -> None:
         now = self._clock()
         began = self._first_seen.setdefault(label, now)
+        self._paces.at(label, done, now)
         if total > 0 and done >= total:
             self._first_seen.pop(label)
+            self._paces.end(label)
             if label in self._open:
                 self._open.discard(label)
                 self._line.say(f"{label}: {total:,} of {total:,}")
         elif now - began >= PROGRESS_AFTER and now - self._last_progress >= PROGRESS_EVERY:
             self._last_progress = now
             self._open.add(label)
-            amount = f": {done:,} of {total:,} ({done / total:.0%})" if total else f": {done:,}" if done else ""
-            self._line.say(f"{label}{amount}")
+            told = self._paces.told(label, done, total, now)
+            self._line.say(f"{label}: {told}" if told else label)
 
     def close(self) -> None:
         self._line.flush()
@@ -124,6 +128,7 @@ class LiveDisplay:
         self._console, self._stages = console, stages
         self._run = _Run()
         self._bars: dict[str, tuple[int, int]] = {}
+        self._paces = Paces()
         self._live: Live | None = None
         self._closed = self._gone = False
         # Held only while numbers are stored or drawn, never while printing: rich holds a lock of its own there. Reentrant,
@@ -145,8 +150,10 @@ class LiveDisplay:
         with self._lock:
             if total and done >= total:
                 self._bars.pop(label, None)
+                self._paces.end(label)
             else:
                 self._bars[label] = (done, total)
+                self._paces.at(label, done, time.monotonic())
         self._start()
 
     def close(self) -> None:
@@ -183,7 +190,7 @@ class LiveDisplay:
         width = min(self._console.width, 100)
         rows: list[RenderableType] = []
         for label, (done, total) in list(self._bars.items()):
-            amount = f"{done:,} of {total:,}" if total else f"{done:,}" if done else ""
+            amount = self._paces.told(label, done, total, time.monotonic())
             rows.append(_bar_row(label, done, total, amount, width))
         if self._run.step or self._run.steps:
             rows += self._training(width)

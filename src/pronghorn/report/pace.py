@@ -1,0 +1,54 @@
+"""How fast something long goes, and how long it still takes: 26%, 19 s left, 1,950 rows/s, 12,800 of 50,000 rows.
+
+What matters most stands first: a narrow terminal cuts off the end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from pronghorn.report import wording
+
+UNITS = {"tokenizing": "rows", "reading what is tokenized already": "rows", "duplicates and junk": "rows",
+         "near duplicates": "rows"}
+SURE_AFTER = 2.0  # seconds; before that a pace says little
+WINDOW = 30.0  # seconds that count: what follows is like what was just now, not like the start
+EVERY = 0.5  # seconds between two looks that are kept
+
+
+class Paces:
+    """Of everything that has a progress, by its label."""
+
+    def __init__(self) -> None:
+        self._looks: dict[str, deque[tuple[float, int]]] = {}
+
+    def at(self, label: str, done: int, now: float) -> None:
+        looks = self._looks.setdefault(label, deque())
+        if not looks or now - looks[-1][0] >= EVERY:
+            looks.append((now, done))
+        while len(looks) > 2 and now - looks[1][0] > WINDOW:
+            looks.popleft()
+
+    def end(self, label: str) -> None:
+        self._looks.pop(label, None)
+
+    def told(self, label: str, done: int, total: int, now: float) -> str:
+        """For people; "" where there is nothing to say yet. `total` 0: unknown."""
+        if not done and not total:
+            return ""
+        unit, rate = UNITS.get(label, ""), self._rate(label, done, now)
+        parts = [f"{done / total:.0%}"] if total else []
+        if rate and total:
+            parts.append(f"{wording.duration((total - done) / rate)} left")
+        if rate and unit:
+            parts.append(f"{rate:,.0f} {unit}/s")
+        amount = f"{done:,} of {total:,}" if total else f"{done:,}"
+        return ", ".join([*parts, f"{amount} {unit}".rstrip()])
+
+    def _rate(self, label: str, done: int, now: float) -> float:
+        """Per second; 0 while it is not known. Until `now`, so that what stands still becomes slower."""
+        looks = self._looks.get(label)
+        if not looks or now - looks[0][0] < SURE_AFTER:
+            return 0.0
+        began, before = looks[0]
+        return max(0.0, (done - before) / (now - began))

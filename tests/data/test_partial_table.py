@@ -1,0 +1,200 @@
+"""A table that is interrupted anywhere, by anything, goes on and has the bytes of one that was not."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from token_rows import some_rows
+
+from pronghorn.data import partial_table
+from pronghorn.data.partial_table import PartialTable
+from pronghorn.data.source_files import BadRow
+from pronghorn.data.token_cache import Seal, open_table
+from pronghorn.data.tokens import TokenTable, record_batch
+from pronghorn.errors import DataError, EnvironmentFault
+from pronghorn.folders import this_process
+
+ROWS = some_rows(60)
+CHUNKS = [ROWS[at : at + 7] for at in range(0, 60, 7)]
+CHUNKS[3] = []  # no good row in it
+
+
+def bad_of(number: int) -> list[BadRow]:
+    return [BadRow(f"a.jsonl:{number}", "no \u00e4nswer", "{}")] * (number % 3)
+
+
+def write(path: Path, upto: int | None = None) -> tuple[Seal | None, int]:
+    """All chunks, or up to an interruption before that one; and how many were there already."""
+    with PartialTable(path) as partial:
+        there = len(partial.notes)
+        assert partial.notes == [{"number": number} for number in range(there)]
+        for number, rows in enumerate(CHUNKS):
+            if number == upto:
+                raise KeyboardInterrupt
+            if number >= there:
+                partial.add(record_batch(rows) if rows else None, bad_of(number), {"number": number})
+        seal = partial.finish()
+        partial.publish(path.with_suffix(".bad.jsonl"))
+    return seal, there
+
+
+def interrupted(path: Path, upto: int) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        write(path, upto)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> tuple[Seal | None, dict[str, bytes]]:
+    (tmp_path / "whole").mkdir()
+    seal, there = write(tmp_path / "whole" / "t.arrow")
+    assert there == 0
+    assert set(content(tmp_path / "whole")) == {"t.arrow", "t.bad.jsonl"}
+    return seal, content(tmp_path / "whole")
+
+
+def test_interrupted_before_any_chunk_it_goes_on_to_the_same_bytes(tmp_path: Path, whole: Any) -> None:
+    for upto in range(len(CHUNKS)):
+        path = tmp_path / f"after {upto}" / "t.arrow"
+        interrupted(path, upto)
+        assert bool(list(path.parent.iterdir())) == (upto > 0)
+        seal, there = write(path)
+        assert there == upto
+        assert (seal, content(path.parent)) == whole
+    path = tmp_path / "again and again" / "t.arrow"
+    for upto in (2, 3, 5, 5, 8):
+        interrupted(path, upto)
+    assert (write(path)[0], content(path.parent)) == whole
+    assert seal is not None
+    rows = [row for rows in CHUNKS for row in rows]
+    assert seal.content == TokenTable.of(rows).content_of_all  # made batch by batch, half of it by another process
+    assert [open_table(path, seal).where(i) for i in range(len(rows))] == [row.where for row in rows]
+
+
+def test_killed_in_the_middle_of_any_write(tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each write of the third chunk is cut in its middle, by a kill."""
+    write_all, parent = partial_table._write, os.getpid()
+
+    def until(kill_at: int) -> Callable[..., None]:
+        writes = iter(range(1000))
+
+        def work(descriptor: int, at: int, data: bytes | memoryview) -> None:
+            if next(writes) == kill_at and os.getpid() != parent:
+                write_all(descriptor, at, memoryview(data)[: len(data) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            write_all(descriptor, at, data)
+
+        return work
+
+    for kill_at in range(7, 10):  # the schema, and three writes a chunk
+        path = tmp_path / f"at {kill_at}" / "t.arrow"
+        monkeypatch.setattr(partial_table, "_write", until(kill_at))
+        child = multiprocessing.get_context("fork").Process(target=write, args=(path,))
+        child.start()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+        monkeypatch.setattr(partial_table, "_write", write_all)
+        seal, there = write(path)
+        assert there == 2
+        assert (seal, content(path.parent)) == whole
+
+
+@pytest.mark.parametrize("name", ["table", "bad.jsonl", "journal"])
+@pytest.mark.parametrize("damage", ["a bit", "cut", "gone", "zeros"])
+def test_what_the_checksums_do_not_confirm_is_made_again(tmp_path: Path, whole: Any, name: str, damage: str) -> None:
+    path = tmp_path / "x" / "t.arrow"
+    interrupted(path, 7)
+    (folder,) = path.parent.iterdir()
+    file = folder / name
+    good = file.read_bytes()
+    place = 2 * len(good) // 3
+    damaged = {"a bit": good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :], "cut": good[:place],
+               "zeros": good[:place] + bytes(len(good) - place), "gone": b""}[damage]
+    file.write_bytes(damaged)
+    seal, there = write(path)
+    assert there < 7
+    assert (there > 0) == (damage != "gone" or name == "bad.jsonl")  # its first chunk set nothing aside
+    assert (seal, content(path.parent)) == whole
+
+
+def test_what_stops_it_again_is_not_kept_and_a_full_disk_is(tmp_path: Path) -> None:
+    for error, kept in ((DataError("a bad row"), False), (EnvironmentFault("a full disk"), True), (ZeroDivisionError(), True)):
+        with pytest.raises(type(error)), PartialTable(tmp_path / "t.arrow") as partial:  # noqa: PT012
+            partial.add(record_batch(ROWS[:3]), [], {})
+            raise error
+        assert bool(list(tmp_path.iterdir())) == kept
+        shutil.rmtree(tmp_path / ".t.partial", ignore_errors=True)
+
+
+def test_two_processes_do_not_write_into_one_file(tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partial_table, "PATIENCE", 0.1)
+    path = tmp_path / "x" / "t.arrow"
+    interrupted(path, 3)
+    with (path.parent / ".t.partial" / "journal").open("rb") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        seal, there = write(path)
+        assert there == 0  # in a folder of its own
+        assert seal == whole[0]
+        assert sorted(content_of(path.parent)) == [".t.partial", "t.arrow", "t.bad.jsonl"]
+    assert write(path)[1] == 3
+
+
+def content_of(folder: Path) -> list[str]:
+    return [file.name for file in folder.iterdir()]
+
+
+def ended_process() -> int:
+    child = multiprocessing.get_context("fork").Process(target=int)
+    child.start()
+    child.join()
+    return child.pid or 0
+
+
+def test_left_behind_by_the_dead_and_not_by_the_living(tmp_path: Path) -> None:
+    here, dead = this_process().partition("-")[0], ended_process()
+    names = {f".b.{here}-{os.getpid()}.partial": True, f".c.{here}-{dead}.partial": False, ".d.partial": True,
+             ".e.partial": False, f".f.{'0' * 12}-{dead}.partial": True}
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "journal").touch()
+    long_ago = time.time() - 8 * 86_400
+    os.utime(tmp_path / ".e.partial" / "journal", (long_ago, long_ago))  # nobody went on with it for a week
+    write(tmp_path / "t.arrow")
+    assert {name: (tmp_path / name).exists() for name in names} == names
+
+
+def test_a_folder_in_use_is_not_removed_however_old(tmp_path: Path) -> None:
+    dead = tmp_path / f".c.{this_process().partition('-')[0]}-{ended_process()}.partial"
+    dead.mkdir()
+    with (dead / "journal").open("wb") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)  # its workers still are at it
+        write(tmp_path / "t.arrow")
+        assert dead.exists()
+    write(tmp_path / "t.arrow")
+    assert not dead.exists()
+
+
+def test_no_more_is_held_than_a_chunk(tmp_path: Path) -> None:
+    """Of every chunk written, one digest a 4 MB block stays in memory, and nothing else."""
+    with PartialTable(tmp_path / "t.arrow") as partial:
+        partial.add(record_batch(ROWS), bad_of(2), {"number": 0})
+        before = {name: _held(value) for name, value in vars(partial).items()}
+        for _ in range(50):
+            partial.add(record_batch(ROWS), bad_of(2), {"number": 0})
+        assert {name: _held(value) for name, value in vars(partial).items()} == before
+
+
+def _held(value: Any) -> int:
+    return len(value) if isinstance(value, (list, dict, bytes, str)) else len(getattr(value, "blocks", "1"))
