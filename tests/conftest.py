@@ -110,12 +110,10 @@ def _cpu_unless_asked_for(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def recipes(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def recipes(tiny_model: Path, tmp_path: Path) -> Callable[..., Any]:
     """`recipes(train={"lr": 1e-3})`: a complete recipe over small data, with some keys changed. Answers to held-out prompts are
     3 tokens long: with 64 they took a third of all runs' time, with 8 still a seventh."""
     from pronghorn.recipe import Recipe
-
-    monkeypatch.setattr("pronghorn.train.loop.ANSWER_TOKENS", 3)
 
     def build(**changes: Any) -> Recipe:
         train = write_rows(tmp_path / "train.jsonl", chat_rows(40))
@@ -126,7 +124,7 @@ def recipes(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             "lora": {"r": 4},
             "data": {"train": [str(train)], "eval": str(held_out), "max_length": 128, "workers": 0},
             "train": {"epochs": 2, "batch_tokens": 512, "capacity": 256, "lr": 1e-2},
-            "eval": {"every": 4, "generations": 1},
+            "eval": {"every": 4, "generations": 1, "max_new_tokens": 3},
             "checkpoint": {"every": 3, "keep": 2},
             "output": str(tmp_path / "run"),
         }

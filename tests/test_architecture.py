@@ -12,10 +12,12 @@ FILES = sorted(SOURCE.rglob("*.py"))
 EVERYBODY = {"recipe", "errors", "folders", "digests", "hub", "model_files"}
 # room -> rooms it may import; `cli`, `demo` and `bench` stand at the top.
 ARROWS = {
-    "cli": {"scripts", "process", "train", "memory", "model", "data", "report", "demo", "bench", "convert", "recipe_file"},
-    "demo": {"train", "model", "data", "report", "recipe_file"},
+    "cli": {"scripts", "process", "evaluation", "train", "memory", "model", "data", "report", "demo", "bench", "convert",
+            "recipe_file"},
+    "demo": {"train", "evaluation", "model", "data", "report", "recipe_file"},
     "bench": {"process", "train", "model", "data", "report", "kernels"},
-    "train": {"memory", "model", "data", "report", "kernels"},
+    "train": {"evaluation", "memory", "model", "data", "report", "kernels"},
+    "evaluation": {"model", "data"},
     "memory": {"model", "kernels"},
     "model": {"kernels"},
     "data": set(),

@@ -268,6 +268,31 @@ def test_every_commented_key_of_the_example_is_one() -> None:
     assert recipe.data.special_tokens.pad_token == "<|endoftext|>"
 
 
+@pytest.mark.parametrize(("text", "what", "fix"), [
+    ("metrics: [exact_match, mine.py]", "mine.py is a file, and code only ever runs when it is named on the command line",
+     "leave it out here, and add: --metric-file mine.py"),
+    ("metrics: folder/mine", "code only ever runs when it is named on the command line", "--metric-file folder/mine"),
+    ("metric_file: mine.py", "code only ever runs when it is named on the command line", "--metric-file FILE"),
+    ("metrics: [exact]", "'exact' is not a choice", "did you mean `exact_match`?"),
+    ("metrics: [regex]", "eval.regex: the metric `regex` needs a pattern", "set eval.regex"),
+    ("regex: x", "eval.regex: nothing uses the pattern", "add regex to eval.metrics"),
+    ("{metrics: regex, regex: '('}", "is not a regular expression", "correct it"),
+    ("best: rouge_l", "eval.best: rouge_l is not measured", "add it to eval.metrics"),
+])
+def test_metrics_are_judged_and_no_recipe_runs_code(text: str, what: str, fix: str) -> None:
+    section = text if text.startswith("{") else f"{{{text}}}"
+    (problem,) = problems(f"model: m\ndata: {{train: a.jsonl, eval: 0.1}}\neval: {section}\n")
+    assert problem.where == "r.yaml:3"
+    assert what in problem.what
+    assert fix in problem.fix
+
+
+def test_metrics_need_held_out_data() -> None:
+    (problem,) = problems(f"{SMALLEST}eval: {{metrics: rouge_l}}")
+    assert problem.what.startswith("eval.metrics: there is no held-out data")
+    assert parse_recipe(f"{SMALLEST}eval: {{metrics: rouge_l}}", ["data.eval=0.1"]).eval.metrics == ("rouge_l",)
+
+
 def test_steps_may_be_a_share_of_all_steps() -> None:
     recipe = parse_recipe(f"{SMALLEST}eval: {{every: 0.25}}\ncheckpoint: {{every: 7}}\ntrain: {{warmup: 12}}")
     assert (recipe.eval.every, recipe.checkpoint.every, recipe.train.warmup) == (0.25, 7, 12)

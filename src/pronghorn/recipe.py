@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -151,10 +152,61 @@ class Stop(Section):
     min_delta: NonNegative = 0.002
 
 
+MetricName = Literal["exact_match", "json_valid", "json_match", "json_fields", "regex", "rouge_l"]  # evaluation/metrics.py
+METRICS: tuple[str, ...] = get_args(MetricName)
+ON_THE_COMMAND_LINE = "code only ever runs when it is named on the command line"
+
+
+def figures_of(metrics: Sequence[str]) -> list[str]:
+    """What these metrics measure, by name."""
+    return list(metrics)
+
+
+def _known_metric(name: Any) -> Any:
+    if isinstance(name, str) and (name.endswith(".py") or "/" in name):
+        raise ValueError(f"{name} is a file, and {ON_THE_COMMAND_LINE}; leave it out here, and add: --metric-file {name}")
+    return name
+
+
+Metric = Annotated[MetricName, BeforeValidator(_known_metric)]
+
+
 class Eval(Section):
     every: Every = 200
-    stop: Stop | None = None
+    stop: Stop | None = None  # early stopping, by what `best` names
     generations: NonNegativeInt = 3  # held-out prompts answered at each evaluation, to be read by a person
+    metrics: Annotated[tuple[Metric, ...], BeforeValidator(_one_or_many)] = ()  # what answers to held-out rows score
+    samples: PositiveInt = 100  # held-out rows that are answered for the metrics
+    max_new_tokens: PositiveInt | None = None  # of an answer; None: 16 more than the longest expected one has
+    system: Name | None = None  # a system message in the place of the rows' own
+    regex: Name | None = None  # the pattern of the metric `regex`
+    best: Name = "loss"  # decides which checkpoint is the best: loss, or one of the metrics
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_no_code(cls, values: Any) -> Any:
+        if isinstance(values, dict) and (key := next((k for k in ("metric_file", "metric-file") if k in values), "")):
+            raise ValueError(f"names code ({key}), and {ON_THE_COMMAND_LINE}; leave the key out, and add: --metric-file FILE")
+        return values
+
+    @field_validator("regex")
+    @classmethod
+    def _compiles(cls, pattern: str | None) -> str | None:
+        try:
+            re.compile(pattern or "")
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}; correct it") from None
+        return pattern
+
+    @property
+    def misfits(self) -> list[str]:
+        problems = []
+        if ("regex" in self.metrics) != (self.regex is not None):
+            problems.append("eval.regex: the metric `regex` needs a pattern; set eval.regex" if self.regex is None else
+                            "eval.regex: nothing uses the pattern; add regex to eval.metrics")
+        if self.best in METRICS and self.best not in self.metrics:
+            problems.append(f"eval.best: {self.best} is not measured; add it to eval.metrics")
+        return problems
 
 
 class Health(Section):
@@ -196,6 +248,9 @@ class Recipe(Section):
             )
         if self.data.template and self.data.chat_template:
             problems.append("data.template: this and data.chat_template are two templates; leave out one of them")
+        if self.eval.metrics and self.data.eval is None:
+            problems.append("eval.metrics: there is no held-out data to answer; set data.eval: 0.05, or a file")
+        problems += self.eval.misfits
         problems += self._compute_misfits()
         if problems:
             raise ValueError("\n".join(problems))  # a line each: `key: what; fix`

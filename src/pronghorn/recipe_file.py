@@ -70,7 +70,13 @@ memory: {budget: auto}                       # auto (what the GPU has free) | 24
 checkpoint: {every: 200, keep: 3}            # every: steps, or a fraction of all steps: 0.1
 eval:
   every: 200                                 # likewise
-  generations: 3
+  generations: 3                             # answers to held-out prompts that are shown, beside the base model's
+  # metrics: [exact_match, regex]            # exact_match | json_valid | json_match | json_fields | regex | rouge_l
+  samples: 100                               # held-out rows that are answered for the metrics
+  # max_new_tokens: 256                      # of an answer (default: 16 more than the longest expected one)
+  # system: Answer in JSON.                  # in the place of the rows' own system message
+  # regex: "#### ([0-9]+)"                   # of the metric regex: what it finds in answer and expected answer is compared
+  best: loss                                 # the best checkpoint is the best by: loss, or one of the metrics
   # stop: {patience: 3, min_delta: 0.002}    # early stopping
 health: {spike: warn}                        # a loss that stands out: warn | skip (no update) | rewind (to the last checkpoint)
 output: runs/default

@@ -15,7 +15,7 @@ import pytest
 from pronghorn.data import cached_rows as module_of_rows
 from pronghorn.data import prepare as module
 from pronghorn.data.cached_rows import tokenized_rows
-from pronghorn.data.prepare import Prepared, evaluation_prompts, findings, hold_out, prepare
+from pronghorn.data.prepare import Prepared, findings, hold_out, prepare
 from pronghorn.data.tokens import TokenizerFiles
 from pronghorn.errors import DataError, EnvironmentFault
 from pronghorn.recipe import Data
@@ -399,19 +399,6 @@ def test_held_out_rows(model: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot be held out of 1 row\n") as caught:
         hold_out(table.select([0]), 0.5, seed=1)
     assert caught.value.where == "data.eval"
-
-
-def test_questions_for_the_model(model: Path, tmp_path: Path) -> None:
-    two_turns = {"messages": [*row("one", "two")["messages"], *row("three", "four")["messages"]]}
-    path = write_rows(tmp_path / "a.jsonl", [two_turns, row("five", "six"), row("seven", "eight")])
-    tokenizer = make_tokenizer()
-    first, second = evaluation_prompts(prepared(model, path).tokens, tokenizer, 2)
-    given = tokenizer.apply_chat_template(two_turns["messages"][:3], tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(first.ids) == given
-    assert (first.prompt, first.expected, first.where) == ("three", "four", f"{path}:1")
-    assert (second.prompt, second.expected) == ("five", "six")
-    texts = write_rows(tmp_path / "b.jsonl", [{"text": "plain"}])
-    assert evaluation_prompts(prepared(model, texts).tokens, tokenizer, 2) == []
 
 
 def test_a_file_name_may_be_any_bytes(model: Path, tmp_path: Path) -> None:

@@ -65,3 +65,18 @@ def test_logs_that_say_little():
 
 def test_flat():
     assert flat({"a": 1, "b": {"c": {"d": 2}, "e": []}, "f": {}}) == {"a": 1, "b.c.d": 2, "b.e": [], "f": {}}
+
+
+def measured(step, value, **more):
+    return {"event": "eval", "time": 5.0, "session": 1, "step": step, "loss": 1.0, "metrics": {"match": value}, "samples": 9, **more}
+
+
+def test_metrics_of_answers_go_from_the_base_model_to_the_last_with_the_best_between():
+    base = {"event": "base", "time": 4.0, "session": 1, "metrics": {"match": 0.1}, "samples": 9}
+    run = figures([base, measured(1, 0.5), measured(2, 0.9), measured(3, "nan")], now=5.0)
+    match = run.metrics["match"]
+    assert (match.base, match.first, match.best, match.best_step, match.samples) == (0.1, 0.5, 0.9, 2, 9)
+    assert match.last != match.last  # as it was measured
+    assert run.decides == "loss"
+    assert figures([measured(1, "nan")], now=5.0).metrics["match"].best is None
+    assert figures(synthetic_events(20)).metrics == {}

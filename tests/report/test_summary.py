@@ -130,3 +130,13 @@ def test_a_run_that_ended_badly_says_why_and_odd_logs_render():
     assert "health stop after 20 of 20 steps: loss is nan at [step] 20" in shown(events)
     assert "nothing to say yet" in shown([])
     assert "nan" in shown([{"event": "step", "time": 1.0, "session": 1, "step": 1, "loss": "nan", "tokens": 1, "seconds": 1}])
+
+
+def test_metrics_stand_in_the_table_with_the_base_models():
+    base = {"event": "base", "time": 1.0, "session": 1, "metrics": {"exact_match": 0.0}, "samples": 70}
+    evaluation = {"event": "eval", "time": 1.0, "session": 1, "step": 60, "loss": 1.0, "metrics": {"exact_match": 0.93},
+                  "samples": 70}
+    text = shown([*synthetic_events(20), base, evaluation])
+    assert "exact_match" in text
+    assert "0.00000 (base) → 0.9300   best 0.9300 at step 60, 70 held-out rows" in text
+    assert "(base)" not in shown([evaluation])

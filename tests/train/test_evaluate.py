@@ -99,7 +99,7 @@ def test_patience_counts_evaluations_that_gain_too_little(
     losses: list[float], best: tuple[float, int], without_gain: int
 ) -> None:
     progress = after(losses, STOP)
-    assert (progress.best_loss, progress.best_step) == best
+    assert (progress.best, progress.best_step) == best
     assert progress.without_gain == without_gain
 
 
@@ -113,12 +113,12 @@ def test_the_verdict_comes_when_patience_is_used_up_and_gives_its_reason() -> No
 def test_without_early_stopping_there_is_never_a_verdict() -> None:
     progress = after([1.0, 2.0, 3.0, 4.0, 5.0], None)
     assert progress.verdict(None) == ""
-    assert (progress.best_loss, progress.best_step) == (1.0, 1)
+    assert (progress.best, progress.best_step) == (1.0, 1)
 
 
 def test_a_loss_that_is_not_a_number_is_no_gain_and_never_the_best() -> None:
     progress = after([3.0, math.nan], STOP)
-    assert (progress.best_loss, progress.best_step, progress.without_gain) == (3.0, 1, 1)
+    assert (progress.best, progress.best_step, progress.without_gain) == (3.0, 1, 1)
     assert after([math.nan], STOP).best_step is None
 
 
@@ -128,3 +128,26 @@ def test_progress_survives_json(losses: list[float]) -> None:
     stored = json.loads(json.dumps(progress.as_dict(), allow_nan=False))
     assert Progress.from_dict(stored) == progress
     assert Progress.from_dict(stored).after(2.0, 9, STOP) == progress.after(2.0, 9, STOP)
+
+
+def test_a_metric_of_answers_is_better_when_it_is_higher() -> None:
+    progress = Progress("exact_match")
+    for step, value in enumerate([0.2, 0.5, 0.5, 0.45, math.nan], start=1):
+        progress = progress.after(value, step, STOP)
+    assert (progress.best, progress.best_step, progress.without_gain) == (0.5, 2, 3)
+    said = progress.verdict(STOP)
+    assert said == "held-out exact_match gained less than 0.1 in 3 evaluations in a row; best 0.5000 at step 2"
+    assert Progress("mine").after(0.0, 1, STOP).best_step == 1
+
+
+def test_another_metric_begins_anew() -> None:
+    progress = after([3.0, 2.0], STOP)
+    assert progress.by("loss") is progress
+    assert progress.by("rouge_l") == Progress("rouge_l")
+
+
+def test_progress_of_a_checkpoint_from_before_there_were_metrics() -> None:
+    stored = {"best_loss": 2.5, "best_step": 4, "without_gain": 1, "reference": 2.6}
+    assert Progress.from_dict(stored) == Progress("loss", 2.5, 4, 1, 2.6)
+    empty = {"best_loss": None, "best_step": None, "without_gain": 0, "reference": None}
+    assert Progress.from_dict(empty) == Progress()

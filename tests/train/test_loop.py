@@ -83,24 +83,6 @@ def test_a_run_learns_and_leaves_everything_behind(recipe_for: Callable[..., Rec
     assert (end["event"], end["reason"], end["exit_code"]) == ("end", "done", 0)
 
 
-def test_answers_at_an_evaluation_are_cut_where_the_run_says(
-    recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody waits for a model that does not end its answers (that generation keeps to its limit: test_generate.py)."""
-    limits: list[int] = []
-    real = loop.generate_answers
-
-    def generate(*arguments: Any, max_new_tokens: int) -> list[str]:
-        limits.append(max_new_tokens)
-        return real(*arguments, max_new_tokens=max_new_tokens)
-
-    monkeypatch.setattr(loop, "generate_answers", generate)
-    monkeypatch.setattr(loop, "ANSWER_TOKENS", 2)
-    train(recipe_for(train={"steps": 2}, eval={"every": 1}), display=Silent(), stages=Stages())
-    assert limits
-    assert set(limits) == {2}
-
-
 def test_the_stages_sum_to_the_wall_clock(recipe_for: Callable[..., Recipe]) -> None:
     """To that between the last event before the accounts and the accounts themselves: however slow the machine is."""
     began, display = time.monotonic(), Silent()

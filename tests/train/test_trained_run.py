@@ -52,7 +52,7 @@ def with_best(run: Path, copy: Path, step: int | None) -> Path:
     newest = max(copy.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     manifest = json.loads((newest / "manifest.json").read_text())
     del manifest["sha256"]
-    manifest["values"]["progress"] |= {"best_step": step, "best_loss": None if step is None else 1.0}
+    manifest["values"]["progress"] |= {"best_step": step, "best": None if step is None else 1.0}
     (newest / "manifest.json").write_text(_as_text(_with_checksum(manifest)))
     return copy
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from pronghorn.data import clean
 from pronghorn.data.cached_rows import Progress, Rows, SourceCount, Stage, no_stage, silent, tokenized_rows
-from pronghorn.data.encode import Encoder, example_from_json
+from pronghorn.data.encode import example_from_json
 from pronghorn.data.formats import Example
 from pronghorn.data.token_cache import DamagedError, read_note, write_note
-from pronghorn.data.tokens import TokenTable, loaded
+from pronghorn.data.tokens import TokenTable
 from pronghorn.errors import DataError, counted
 from pronghorn.recipe import Data
 
@@ -252,44 +252,3 @@ def hold_out(table: TokenTable, fraction: float, seed: int) -> tuple[TokenTable,
     shuffled = np.random.Generator(np.random.Philox(key=[seed, 0])).permutation(different)
     held = np.isin(rows, shuffled[:count])
     return table.select(np.flatnonzero(~held)), table.select(np.flatnonzero(held))
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationPrompt:
-    """One held-out question, to be answered by the model and read by a person."""
-
-    where: str
-    ids: list[int]  # what the model is given: the conversation and the generation prompt
-    prompt: str  # the last thing said before the answer
-    expected: str
-
-
-def evaluation_prompts(table: TokenTable, tokenizer: Any, count: int) -> list[EvaluationPrompt]:
-    """The first `count` rows that ask something: for a chat, all before its last assistant turn. Plain text asks nothing."""
-    encoder = Encoder(loaded(tokenizer))
-    prompts: list[EvaluationPrompt] = []
-    seen: set[int] = set()
-    for i in range(len(table)):
-        if len(prompts) == count:
-            break
-        if table.row(i) in seen:
-            continue
-        seen.add(table.row(i))
-        asked = _question(example_of(table, i))
-        if asked is not None:
-            question, expected = asked
-            prompt = str(question.messages[-1].get("content") or "") if question.messages else question.prompt
-            prompts.append(EvaluationPrompt(question.where, encoder.prompt_ids(question), prompt, expected))
-    return prompts
-
-
-def _question(example: Example) -> tuple[Example, str] | None:
-    """The example without its answer, and the answer."""
-    if example.kind == "completion":
-        return Example("completion", example.where, prompt=example.prompt), example.completion
-    answers = [i for i, message in enumerate(example.messages) if message.get("role") == "assistant" and i > 0]
-    if not answers:
-        return None
-    answer = example.messages[answers[-1]]
-    expected = answer.get("content") or json.dumps(answer.get("tool_calls"), ensure_ascii=False)
-    return Example("chat", example.where, messages=example.messages[: answers[-1]], tools=example.tools), str(expected)

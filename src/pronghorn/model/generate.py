@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from pronghorn.kernels.dispatch import say_once
+
+# Prompts in one batch. Each token of an answer is one launch of all layers, whatever the batch: a GPU takes many at a time.
+BATCH = {"cpu": 32, "cuda": 128}
+CACHED_TOKENS = 32_768  # of a batch, prompts and answers: 4 GB of keys and values for an 8B Llama in 16 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    text: str
+    cut: bool  # it did not end by itself
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
@@ -16,34 +29,79 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     return sorted(i for i in ids if i is not None)
 
 
-@torch.no_grad()
 def generate_answers(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
-                     batch_size: int = 32, progress: Callable[[str, int, int], None] | None = None) -> list[str]:
+                     batch_size: int | None = None, progress: Callable[[str, int, int], None] | None = None) -> list[str]:
+    """The texts of `generate`."""
+    found = generate(model, tokenizer, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, progress=progress)
+    return [one.text for one in found]
+
+
+@torch.no_grad()
+def generate(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
+             batch_size: int | None = None, progress: Callable[[str, int, int], None] | None = None) -> list[Generated]:
     """Prompts of similar length share a batch, padded on the left; answers come back in the prompts' order."""
     device = next(model.parameters()).device
     stops = end_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0]
-    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    answers = [""] * len(prompts)
+    answers = [Generated("", False)] * len(prompts)
     was_training = model.training
     model.eval()
+    done = 0
     try:
-        for begin in range(0, len(by_length), batch_size):
-            chosen = by_length[begin : begin + batch_size]
-            width = max(len(prompts[i]) for i in chosen)
-            ids = torch.full((len(chosen), width), pad, dtype=torch.int64)
-            mask = torch.zeros_like(ids)
-            for row, i in enumerate(chosen):
-                ids[row, width - len(prompts[i]) :] = torch.tensor(list(prompts[i]))
-                mask[row, width - len(prompts[i]) :] = 1
-            out = model.generate(
-                input_ids=ids.to(device), attention_mask=mask.to(device), do_sample=False, max_new_tokens=max_new_tokens,
-                use_cache=True, pad_token_id=pad, eos_token_id=stops or None, temperature=None, top_p=None, top_k=None,
-            )
-            for row, i in enumerate(chosen):
-                answers[i] = tokenizer.decode(out[row, width:], skip_special_tokens=True).strip()
+        waiting = list(batches([len(prompt) for prompt in prompts], batch_size or BATCH.get(device.type, 32), max_new_tokens))
+        while waiting:
+            chosen = waiting.pop(0)
+            try:
+                found = _generated(model, [prompts[i] for i in chosen], stops, pad, max_new_tokens, device)
+            except torch.OutOfMemoryError:
+                if len(chosen) == 1:
+                    raise
+                found = None
+            if found is None:  # outside the handler, which holds on to the tensors of what failed
+                _empty_cache(device)
+                say_once(f"no memory for {len(chosen)} answers at a time: they are generated in halves")
+                half = len(chosen) // 2
+                waiting[:0] = [chosen[:half], chosen[half:]]
+                continue
+            for i, tokens in zip(chosen, found, strict=True):
+                text = tokenizer.decode(tokens, skip_special_tokens=True).strip()
+                answers[i] = Generated(text, cut=not any(token in stops for token in tokens))
+            done += len(chosen)
             if progress:
-                progress("answering", min(begin + batch_size, len(prompts)), len(prompts))
+                progress("answering", done, len(prompts))
     finally:
         model.train(was_training)
     return answers
+
+
+def batches(lengths: Sequence[int], most: int, new: int) -> Iterator[list[int]]:
+    """Which prompts are answered together: shortest first, at most so many, and only as long as keys and values have room."""
+    batch: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if batch and (len(batch) == most or (len(batch) + 1) * (lengths[i] + new) > CACHED_TOKENS):
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+def _generated(model: Any, prompts: Sequence[Sequence[int]], stops: list[int], pad: int, new: int, device: torch.device
+               ) -> list[list[int]]:
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), pad, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(list(prompt))
+        mask[row, width - len(prompt) :] = 1
+    out = model.generate(
+        input_ids=ids.to(device), attention_mask=mask.to(device), do_sample=False, max_new_tokens=new, use_cache=True,
+        pad_token_id=pad, eos_token_id=stops or None, temperature=None, top_p=None, top_k=None,
+    )
+    rows: list[list[int]] = out[:, width:].tolist()
+    return rows
+
+
+def _empty_cache(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -262,8 +262,20 @@ def _say_evaluation(run: _Run, event: dict[str, Any], width: int) -> list[str]:
     loss, perplexity = (wording.figure(as_number(event.get(name))) for name in ("loss", "perplexity"))
     best = ", the best so far" if event.get("best") else ""
     shown = [g for g in (event.get("generations") or [])[:1] if isinstance(g, dict)]
-    head = f"evaluation at step {event.get('step', 0):,}: loss {loss}, perplexity {perplexity}{best}"
+    metrics = "".join(f", {name}" for name in _metrics(event))
+    head = f"evaluation at step {event.get('step', 0):,}: loss {loss}, perplexity {perplexity}{metrics}{best}"
     return [head, *(_generation(g, width) for g in shown)]
+
+
+def _say_base(run: _Run, event: dict[str, Any], width: int) -> list[str]:
+    return [f"base model, {counted(event.get('samples', 0), 'held-out row')}: {', '.join(_metrics(event))}"]
+
+
+def _metrics(event: dict[str, Any]) -> list[str]:
+    """`exact_match 0.93`, and how many answers did not end, where that is known."""
+    said = [f"{wording.one_line(str(name), 40)} {wording.figure(as_number(value))}"
+            for name, value in (event.get("metrics") or {}).items()]
+    return said + ([f"{counted(event['cut'], 'answer')} cut at eval.max_new_tokens"] if event.get("cut") else [])
 
 
 def _say_checkpoint(run: _Run, event: dict[str, Any], width: int) -> list[str]:
@@ -310,6 +322,7 @@ def _say_start(run: _Run, event: dict[str, Any], width: int) -> list[str]:
 _SAYINGS: dict[str, Callable[[_Run, dict[str, Any], int], list[str]]] = {
     "start": _say_start,
     "step": _say_step,
+    "base": _say_base,
     "eval": _say_evaluation,
     "checkpoint": _say_checkpoint,
     "notice": _say_notice,

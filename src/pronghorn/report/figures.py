@@ -39,6 +39,18 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
+class MetricFigures:
+    """A metric of answers to held-out rows, where more is better."""
+
+    base: float | None  # of the base model
+    first: float
+    last: float
+    best: float | None
+    best_step: int | None
+    samples: int  # rows that were answered
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """None means that the run has no such figure (yet)."""
 
@@ -63,6 +75,8 @@ class Figures:
     best_eval_step: int | None
     last_eval_step: int | None
     perplexity: float | None  # at the best evaluation
+    metrics: dict[str, MetricFigures]  # of answers, by name
+    decides: str  # what the best checkpoint is the best by: loss, or a metric
     tokens: int
     tokens_per_second: float
     seconds: float  # wall-clock of all sessions
@@ -120,6 +134,8 @@ def figures(events: Sequence[dict[str, Any]], now: float | None = None) -> Figur
         best_eval_step=best_eval_step,
         last_eval_step=evals[-1].get("step") if evals else None,
         perplexity=next((as_number(e.get("perplexity")) for e in evals if e.get("step") == best_eval_step), None),
+        metrics=_metrics(kept, evals),
+        decides=str((recipe.get("eval") or {}).get("best") or "loss"),
         tokens=int(steps[-1].get("seen_tokens", 0)) if steps else 0,
         tokens_per_second=sum(e.get("tokens", 0) for e in steps) / seconds if seconds > 0 else 0.0,
         seconds=sum(s.seconds for s in _sessions(events)),
@@ -153,6 +169,19 @@ def _loss(events: Sequence[dict[str, Any]]) -> float | None:
 def _best(events: Sequence[dict[str, Any]]) -> tuple[float | None, int | None]:
     finite = [(as_number(e.get("loss")), e.get("step")) for e in events if math.isfinite(as_number(e.get("loss")))]
     return min(finite, key=lambda pair: pair[0]) if finite else (None, None)
+
+
+def _metrics(kept: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> dict[str, MetricFigures]:
+    measured = [e for e in evals if e.get("metrics")]
+    base: dict[str, Any] = next((e for e in reversed(kept) if e["event"] == "base"), {})
+    found = {}
+    for name in measured[-1]["metrics"] if measured else ():
+        values = [(as_number(e["metrics"].get(name)), e.get("step")) for e in measured]
+        best, best_step = max(((v, s) for v, s in values if math.isfinite(v)), key=lambda pair: pair[0], default=(None, None))
+        of_base = (base.get("metrics") or {}).get(name)
+        found[str(name)] = MetricFigures(None if of_base is None else as_number(of_base), values[0][0], values[-1][0], best,
+                                         best_step, int(measured[-1].get("samples", 0)))
+    return found
 
 
 def _state(events: Sequence[dict[str, Any]], now: float) -> tuple[str, str]:

@@ -32,7 +32,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "steps": _COUNT, "resumed_from": ("count", "nothing"), "eval_documents": _COUNT, "exit_code": _COUNT,
     "time": _NUMBER, "epoch": _NUMBER, "loss": _FIGURE, "grad_norm": _FIGURE, "lr": _FIGURE, "perplexity": _FIGURE,
     "total": _NUMBER, "recipe": _MAP, "data": _MAP, "parameters": _MAP, "versions": _MAP, "counts": _MAP,
-    "generations": ("list", "nothing"), "text": ("text", "list", "nothing"), "seconds": (*_FIGURE, *_MAP),
+    "metrics": _MAP, "samples": _COUNT, "cut": _COUNT, "generations": ("list", "nothing"),
+    "text": ("text", "list", "nothing"), "seconds": (*_FIGURE, *_MAP),
     "data.efficiency": (*_NUMBER, "nothing"), "data.documents": _COUNT, "data.tokens": _COUNT, "parameters.total": _COUNT,
     "parameters.trainable": _COUNT, "to": _COUNT, "epoch_after": _COUNT, "pack_after": _COUNT,
 }

@@ -72,6 +72,8 @@ def render(facts: dict[str, Any]) -> RenderableType:
             perplexity = number(facts["perplexity"]) if kind == "eval" else None
             first, last, best = (number(facts[f"{which}_{kind}"]) for which in ("first", "last", "best"))
             table.add_row(label, _path(first, last, best, facts[f"best_{kind}_step"], perplexity))
+    for name, of in facts["metrics"].items():
+        table.add_row(wording.one_line(name, 30), _metric(of, decides=name == facts["decides"]))
     rate = number(facts["tokens_per_second"]) or 0.0
     table.add_row("tokens", Text(f"{wording.count(facts['tokens'])} seen, {wording.count(rate)} a second"))
     if facts["experts"]:
@@ -114,6 +116,16 @@ def _path(
     if best is not None:
         more = "" if perplexity is None else f", perplexity {wording.figure(perplexity)}"
         text.append(f"   best {wording.figure(best)} at step {step:,}{more}", style="dim")
+    return text
+
+
+def _metric(of: dict[str, Any], *, decides: bool) -> Text:
+    """`0.00 → 0.93   best 0.95 at step 60 of 70 rows`, from the base model's where that is known."""
+    text = Text("" if of["base"] is None else f"{wording.figure(_float(of['base']))} (base) → ")
+    text.append(wording.figure(_float(of["last"])))
+    rows = counted(of["samples"], "held-out row")
+    best = "" if of["best"] is None else f"best {wording.figure(_float(of['best']))} at step {of['best_step']:,}, "
+    text.append(f"   {best}{rows}" + ", decides which checkpoint is the best" * decides, style="dim")
     return text
 
 

@@ -1,4 +1,4 @@
-"""Held-out loss, a few generated answers, and the decision to go on."""
+"""Held-out loss, and the decision to go on."""
 
 from __future__ import annotations
 
@@ -45,32 +45,47 @@ def evaluate(model: Any, table: TokenRows, *, capacity: int, device: torch.devic
     return Evaluation(loss=float(total) / count, tokens=count)
 
 
+LOWER_IS_BETTER = ("loss",)  # every metric of answers is better when it is higher
+
+
 @dataclass(frozen=True)
 class Progress:
-    """How far the held-out loss has come: saved in checkpoints, so that patience survives a resume."""
+    """How far the held-out loss, or the metric of eval.best, has come: saved in checkpoints, so that patience survives a
+    resume."""
 
-    best_loss: float = math.inf
+    metric: str = "loss"
+    best: float | None = None
     best_step: int | None = None
     without_gain: int = 0  # evaluations in a row that gained less than min_delta over `reference`
-    reference: float = math.inf
+    reference: float | None = None
 
-    def after(self, loss: float, step: int, stop: Stop | None) -> Progress:
-        better = replace(self, best_loss=loss, best_step=step) if loss < self.best_loss else self
-        if loss < self.reference - (stop.min_delta if stop else 0.0):
-            return replace(better, reference=loss, without_gain=0)
+    def after(self, value: float, step: int, stop: Stop | None) -> Progress:
+        better = replace(self, best=value, best_step=step) if self._beyond(value, self.best, 0.0) else self
+        if self._beyond(value, self.reference, stop.min_delta if stop else 0.0):
+            return replace(better, reference=value, without_gain=0)
         return replace(better, without_gain=self.without_gain + 1)
+
+    def _beyond(self, value: float, before: float | None, by: float) -> bool:
+        if before is None:
+            return math.isfinite(value)
+        return value < before - by if self.metric in LOWER_IS_BETTER else value > before + by
 
     def verdict(self, stop: Stop | None) -> str:
         """Why the run should end, or nothing."""
         if stop is None or self.without_gain < stop.patience:
             return ""
-        return (f"held-out loss gained less than {stop.min_delta} in {counted(self.without_gain, 'evaluation')} in a row;"
-                f" best {self.best_loss:.4f} at step {self.best_step}")
+        evaluations = counted(self.without_gain, "evaluation")
+        best = "" if self.best is None else f"; best {self.best:.4f} at step {self.best_step}"
+        return f"held-out {self.metric} gained less than {stop.min_delta} in {evaluations} in a row{best}"
+
+    def by(self, metric: str) -> Progress:
+        """Itself, or from the beginning where another metric decides now."""
+        return self if metric == self.metric else Progress(metric)
 
     def as_dict(self) -> dict[str, Any]:
-        return {key: None if value == math.inf else value for key, value in asdict(self).items()}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Progress:
-        restored: dict[str, Any] = {k: math.inf if v is None and k != "best_step" else v for k, v in values.items()}
-        return cls(**restored)
+        """Also of checkpoints from before there were metrics, where it was the best loss."""
+        return cls(**{"best" if key == "best_loss" else key: value for key, value in values.items()})

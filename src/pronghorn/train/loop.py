@@ -24,17 +24,17 @@ import torch
 
 from pronghorn import __version__
 from pronghorn.data.batches import StepBatch
-from pronghorn.data.prepare import evaluation_prompts
 from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, PronghornError, counted
+from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.memory.gpus import PRICES_AS_OF, local_gpu
 from pronghorn.model.causal_lm import engine_of
-from pronghorn.model.generate import generate_answers
 from pronghorn.model.quantized import count_parameters
 from pronghorn.recipe import Recipe, steps_between
 from pronghorn.report.html import write_html
 from pronghorn.report.live import LiveReport
 from pronghorn.report.run_log import RunLog
 from pronghorn.report.stages import Stages
+from pronghorn.train.answers import RunAnswers
 from pronghorn.train.checkpoint import capture_rng, clean_leftovers, restore_rng
 from pronghorn.train.evaluate import evaluate
 from pronghorn.train.health import BrokenWeights, Offenders, listed, offending_rows, require_sound
@@ -48,7 +48,6 @@ from pronghorn.train.spikes import GaveUp, LeftOut, Rewind
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of what getrusage counts
 FIRST_STEP = "first step"  # a progress of its own
-ANSWER_TOKENS = 64  # of each held-out generation: enough to see what the model does, short enough not to hold the run up
 
 
 class Display(Protocol):
@@ -69,10 +68,11 @@ class RunResult:
 
 
 def train(recipe: Recipe, *, display: Display, stages: Stages | None = None, fresh: bool = False,
-          allow: Collection[str] = ()) -> RunResult:
+          allow: Collection[str] = (), metric_file: Path | None = None) -> RunResult:
     """Train, or go on where the folder's last checkpoint stands. Raises what the command line turns into an exit code.
-    `allow`: keys of the recipe that may have changed since that checkpoint."""
+    `allow`: keys of the recipe that may have changed since that checkpoint. `metric_file`: code of the user's, which runs."""
     stages = stages or Stages()
+    own = OwnMetric(metric_file) if metric_file is not None else None
     folder = Path(recipe.output)
     old = set_aside(folder) if fresh else None
     started, session = False, None
@@ -87,7 +87,7 @@ def train(recipe: Recipe, *, display: Display, stages: Stages | None = None, fre
                 started = True
                 while True:
                     try:
-                        return _Run(session, folder, log, stages, display).go(stop)
+                        return _Run(session, folder, log, stages, display, own).go(stop)
                     except Rewind:
                         pass  # from here on, nothing but `session` holds on to the model
                     if session.memory is not None:
@@ -121,13 +121,15 @@ class _UnderWay:
 
 
 class _Run:
-    def __init__(self, session: Session, folder: Path, log: RunLog, stages: Stages, display: Display) -> None:
+    def __init__(self, session: Session, folder: Path, log: RunLog, stages: Stages, display: Display,
+                 own: OwnMetric | None = None) -> None:
         self.session, self.folder, self.log, self.stages, self.display = session, folder, log, stages, display
         self._under_way: deque[_UnderWay] = deque()
         self._mark = 0.0  # when the last step ended
         self._saver = Saver(session, folder, log, stages)
         self._left_out = LeftOut.of(folder)
         self._page = LiveReport(folder)
+        self._answers = RunAnswers(session, folder, log, own, display.progress)
         self._seconds: list[float] = []  # of the first steps under the plan
         self._eval_every = steps_between(session.recipe.eval.every, session.data.total_steps)
         self._save_every = steps_between(session.recipe.checkpoint.every, session.data.total_steps)
@@ -135,6 +137,8 @@ class _Run:
     def go(self, stop: StopRequest) -> RunResult:
         self._log_start()
         with self._saver, self._logged_end() as end, main_memory(self.session.recipe, self._doing):
+            with self.stages("evaluate"):
+                self._answers.before_training()
             reason, why = self._steps(stop)
             self._save_what_is_not_saved()
             end.update(reason=reason, why=why)
@@ -328,17 +332,11 @@ class _Run:
             result = evaluate(session.model, session.data.evaluation, capacity=evaluation_capacity(recipe),
                               device=session.device, pad_id=session.data.pad_id, autocast=session.autocast,
                               progress=self.display.progress)
-            samples = evaluation_prompts(session.data.evaluation, session.tokenizer, recipe.eval.generations)
-            with session.autocast():
-                answers = generate_answers(session.model, session.tokenizer, [sample.ids for sample in samples],
-                                           max_new_tokens=ANSWER_TOKENS)
-        session.progress = session.progress.after(result.loss, session.step, recipe.eval.stop)
-        self.log.write(
-            "eval", step=session.step, loss=result.loss, perplexity=result.perplexity, tokens=result.tokens,
-            seconds=time.perf_counter() - began, best=session.progress.best_step == session.step,
-            generations=[{"prompt": sample.prompt, "answer": answer, "expected": sample.expected}
-                         for sample, answer in zip(samples, answers, strict=True)],
-        )
+            answered = self._answers.evaluate()
+        value = result.loss if recipe.eval.best == "loss" else answered["metrics"][recipe.eval.best]
+        session.progress = session.progress.after(value, session.step, recipe.eval.stop)
+        self.log.write("eval", step=session.step, loss=result.loss, perplexity=result.perplexity, tokens=result.tokens,
+                       seconds=time.perf_counter() - began, best=session.progress.best_step == session.step, **answered)
         return session.progress.verdict(recipe.eval.stop)
 
     def _leave_for(self, signal_number: int) -> None:
@@ -429,7 +427,7 @@ class _Run:
 
     def _log_end(self, end: dict[str, str], code: int) -> None:
         progress = self.session.progress
-        best = {"step": progress.best_step, "loss": progress.best_loss} if progress.best_step is not None else None
+        best = {"step": progress.best_step, progress.metric: progress.best} if progress.best_step is not None else None
         self.log.write("stages", **self.stages.event())
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
         self.log.write("end", **end, step=self.session.step, exit_code=code, best=best, host_peak_bytes=peak)

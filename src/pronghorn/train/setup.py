@@ -101,7 +101,7 @@ class Session:
     step: int = 0
     cursor: Cursor = field(default_factory=Cursor)
     seen_tokens: int = 0
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress = field(default_factory=Progress)  # by eval.best
     resumed_from: int | None = None
     spikes: Spikes = field(default_factory=Spikes)
 
@@ -248,7 +248,7 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer, allo
                              pin=device.type == "cuda", shapes=shapes)
     session = Session(recipe, data, tokenizer, model, optimizer, step, loader, device, precision, notices=said,
                       keys=keys, base=base, memory=memory if planned else None, cursor=cursor,
-                      spikes=Spikes(recipe.health.spike))
+                      spikes=Spikes(recipe.health.spike), progress=Progress(recipe.eval.best))
     if found:
         _restore(session, found[1])
     return session
@@ -293,7 +293,11 @@ def _restore(session: Session, state: TrainState) -> None:
         session.take_step.scaler.load_state_dict(values["scaler"])
     session.step = session.resumed_from = state.step
     session.seen_tokens = values["seen_tokens"]
-    session.progress = Progress.from_dict(values["progress"])
+    before = Progress.from_dict(values["progress"])
+    session.progress = before.by(session.recipe.eval.best)
+    if session.progress != before:
+        session.notices.append(f"eval.best: {session.recipe.eval.best} decides now, no longer {before.metric}; the best"
+                               " checkpoint and patience count from here")
     session.spikes = Spikes(session.recipe.health.spike, losses_of(values))
     restore_rng(state.rng)
 

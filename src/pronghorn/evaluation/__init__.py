@@ -1,0 +1,1 @@
+"""Answers to held-out questions, and how good they are."""

@@ -1,0 +1,169 @@
+"""Held-out questions, asked of a model as often as one likes: its answers, and what they score."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pronghorn.data.tokens import TokenTable
+from pronghorn.errors import CommandError, DataError, EnvironmentFault, RecipeError, counted
+from pronghorn.evaluation import strict_json
+from pronghorn.evaluation.metrics import NEED_JSON, Scores, final_part, found, judge_of
+from pronghorn.evaluation.own_metric import OwnMetric
+from pronghorn.evaluation.questions import Question, held_out_questions
+from pronghorn.model.generate import generate
+from pronghorn.recipe import Eval, figures_of
+
+SHORT_ANSWER = 64  # tokens of an answer that only people read: enough to see what the model does, and nobody waits for it
+MORE_TOKENS = 16  # than the longest expected answer, so that one that goes on is seen to
+ANSWERS, BASE_ANSWERS = "answers.jsonl", "base_answers.json"  # in a run's folder
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a model makes of one question."""
+
+    text: str
+    cut: bool = False  # at the most tokens that it may have
+    chosen: Scores = field(default_factory=dict)  # of multiple choice
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    metrics: Scores  # the mean of each; nan where a row has no score
+    rows: list[Scores]
+    cut: int  # answers that did not end
+    unscored: str = ""  # why a metric has no mean
+
+
+class HeldOut:
+    """The questions of a run and their judges. There are none where nothing is to be answered."""
+
+    def __init__(self, questions: Sequence[Question], spec: Eval, tokenizer: Any, own: OwnMetric | None = None) -> None:
+        self.questions, self.spec, self.tokenizer, self.own = list(questions), spec, tokenizer, own
+        self.measured = bool(spec.metrics) or own is not None
+        longest = max((question.answer_tokens for question in questions), default=0)
+        self.max_new_tokens = spec.max_new_tokens or (longest + MORE_TOKENS if self.measured else SHORT_ANSWER)
+        self._judge = judge_of(spec.metrics, spec.regex)
+        _require_expected(self.questions, spec)
+        if own is not None and self.questions:
+            own.try_on(self.questions[0].prompt, self.questions[0].expected)
+        _require_best(spec, own)
+
+    @classmethod
+    def of(cls, table: TokenTable | None, tokenizer: Any, spec: Eval, own: OwnMetric | None = None) -> HeldOut:
+        measured = bool(spec.metrics) or own is not None
+        count = max(spec.generations, spec.samples if measured else 0)
+        questions = held_out_questions(table, tokenizer, count, system=spec.system) if table is not None and count else []
+        if measured and not questions:
+            why = "there is no held-out data" if table is None else "metrics judge answers, and plain text asks nothing"
+            raise DataError("no held-out row asks anything", where="data.eval", why=why,
+                            fix="leave the metrics out, or hold out conversations or prompts: data.eval")
+        return cls(questions, spec, tokenizer, own)
+
+    def ask(self, model: Any, progress: Progress | None = None) -> list[Answer]:
+        """Greedily, many at a time."""
+        prompts = [question.ids for question in self.questions]
+        found = generate(model, self.tokenizer, prompts, max_new_tokens=self.max_new_tokens, progress=progress)
+        return [Answer(one.text, one.cut) for one in found]
+
+    def judge(self, answers: Sequence[Answer]) -> Judged:
+        rows: list[Scores] = []
+        failed: list[str] = []
+        for question, answer in zip(self.questions, answers, strict=True):
+            scores = self._judge(question.prompt, question.expected, answer.text) | answer.chosen
+            if self.own is not None:
+                try:
+                    own = self.own(question.prompt, question.expected, answer.text)
+                except CommandError as error:
+                    failed.append(f"{question.where}: {error.what}" + (f" ({error.why})" if error.why else ""))
+                    own = {}
+                scores |= {name: own.get(name, math.nan) for name in self.own.names}
+            rows.append(scores)
+        told = f"{counted(len(failed), 'answer')} without a score, so the mean is not a number"
+        unscored = f"{told}; {failed[0]}" if failed else ""
+        means = {name: sum(row[name] for row in rows) / len(rows) for name in (rows[0] if rows else ())}
+        return Judged(means, rows, sum(answer.cut for answer in answers), unscored)
+
+    def table(self, answers: Sequence[Answer], base: Sequence[Answer] | None, judged: Judged, step: int
+              ) -> list[dict[str, Any]]:
+        """A line a question: the answer beside the base model's and the expected one."""
+        return [{"row": question.where, "prompt": question.prompt, "expected": question.expected,
+                 "base": base[i].text if base is not None else None, "answer": answers[i].text, "scores": judged.rows[i],
+                 "step": step} for i, question in enumerate(self.questions)]
+
+    def key(self, model: str) -> str:
+        """All that decides what this model answers."""
+        asked = [model, self.max_new_tokens, [question.ids for question in self.questions]]
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+
+
+def _require_expected(questions: Sequence[Question], spec: Eval) -> None:
+    """A metric that could never be met is refused, not counted as 0."""
+    pattern = re.compile(spec.regex) if spec.regex else None
+    for question in questions:
+        expected = final_part(question.expected)
+        if not strict_json.is_json(expected) and (needs := [name for name in spec.metrics if name in NEED_JSON]):
+            raise DataError(f"eval.metrics: {needs[0]}: the expected answer is not JSON", where=question.where,
+                            why=f"it is {expected[:80]!r}", fix="leave the metric out, or correct the row")
+        if pattern is not None and pattern.groups and found(pattern, expected) is None:
+            raise DataError("eval.regex: it finds nothing in the expected answer", where=question.where,
+                            why=f"it is {expected[:80]!r}", fix="correct the pattern, or the row")
+
+
+def _require_best(spec: Eval, own: OwnMetric | None) -> None:
+    known = ["loss", *figures_of(spec.metrics), *(own.names if own else ())]
+    if spec.best not in known:
+        why = f"measured are {', '.join(known)}"
+        fix = f"one of these, or name a metric of your own on the command line: --metric-file FILE ({spec.best}.py, say)"
+        raise RecipeError(what=f"eval.best: {spec.best} is not measured", why=why, fix=fix)
+
+
+# Files of a run -----------------------------------------------------------------------------------------------------------
+
+
+def write_answers(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Whole or not at all: the last evaluation's, each time anew."""
+    _write(path, "".join(json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in rows))
+
+
+def write_base(folder: Path, key: str, answers: Sequence[Answer]) -> None:
+    _write(folder / BASE_ANSWERS, json.dumps({"key": key, "answers": [asdict(answer) for answer in answers]}))
+
+
+def read_base(folder: Path, key: str) -> list[Answer] | None:
+    """Nothing where there is no such file, or one of other questions, or a damaged one: they are asked again then."""
+    try:
+        stored = json.loads((folder / BASE_ANSWERS).read_text(encoding="utf-8"))
+        if stored["key"] != key:
+            return None
+        return [Answer(str(one["text"]), bool(one["cut"]), {str(k): float(v) for k, v in one["chosen"].items()})
+                for one in stored["answers"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """nan is not JSON; half a surrogate pair is not UTF-8."""
+    scores = {name: score if math.isfinite(score) else None for name, score in row["scores"].items()}
+    texts = {key: value.encode("utf-8", "replace").decode() for key, value in row.items() if isinstance(value, str)}
+    return {**row, **texts, "scores": scores}
+
+
+def _write(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.tmp")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)  # noqa: PTH105 - the word for it
+    except OSError as error:
+        raise EnvironmentFault(what="the answers could not be written", where=str(path), why=error.strerror or str(error),
+                               fix="free some disk space, then start the same command again") from error

@@ -1,0 +1,185 @@
+"""Answers at the evaluations of real runs: scored, logged, kept beside the base model's, deciding which step was the best."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from pronghorn.data.tokens import load_tokenizer
+from pronghorn.errors import CommandError, Interrupted, RecipeError
+from pronghorn.evaluation.questions import held_out_questions
+from pronghorn.model.generate import generate_answers
+from pronghorn.recipe import Recipe
+from pronghorn.report.figures import figures
+from pronghorn.report.run_log import history, read_log
+from pronghorn.train.checkpoint import verify_checkpoint
+from pronghorn.train.loop import train
+from pronghorn.train.setup import prepare_data
+from samples import make_model, make_tokenizer
+
+# What a model of random weights says differs from step to step; so does this figure of it, and it is drawn from thin air.
+OWN = """
+import random, torch
+def metric(prompt, expected, answer):
+    random.seed(sum(answer.encode())); torch.manual_seed(3)
+    return {"noise": random.random(), "long": len(answer)}
+"""
+
+
+@pytest.fixture(scope="module")
+def lively(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Random weights of a size that makes answers differ from prompt to prompt and from step to step."""
+    folder = tmp_path_factory.mktemp("lively")
+    model = make_model()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.3)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+class Silent:
+    def __init__(self, at_step: Callable[[int], None] = lambda step: None) -> None:
+        self.at_step = at_step
+
+    def handle(self, event: dict[str, Any]) -> None:
+        if event["event"] == "step":
+            self.at_step(event["step"])
+
+    def progress(self, label: str, done: int, total: int) -> None:
+        pass
+
+
+def stop_at(step: int) -> Silent:
+    return Silent(lambda now: os.kill(os.getpid(), signal.SIGTERM) if now == step else None)
+
+
+def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in history(read_log(folder)) if event["event"] == kind]
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "answers.jsonl").read_text("utf-8").splitlines()]
+
+
+def untrained_answers(recipe: Recipe) -> list[str]:
+    """By the model as it was before, and by nothing of what runs in a run."""
+    from contextlib import nullcontext
+
+    tokenizer = load_tokenizer(recipe.model, recipe.data)
+    table = prepare_data(recipe, tokenizer, report=lambda *_: None, stage=lambda _: nullcontext()).evaluation
+    asked = held_out_questions(table, tokenizer, 100)
+    model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=torch.float32)
+    return generate_answers(model, tokenizer, [question.ids for question in asked], max_new_tokens=3)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_answers_stand_beside_the_base_models(recipe_for: Callable[..., Recipe], lively: str, method: str) -> None:
+    recipe = recipe_for(model=lively, method=method, train={"steps": 4, "lr": 3e-2},
+                        eval={"every": 2, "metrics": ["rouge_l", "exact_match"]})
+    run = train(recipe, display=Silent()).folder
+    base = untrained_answers(recipe)
+    lines = lines_of(run)
+    assert [line["base"] for line in lines] == base
+    assert [line["answer"] for line in lines] != base
+    assert all(set(line["scores"]) == {"rouge_l", "exact_match"} and line["step"] == 4 for line in lines)
+    (of_base,), (first, last) = events_of(run, "base"), events_of(run, "eval")
+    assert of_base["samples"] == last["samples"] == len(lines) == 8
+    assert last["metrics"]["rouge_l"] == pytest.approx(sum(line["scores"]["rouge_l"] for line in lines) / 8)
+    assert [shown["base"] for shown in last["generations"]] == base[:1]
+    assert last["cut"] <= 8
+    measured = figures(read_log(run)).metrics["rouge_l"]
+    assert (measured.base, measured.first, measured.last) == (of_base["metrics"]["rouge_l"], first["metrics"]["rouge_l"],
+                                                             last["metrics"]["rouge_l"])
+
+
+def test_without_metrics_a_few_answers_are_shown_and_nothing_is_measured(recipe_for: Callable[..., Recipe]) -> None:
+    run = train(recipe_for(train={"steps": 2}, eval={"every": 2, "generations": 2}), display=Silent()).folder
+    (told,) = events_of(run, "eval")
+    assert "metrics" not in told
+    assert not events_of(run, "base")
+    assert len(told["generations"]) == len(lines_of(run)) == 2
+    assert all(line["base"] is not None and line["scores"] == {} for line in lines_of(run))
+
+
+def test_the_best_checkpoint_is_the_best_by_the_metric(
+    recipe_for: Callable[..., Recipe], lively: str, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    recipe = recipe_for(model=lively, train={"steps": 6, "lr": 3e-2}, eval={"every": 1, "best": "noise"})
+    result = train(recipe, display=Silent(), metric_file=tmp_path / "own.py")
+    values = [event["metrics"]["noise"] for event in events_of(result.folder, "eval")]
+    assert len(set(values)) > 2
+    assert result.best_step == 1 + values.index(max(values))
+    assert [event["step"] for event in events_of(result.folder, "eval") if event["best"]][-1] == result.best_step
+    assert figures(read_log(result.folder)).decides == "noise"
+    assert events_of(result.folder, "end")[-1]["best"] == {"step": result.best_step, "noise": max(values)}
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+    recipe_for: Callable[..., Recipe], lively: str, tmp_path: Path
+) -> None:
+    """With a metric that spoils every random number: weights, dropout included, and what is the best are the same."""
+    (tmp_path / "own.py").write_text(OWN)
+    changes: dict[str, Any] = {"model": lively, "train": {"steps": 6}, "lora": {"r": 4, "dropout": 0.3},
+                               "eval": {"every": 2, "best": "noise"}}
+    whole, parts = (recipe_for(**changes, output=str(tmp_path / name)) for name in ("whole", "parts"))
+    plain = train(recipe_for(**changes | {"eval": {"every": 2}}, output=str(tmp_path / "plain")), display=Silent())
+    train(whole, display=Silent(), metric_file=tmp_path / "own.py")
+    with pytest.raises(Interrupted):
+        train(parts, display=stop_at(3), metric_file=tmp_path / "own.py")
+    train(parts, display=Silent(), metric_file=tmp_path / "own.py")
+    ends = [tmp_path / name / "checkpoint-6" for name in ("whole", "parts")]
+    assert plain.checkpoint
+    one, other, without = (load_file(end / "adapter_model.safetensors") for end in (*ends, plain.checkpoint))
+    assert all(torch.equal(one[key], other[key]) and torch.equal(one[key], without[key]) for key in one)
+    assert verify_checkpoint(ends[0])["values"]["progress"] == verify_checkpoint(ends[1])["values"]["progress"]
+    assert lines_of(tmp_path / "whole") == lines_of(tmp_path / "parts")
+    assert len(events_of(tmp_path / "parts", "base")) == 1  # found again, not asked again
+
+
+def test_patience_is_with_the_metric(recipe_for: Callable[..., Recipe]) -> None:
+    recipe = recipe_for(train={"steps": 9}, eval={"every": 1, "metrics": "exact_match", "best": "exact_match",
+                                                  "stop": {"patience": 2}})
+    result = train(recipe, display=Silent())
+    assert (result.reason, result.step) == ("early stop", 3)  # it is 0 three times; the loss falls all the while
+    assert "held-out exact_match gained less than" in result.why
+
+
+def test_another_metric_may_decide_from_a_resume_on(recipe_for: Callable[..., Recipe]) -> None:
+    with pytest.raises(Interrupted):
+        train(recipe_for(train={"steps": 6}, eval={"every": 2}), display=stop_at(3))
+    recipe = recipe_for(train={"steps": 6}, eval={"every": 2, "metrics": "rouge_l", "best": "rouge_l"})
+    result = train(recipe, display=Silent())
+    assert result.best_step in (4, 6)
+    assert any("rouge_l decides now, no longer loss" in event["text"] for event in events_of(result.folder, "notice"))
+
+
+def test_a_base_model_that_is_gone_is_told_of(recipe_for: Callable[..., Recipe]) -> None:
+    with pytest.raises(Interrupted):
+        train(recipe_for(method="full", train={"steps": 4}), display=stop_at(1))
+    recipe = recipe_for(method="full", train={"steps": 4}, eval={"every": 2, "metrics": "rouge_l"})
+    run = train(recipe, display=Silent()).folder
+    assert {line["base"] for line in lines_of(run)} == {None}
+    told = [event["text"] for event in events_of(run, "notice") if "base model's answers are not shown" in event["text"]]
+    assert len(told) == 1
+
+
+def test_a_broken_metric_of_ones_own_is_refused_before_step_one(recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def metric(prompt, expected, answer):\n    return 1 / 0\n")
+    with pytest.raises(CommandError, match="ZeroDivisionError"):
+        train(recipe_for(), display=Silent(), metric_file=tmp_path / "own.py")
+    with pytest.raises(RecipeError, match=r"eval\.best: mine is not measured"):
+        train(recipe_for(eval={"best": "mine"}), display=Silent())
