@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pronghorn.errors import DataError, EnvironmentFault, RecipeError
-from pronghorn.evaluation.held_out import Answer, HeldOut, read_base, write_answers, write_base
+from pronghorn.evaluation.held_out import Answer, HeldOut, read_base, write_base
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.evaluation.questions import Question
 from pronghorn.recipe import Eval
@@ -87,20 +87,13 @@ def test_metrics_need_rows_that_ask() -> None:
     assert HeldOut.of(None, make_tokenizer(), Eval()).questions == []
 
 
-def test_a_line_for_each_row_is_written_whole(tmp_path: Path) -> None:
+def test_a_line_for_each_row_has_the_answer_beside_the_others() -> None:
     asked = held_out(metrics=["exact_match"])
-    answers = [Answer("1"), Answer("half \ud83d"), Answer("ü")]
-    rows = asked.table(answers, [Answer("b")] * 3, asked.judge(answers), 7)
-    rows[2]["scores"]["own"] = math.nan
-    write_answers(tmp_path / "answers.jsonl", rows)
-    first, second, third = (json.loads(line) for line in (tmp_path / "answers.jsonl").read_text("utf-8").splitlines())
-    assert first == {"row": "a:0", "prompt": "hello", "expected": "1", "base": "b", "answer": "1", "step": 7,
-                     "scores": {"exact_match": 1.0}}
-    assert second["answer"] == "half ?"
-    assert third["scores"] == {"exact_match": 0.0, "own": None}
-    assert list(tmp_path.iterdir()) == [tmp_path / "answers.jsonl"]
-    with pytest.raises(EnvironmentFault, match="answers could not be written"):
-        write_answers(tmp_path / "gone" / "answers.jsonl", rows)
+    judged, base = (asked.judge([Answer(text)] * 3) for text in ("1", "b"))
+    assert asked.table(judged, base, 7)[0] == {
+        "row": "a:0", "prompt": "hello", "expected": "1", "base": "b", "base_scores": {"exact_match": 0.0}, "answer": "1",
+        "scores": {"exact_match": 1.0}, "step": 7}
+    assert asked.table(judged, None, 7)[2]["base"] is None
 
 
 def test_the_base_models_answers_are_found_again_only_for_the_same_questions(tmp_path: Path) -> None:
@@ -113,6 +106,8 @@ def test_the_base_models_answers_are_found_again_only_for_the_same_questions(tmp
     others = {held_out(max_new_tokens=3).key("model"), asked.key("other"), HeldOut([], Eval(), None).key("model")}
     assert len(others | {key}) == 4
     assert all(read_base(tmp_path, other) is None for other in others)
+    with pytest.raises(EnvironmentFault, match="answers could not be written"):
+        write_base(tmp_path / "gone", key, answers)
     for damage in ("", "[]", "{", json.dumps({"key": key}), json.dumps({"key": key, "answers": [3]})):
         (tmp_path / "base_answers.json").write_text(damage)
         assert read_base(tmp_path, key) is None

@@ -68,7 +68,8 @@ def test_flat():
 
 
 def measured(step, value, **more):
-    return {"event": "eval", "time": 5.0, "session": 1, "step": step, "loss": 1.0, "metrics": {"match": value}, "samples": 9, **more}
+    metrics = {"match": value}
+    return {"event": "eval", "time": 5.0, "session": 1, "step": step, "loss": 1.0, "metrics": metrics, "samples": 9, **more}
 
 
 def test_metrics_of_answers_go_from_the_base_model_to_the_last_with_the_best_between():
@@ -77,6 +78,8 @@ def test_metrics_of_answers_go_from_the_base_model_to_the_last_with_the_best_bet
     match = run.metrics["match"]
     assert (match.base, match.first, match.best, match.best_step, match.samples) == (0.1, 0.5, 0.9, 2, 9)
     assert match.last != match.last  # as it was measured
-    assert run.decides == "loss"
+    assert (run.decides, run.best_step) == ("loss", 1)
+    start = {"event": "start", "time": 1.0, "session": 1, "recipe": {"eval": {"best": "match"}}}
+    assert figures([start, measured(1, 0.5), measured(2, 0.9), measured(3, 0.8)], now=5.0).best_step == 2
     assert figures([measured(1, "nan")], now=5.0).metrics["match"].best is None
     assert figures(synthetic_events(20)).metrics == {}

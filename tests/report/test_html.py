@@ -7,6 +7,7 @@ import time
 import pytest
 from synthetic_run import synthetic_events, write_run
 
+from pronghorn.errors import EnvironmentFault
 from pronghorn.report.answers import read_answers, write_answers
 from pronghorn.report.html import render_page, write_html
 
@@ -186,6 +187,15 @@ def test_the_data_section_tells_rows_drops_lengths_sources_and_columns():
 ])  # fmt: skip
 def test_odd_values_in_the_data_section_still_give_a_page(harm):
     Outline(render_page(with_data(**harm)))
+
+
+def test_answers_are_written_whole_or_not_at_all(tmp_path):
+    write_answers(tmp_path, [{"answer": "half \ud83d", "scores": {"own": float("nan"), "exact": 1.0}}])
+    (one,) = read_answers(tmp_path)
+    assert (one.answer, one.scores) == ("half ?", {"exact": 1.0})
+    assert list(tmp_path.iterdir()) == [tmp_path / "answers.jsonl"]
+    with pytest.raises(EnvironmentFault, match="answers could not be written"):
+        write_answers(tmp_path / "gone" / "answers.jsonl", [])
 
 
 def test_answers_stand_beside_what_was_expected_and_what_was_said_before(tmp_path):

@@ -125,6 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--fresh", action="store_true", help="start over; the old folder is kept aside")
     one.add_argument("--allow-change", action="append", default=[], metavar="KEY",
                      help="go on although this key of the recipe changed, as in: train.lr=1e-5 --allow-change train.lr")
+    _own_metric(one)
 
     def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
         one.add_argument("run", help="a run's output folder")
@@ -152,6 +153,11 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("folders", nargs="*", help="compare these runs; without any, list all below --root")
     one.add_argument("--root", default="runs", help="where to look (default: %(default)s)")
     return parser
+
+
+def _own_metric(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--metric-file", type=Path, metavar="FILE",
+                     help="a metric of your own: a Python file, which runs, with def metric(prompt, expected, answer)")
 
 
 def _plan_options(one: argparse.ArgumentParser) -> None:
@@ -244,7 +250,8 @@ def train(arguments: argparse.Namespace) -> None:
         with stages("imports"), _importing(recipe.model):
             from pronghorn.train.loop import train as run
         display.progress(*STARTED)
-        result = run(recipe, display=display, stages=stages, fresh=arguments.fresh, allow=arguments.allow_change)
+        result = run(recipe, display=display, stages=stages, fresh=arguments.fresh, allow=arguments.allow_change,
+                     metric_file=arguments.metric_file)
     if not arguments.json:
         _show_summary(result.folder)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,7 +22,7 @@ from pronghorn.recipe import Eval, figures_of
 
 SHORT_ANSWER = 64  # tokens of an answer that only people read: enough to see what the model does, and nobody waits for it
 MORE_TOKENS = 16  # than the longest expected answer, so that one that goes on is seen to
-ANSWERS, BASE_ANSWERS = "answers.jsonl", "base_answers.json"  # in a run's folder
+BASE_ANSWERS = "base_answers.json"  # in a run's folder
 
 Progress = Callable[[str, int, int], None]
 
@@ -39,6 +38,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
+    answers: Sequence[Answer]
     metrics: Scores  # the mean of each; nan where a row has no score
     rows: list[Scores]
     cut: int  # answers that did not end
@@ -92,14 +92,16 @@ class HeldOut:
         told = f"{counted(len(failed), 'answer')} without a score, so the mean is not a number"
         unscored = f"{told}; {failed[0]}" if failed else ""
         means = {name: sum(row[name] for row in rows) / len(rows) for name in (rows[0] if rows else ())}
-        return Judged(means, rows, sum(answer.cut for answer in answers), unscored)
+        return Judged(answers, means, rows, sum(answer.cut for answer in answers), unscored)
 
-    def table(self, answers: Sequence[Answer], base: Sequence[Answer] | None, judged: Judged, step: int
-              ) -> list[dict[str, Any]]:
+    def table(self, judged: Judged, base: Judged | None, step: int) -> list[dict[str, Any]]:
         """A line a question: the answer beside the base model's and the expected one."""
-        return [{"row": question.where, "prompt": question.prompt, "expected": question.expected,
-                 "base": base[i].text if base is not None else None, "answer": answers[i].text, "scores": judged.rows[i],
-                 "step": step} for i, question in enumerate(self.questions)]
+        rows = []
+        for i, question in enumerate(self.questions):
+            before = {} if base is None else {"base": base.answers[i].text, "base_scores": base.rows[i]}
+            asked = {"row": question.where, "prompt": question.prompt, "expected": question.expected, "base": None}
+            rows.append({**asked, **before, "answer": judged.answers[i].text, "scores": judged.rows[i], "step": step})
+        return rows
 
     def key(self, model: str) -> str:
         """All that decides what this model answers."""
@@ -131,13 +133,16 @@ def _require_best(spec: Eval, own: OwnMetric | None) -> None:
 # Files of a run -----------------------------------------------------------------------------------------------------------
 
 
-def write_answers(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Whole or not at all: the last evaluation's, each time anew."""
-    _write(path, "".join(json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in rows))
-
-
 def write_base(folder: Path, key: str, answers: Sequence[Answer]) -> None:
-    _write(folder / BASE_ANSWERS, json.dumps({"key": key, "answers": [asdict(answer) for answer in answers]}))
+    """Whole or not at all."""
+    path, beside = folder / BASE_ANSWERS, folder / f".{BASE_ANSWERS}.tmp"
+    try:
+        beside.write_text(json.dumps({"key": key, "answers": [asdict(answer) for answer in answers]}), encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        raise EnvironmentFault(what="the base model's answers could not be written", where=str(path),
+                               why=error.strerror or str(error), fix="free some space, then start the same command again"
+                               ) from error
 
 
 def read_base(folder: Path, key: str) -> list[Answer] | None:
@@ -150,20 +155,3 @@ def read_base(folder: Path, key: str) -> list[Answer] | None:
                 for one in stored["answers"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-
-
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """nan is not JSON; half a surrogate pair is not UTF-8."""
-    scores = {name: score if math.isfinite(score) else None for name, score in row["scores"].items()}
-    texts = {key: value.encode("utf-8", "replace").decode() for key, value in row.items() if isinstance(value, str)}
-    return {**row, **texts, "scores": scores}
-
-
-def _write(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.tmp")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)  # noqa: PTH105 - the word for it
-    except OSError as error:
-        raise EnvironmentFault(what="the answers could not be written", where=str(path), why=error.strerror or str(error),
-                               fix="free some disk space, then start the same command again") from error

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pronghorn.errors import EnvironmentFault
 from pronghorn.report.run_log import as_number, plain
 
 FILE_NAME = "answers.jsonl"
@@ -33,10 +34,18 @@ class Answer:
     base_scores: dict[str, float]
 
 
-def write_answers(folder: Path, answers: Sequence[dict[str, Any]]) -> Path:
-    path = folder / FILE_NAME
+def write_answers(place: Path, answers: Sequence[dict[str, Any]]) -> Path:
+    """Whole or not at all, into a run's folder or a file: each evaluation writes all of them anew."""
+    path = place / FILE_NAME if place.is_dir() else place
     lines = [json.dumps(plain(one), ensure_ascii=False, allow_nan=False) + "\n" for one in answers]
-    path.write_text("".join(lines), encoding="utf-8")
+    beside = path.with_name(f".{path.name}.tmp")
+    try:
+        beside.write_text("".join(lines), encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        raise EnvironmentFault("the answers could not be written", where=str(path), why=error.strerror or str(error),
+                               fix="see that there is space and that the folder can be written; then run the same command again"
+                               ) from error
     return path
 
 

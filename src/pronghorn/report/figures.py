@@ -90,6 +90,11 @@ class Figures:
     recipe: dict[str, Any] = field(default_factory=dict)
     sessions: tuple[Session, ...] = ()
 
+    @property
+    def best_step(self) -> int | None:
+        """Of the best checkpoint, by what decides."""
+        return self.metrics[self.decides].best_step if self.decides in self.metrics else self.best_eval_step
+
     def share(self, *stages: str) -> float:
         """The part of the accounted wall-clock that these stages took, 0 to 1."""
         total = sum(self.stages.values())

@@ -62,7 +62,7 @@ def render_page(events: Sequence[dict[str, Any]], name: str = "run", answers: Se
     title = run.name or name
     body = [
         _header(run, title, steps), _tiles(run), _plots(run, kept, steps, evals),
-        evaluations_section(evals, run.best_eval_step), answers_section(answers) or _generations(evals), data_section(start),
+        evaluations_section(evals, run.best_step), answers_section(answers) or _generations(evals), data_section(start),
         _stages(run), memory_section(kept), cost_section(run), experts_section(kept), _recipe(run), _notices(events),
         _sessions(run),
     ]  # fmt: skip

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pronghorn.evaluation.held_out import ANSWERS, Answer, HeldOut, Judged, read_base, write_answers, write_base
+from pronghorn.evaluation.held_out import Answer, HeldOut, Judged, read_base, write_base
 from pronghorn.evaluation.own_metric import OwnMetric
+from pronghorn.report.answers import write_answers
 from pronghorn.report.run_log import RunLog
 from pronghorn.train.checkpoint import capture_rng, restore_rng
 from pronghorn.train.setup import Session
@@ -32,13 +33,13 @@ class RunAnswers:
         self._session, self._folder, self._log, self._progress = session, folder, log, progress
         with _random_numbers_kept():
             self._held_out = HeldOut.of(session.data.evaluation, session.tokenizer, session.recipe.eval, own)
-        self._base: list[Answer] | None = None
+        self._base: Judged | None = None
         self._told = False
 
     def before_training(self) -> None:
         """What cannot be asked later."""
         if self._held_out.questions and self._session.recipe.method == "full" and self._session.step == 0:
-            self._ask_base()
+            self._base = self._asked_of_base()
 
     def evaluate(self) -> dict[str, Any]:
         """What the event of an evaluation says of answers; `metrics` by name, where some are asked for."""
@@ -46,10 +47,9 @@ class RunAnswers:
         if not questions:
             return {"generations": []}
         base = self._base_answers()
-        answers = self._ask("answering")
-        judged = self._judged(answers)
-        rows = self._held_out.table(answers, base, judged, session.step)
-        write_answers(self._folder / ANSWERS, rows)
+        judged = self._judged(self._ask("answering"))
+        rows = self._held_out.table(judged, base, session.step)
+        write_answers(self._folder, rows)
         shown = [{key: row[key] for key in ("prompt", "answer", "expected", "base")}
                  for row in rows[: session.recipe.eval.generations]]
         if not self._held_out.measured:
@@ -67,22 +67,24 @@ class RunAnswers:
             self._log.write("notice", text=judged.unscored)
         return judged
 
-    def _base_answers(self) -> list[Answer] | None:
+    def _base_answers(self) -> Judged | None:
         session = self._session
-        if self._base is None:
-            self._base = read_base(self._folder, self._held_out.key(session.recipe.model))
-            if self._base is None and session.recipe.method != "full":
+        if self._base is None and not self._told:
+            stored = read_base(self._folder, self._held_out.key(session.recipe.model))
+            if stored is not None:
+                self._base = self._judged(stored)
+            elif session.recipe.method != "full":
                 with session.model.disable_adapter():
-                    self._ask_base()
-            elif self._base is None and not self._told:
+                    self._base = self._asked_of_base()
+            else:
                 self._told = True
                 self._log.write("notice", text="the base model's answers are not shown: with method: full they are generated "
                                                "before the first step, and this run began with other questions")
         return self._base
 
-    def _ask_base(self) -> None:
-        self._base = self._ask("base model answering")
-        write_base(self._folder, self._held_out.key(self._session.recipe.model), self._base)
+    def _asked_of_base(self) -> Judged:
+        judged = self._judged(self._ask("base model answering"))
+        write_base(self._folder, self._held_out.key(self._session.recipe.model), judged.answers)
         if self._held_out.measured:
-            judged = self._judged(self._base)
-            self._log.write("base", metrics=judged.metrics, samples=len(self._held_out.questions), cut=judged.cut)
+            self._log.write("base", metrics=judged.metrics, samples=len(judged.rows), cut=judged.cut)
+        return judged
