@@ -329,3 +329,17 @@ def test_an_override_that_is_no_value_is_a_text_and_judged_as_one(word: str) -> 
     with pytest.raises(RecipeError, match=word.partition("=")[0]):
         parse_recipe(text, [word])
     assert parse_recipe(text, ["output=2020-02-30"]).output == "2020-02-30"
+
+
+@pytest.mark.parametrize(("train", "what", "fix"), [
+    ("[{path: a, weigth: 2}]", "data.train.0.weigth: unknown key", "did you mean `weight`?"),
+    ("[b, {path: a, fields: {prompt: q}}]", "data.train.1.fields: unknown key", "did you mean `columns`?"),
+    ("{weight: 2}", "data.train.0.path: missing", "add `path: ...`"),
+    ("[{path: a, weight: 0}]", "data.train.0.weight: 0 (int) does not fit", "correct the value"),
+    ("[[a]]", "data.train.0: ['a'] does not fit", "sources such as {path: a.jsonl, weight: 2}"),
+])
+def test_a_source_with_something_wrong_is_told_as_a_source(train: str, what: str, fix: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(f"model: m\ndata:\n  train: {train}\n")
+    assert (caught.value.what, caught.value.where) == (what, "recipe:3")
+    assert fix in caught.value.fix

@@ -15,9 +15,11 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     NonNegativeInt,
     PositiveInt,
+    Tag,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -29,7 +31,7 @@ Positive = Annotated[float, Field(gt=0.0)]
 
 
 def _one_or_many(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
+    return (value,) if isinstance(value, (str, dict, Section)) else value
 
 
 Name = Annotated[str, Field(min_length=1)]
@@ -78,6 +80,37 @@ class Fields(Section):
     text: Name | None = None
 
 
+Roles = dict[Literal["system", "user", "assistant", "tool"], Names]
+RowFormat = Literal["auto", "messages", "completion", "text", "alpaca", "sharegpt"]
+
+
+class DataSource(Section):
+    """A file, a folder or a hub data set, with what holds for it alone; what it does not say is as `data` says."""
+
+    path: Name
+    name: Name | None = None  # of a hub data set: its configuration, as in load_dataset(path, name, split)
+    split: Name | None = None  # of a hub data set; of a folder, the folder or the files in it that are called so
+    weight: Positive = 1.0  # how often each row comes in an epoch: 2 twice, 0.5 every second one, chosen once and for all
+    max_rows: PositiveInt | None = None  # at most the first so many rows, of all its files together
+    text_by: Literal["file", "line"] = "file"  # what of a .txt file is one document
+    format: RowFormat | None = None
+    columns: Fields | None = None  # as `data.fields`
+    message_fields: dict[Name, Name] | None = None
+    roles: Roles | None = None
+
+
+def named(source: str | DataSource) -> str:
+    return source if isinstance(source, str) else source.path
+
+
+# Told apart by what they are, so that an error in a source is told of the source.
+Source = Annotated[
+    Annotated[Name, Tag("Name")] | Annotated[DataSource, Tag("Source")],
+    Discriminator(lambda value: "Source" if isinstance(value, (dict, DataSource)) else "Name"),
+]
+Sources = Annotated[tuple[Source, ...], BeforeValidator(_one_or_many), Field(min_length=1)]
+
+
 class SpecialTokens(Section):
     """Tokens of the vocabulary that the tokenizer is to use for these, instead of its own."""
 
@@ -88,12 +121,12 @@ class SpecialTokens(Section):
 
 
 class Data(Section):
-    train: Names  # files, folders or hub data sets
+    train: Sources  # files, folders or hub data sets
     eval: str | Annotated[float, Field(gt=0.0, lt=1.0)] | None = None  # a file, or the fraction of train to hold out
-    format: Literal["auto", "messages", "completion", "text", "alpaca", "sharegpt"] = "auto"
+    format: RowFormat = "auto"
     fields: Fields = Fields()  # columns with other names
     message_fields: dict[Name, Name] = {}  # keys inside a message with other names: {role: from, content: value}
-    roles: dict[Literal["system", "user", "assistant", "tool"], Names] = {}  # who speaks, in other words: {assistant: [bot]}
+    roles: Roles = {}  # who speaks, in other words: {assistant: [bot]}
     max_rows: PositiveInt | None = None  # at most the first so many rows of each file or data set
     max_length: Annotated[int, Field(ge=8)] = 2048
     long: Literal["drop", "truncate", "split"] | None = None  # None: drop up to 1 % of rows, refuse more

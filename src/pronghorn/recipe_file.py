@@ -39,7 +39,8 @@ lora:
 layers: fast                                 # fast (ours, where the family has them) | own (transformers')
 precision: auto                              # auto (bf16 on a GPU that has it, else fp32) | bf16 | fp16 | fp32
 data:
-  train: [data/train.jsonl]                  # files, folders or hub data sets; the format is found out
+  train: [data/train.jsonl]                  # files, folders or hub data sets; the format is detected
+  # train: [{path: a.jsonl, weight: 2}, {path: b.parquet, max_rows: 1000, columns: {prompt: question, completion: answer}}]
   eval: 0.02                                 # a file, or the fraction of train to hold out (default: none)
   # max_rows: 1000                           # at most the first so many rows of each file or data set
   # fields: {messages: dialogue}             # columns with other names; likewise prompt, completion, instruction, text, ...
@@ -96,9 +97,11 @@ KINDS = {
 }
 # What to write where a value has the wrong type; pydantic names Python's types.
 FIXES = {
-    "data.train": "give a file, a folder or a hub data set, or a list of them",
+    "data.train": "give a file, a folder or a hub data set, a list of them, or sources such as {path: a.jsonl, weight: 2}",
     "memory.budget": "write auto, an amount such as 24GB, or a share such as 80%",
 }
+SYNONYMS = {"fields": ["columns"], "rows": ["max_rows"], "limit": ["max_rows"], "file": ["path"], "config": ["name"],
+            "ratio": ["weight"], "probability": ["weight"], "type": ["format"]}  # of a source's keys, as other tools have them
 SECTIONS = {key for key, field in Recipe.model_fields.items() if isinstance(field.annotation, type(BaseModel))}
 PYDANTIC_NAMES = {"str", "float", "int", "bool", "none"}
 
@@ -280,6 +283,7 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
         known = sorted(_fields(path[:-1]))
         key = str(path[-1]).lower()
         close = [f"{section}.{key}" for section in sorted(SECTIONS) if len(path) == 1 and key in _fields((section,))]
+        close += SYNONYMS.get(key, [])[:1] if "path" in known else []
         close += difflib.get_close_matches(key, known, n=1, cutoff=0.6)
         hint = f"did you mean `{close[0]}`?" if close else f"known keys here: {', '.join(known)}"
         return RecipeError(what=f"{dotted}: unknown key", where=where, fix=hint)
@@ -301,8 +305,9 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
     if kind == "model_type":
         return RecipeError(what=f"{dotted}: {_nothing_or(given)} does not fit", where=where, why="it is a section",
                            fix=f"write its keys below it, some of: {', '.join(_fields(path))}")
-    if dotted in FIXES and kind.endswith(("_type", "too_short")):
-        return RecipeError(what=f"{dotted}: {_nothing_or(given)} does not fit", where=where, fix=FIXES[dotted])
+    of_list = _dotted(path[:-1]) if path and isinstance(path[-1], int) else dotted  # an item is told as its list is
+    if of_list in FIXES and kind.endswith(("_type", "too_short")):
+        return RecipeError(what=f"{dotted}: {_nothing_or(given)} does not fit", where=where, fix=FIXES[of_list])
     if given is None:
         return RecipeError(what=f"{dotted}: there is no value", where=where, fix=f"give {dotted} one, or leave the key out")
     if kind == "string_type" and isinstance(given, (bool, int, float)):
@@ -331,12 +336,17 @@ def _fields(path: KeyPath) -> list[str]:
     """The keys a section takes."""
     model: type[BaseModel] = Recipe
     for part in path:
-        annotation = model.model_fields[str(part)].annotation
-        sections = [a for a in (annotation, *get_args(annotation)) if isinstance(a, type) and issubclass(a, BaseModel)]
+        if isinstance(part, int):  # of a list of sections, whose keys are those of one of them
+            continue
+        sections = [a for a in _inside(model.model_fields[part].annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
         if not sections:
             return []
         model = sections[0]
     return list(model.model_fields)
+
+
+def _inside(annotation: Any) -> list[Any]:
+    return [annotation, *(inner for part in get_args(annotation) for inner in _inside(part))]
 
 
 def _nothing_or(given: Any) -> str:

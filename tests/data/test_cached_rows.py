@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pronghorn.data import cached_rows, encoding_pool
+from pronghorn.data import cached_rows, encoding_pool, reading
 from pronghorn.data.cached_rows import Rows, tokenized_rows
 from pronghorn.data.encode import Encoder
 from pronghorn.data.partial_table import PartialTable
@@ -28,7 +28,7 @@ CHUNKS = 8  # of the rows below
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cached_rows, "CHUNK", CHUNK)
-    monkeypatch.setattr(cached_rows, "ROWS_TO_KNOW_A_FORMAT", 5)
+    monkeypatch.setattr(reading, "ROWS_TO_KNOW_A_FORMAT", 5)
 
 
 @pytest.fixture(scope="module")

@@ -54,8 +54,6 @@ SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     ({"text": "t", "meta": 1}, "text", Example("text", "", text="t")),
     ({"instruction": "q", "output": "a"}, "alpaca", Example("chat", "", messages=CHAT)),
     ({"instruction": "q", "input": "", "output": "a", "text": "q a"}, "alpaca", Example("chat", "", messages=CHAT)),
-    ({"instruction": "q", "input": None, "output": "a", "chosen": "a", "rejected": "b"}, "alpaca",
-     Example("chat", "", messages=CHAT)),
 ])
 def test_formats_are_found_and_read(fields: dict[str, Any], found: Format, expected: Example) -> None:
     rows = [RawRow(fields, "")]
@@ -113,7 +111,6 @@ def test_text_parts_are_joined() -> None:
     (["hello"], "`messages` is not a list of objects"),
     ([USER], "no assistant turn: nothing to learn from"),
     ([USER, {"role": "asistant", "content": "a"}], "message 2 has the role `asistant`; did you mean `assistant`?"),
-    ([{"role": "human", "content": "q"}, ASSISTANT], "message 1 has the role `human`; did you mean `user`?"),
     ([{"role": "xyz", "content": "q"}], "message 1 has the role `xyz`; known are system, developer, user, assistant, tool"),
     ([{"role": ["user"], "content": "q"}], "message 1 has the role `['user']`"),
     ([{"rol": "user", "content": "q"}], "message 1 has no `role`; its keys are rol, content"),
@@ -130,18 +127,18 @@ def test_messages_that_do_not_fit(messages: Any, why: str) -> None:
 def test_other_rows_that_do_not_fit() -> None:
     assert why_not("messages", text="t") == "no column `messages`"
     assert why_not("messages", messages=[USER, ASSISTANT], tools="{}") == "`tools` is not a list of objects"
-    assert why_not("text", text=None) == "`text` is not text"
+    assert why_not("text", text=None) == "`text` is not text, but empty (null)"
     assert why_not("text", prompt="q") == "no column `text`"
-    assert why_not("alpaca", instruction="q", output=None) == "`output` is not text"
-    assert why_not("alpaca", instruction="q", output="a", input=3) == "`input` is not text"
+    assert why_not("alpaca", instruction="q", output=None) == "`output` is not text, but empty (null)"
+    assert why_not("alpaca", instruction="q", output="a", input=3) == "`input` is not text, but a int"
     assert why_not("completion", prompt="q") == "no column `prompt` or no column `completion`"
-    assert why_not("completion", prompt="q", completion=[ASSISTANT]) == "`completion` is not text"
+    assert why_not("completion", prompt="q", completion=[ASSISTANT]).startswith("`completion` is a list of messages")
     no_answer = why_not("completion", prompt=[USER, ASSISTANT], completion=[USER])
     assert no_answer == "no assistant turn in the completion: nothing to learn from"
-    assert why_not("sharegpt", text="t") == "no column `conversations`"
+    assert why_not("sharegpt", text="t") == "no column `messages`"
     assert why_not("sharegpt", conversations=[{"from": "humn", "value": "q"}]).endswith("did you mean `human`?")
-    assert why_not("sharegpt", conversations=[{"from": ["human"], "value": "q"}]).startswith("turn 1 is from")
-    assert why_not("sharegpt", conversations=[{"from": "human", "value": None}]) == "turn 1 has no text in `value`"
+    assert why_not("sharegpt", conversations=[{"from": ["human"], "value": "q"}]).startswith("message 1 has the role")
+    assert why_not("sharegpt", conversations=[{"from": "human", "value": None}]) == "message 1 (user) has no `content`"
 
 
 def refused(columns: dict[str, Any], asked: Any = "auto") -> DataError:
@@ -153,12 +150,15 @@ def refused(columns: dict[str, Any], asked: Any = "auto") -> DataError:
 
 
 @pytest.mark.parametrize(("columns", "hint"), [
-    ({"mesages": [USER]}, "did you mean `messages` instead of `mesages`?"),
-    ({"Messages": [USER]}, "did you mean `messages` instead of `Messages`?"),
-    ({"promt": "q", "completion": "a"}, "did you mean `prompt` instead of `promt`?"),
-    ({"instruction": "q", "ouput": "a"}, "did you mean `output` instead of `ouput`?"),
-    ({"question": "q", "answer": "a"}, "did you mean `prompt` instead of `question`, `completion` instead of `answer`?"),
-    ({"a": 1, "b": 2}, "rename the columns"),
+    ({"mesages": [USER]}, "did you mean `messages` instead of `mesages`? Then set data.fields: {messages: mesages}"),
+    ({"Messages": [USER]}, "did you mean `messages` instead of `Messages`? Then set data.fields: {messages: Messages}"),
+    ({"promt": "q", "completion": "a"}, "did you mean `prompt` instead of `promt`? Then set data.fields: {prompt: promt}"),
+    ({"instruction": "q", "ouput": "a"}, "did you mean `output` instead of `ouput`? Then set data.fields: {output: ouput}"),
+    ({"question": "q", "answer": "a"}, "did you mean `prompt` instead of `question`, `completion` instead of `answer`?"
+     " Then set data.fields: {prompt: question, completion: answer}"),
+    ({"instruction": "q", "context": "c", "response": "a"}, "did you mean `input` instead of `context`, `output` instead of"
+     " `response`? Then set data.fields: {input: context, output: response}"),
+    ({"a": 1, "b": 2}, "name the columns that are meant: data.fields: {prompt: COLUMN, completion: COLUMN}, or rename them"),
 ])
 def test_unknown_columns_are_one_error_with_a_suggestion(columns: dict[str, Any], hint: str) -> None:
     error = refused(columns)

@@ -184,7 +184,7 @@ def test_nothing_but_bad_rows(model: Path, tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "?"}]}])
     with pytest.raises(DataError) as caught:
         prepared(model, path, bad_rows="skip")
-    assert "not one row" in caught.value.fix
+    assert caught.value.fix == "end the conversation with an answer"  # the row's own, and not to skip what is all there is
 
 
 def test_what_is_left_out_is_told(model: Path, tmp_path: Path) -> None:

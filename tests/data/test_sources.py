@@ -229,7 +229,8 @@ def test_one_damaged_row_of_a_utf8_file_is_a_bad_row(here: Path) -> None:
     (here / "x.jsonl").write_bytes(good * 3 + b'{"text": "sch\xf6n"}\n' + good)
     rows, bad = read_all("x.jsonl")
     assert len(rows) == 4
-    assert bad == [BadRow("x.jsonl:4", "bytes that are not UTF-8", '{"text": "sch\N{REPLACEMENT CHARACTER}n"}')]
+    shown = '{"text": "sch\N{REPLACEMENT CHARACTER}n"}'
+    assert bad == [BadRow("x.jsonl:4", "bytes that are not UTF-8", shown, "write these characters again, as UTF-8")]
     (here / "x.csv").write_bytes("text\nschön\nschön\n".encode() + b"sch\xf6n\n")
     rows, bad = read_all("x.csv")
     assert len(rows) == 2

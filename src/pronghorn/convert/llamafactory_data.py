@@ -8,7 +8,7 @@ from typing import Any
 
 from pronghorn.convert.data_sets import LATER, DataSet, chat_fields, set_sources, source_name
 from pronghorn.convert.draft import Draft, UnfitError, plain, printed, text, whole, words, written
-from pronghorn.data.formats import ROLES, SPEAKERS
+from pronghorn.data.chat_messages import ROLES, SPEAKERS
 from pronghorn.errors import CommandError, PronghornError, raise_all
 from pronghorn.recipe_file import read_yaml
 

@@ -1,10 +1,10 @@
 """The rows of a recipe's sources, tokenized: from the cache, or read and tokenized once and put there.
 
-The cache's key is all that decides the tokens: the content of the sources, the tokenizer's files and template, format, loss_on,
-bad_rows, names of columns and roles, max_rows. (Not the date: a template that writes today's date keeps the day of the first
-tokenizing, so that a resumed run sees the same tokens.) What lies there is checked before it is used (token_cache.py); damaged,
-it is made again, and that is told. An interrupted tokenizing goes on behind its last whole chunk of rows (partial_table.py):
-the rows before it are read again, which takes a fiftieth of the time, and not tokenized.
+The cache's key is all that decides the tokens: the content of the sources, the tokenizer's files and template, loss_on,
+bad_rows, and for each source its format, max_rows and names of columns and roles. (Not the date: a template that writes today's
+date keeps the day of the first tokenizing, so that a resumed run sees the same tokens.) What lies there is checked before use
+(token_cache.py); damaged, it is made again, and that is told. An interrupted tokenizing goes on behind its last whole chunk of
+rows (partial_table.py): the rows before it are read again, which takes a fiftieth of the time, and not tokenized.
 """
 
 from __future__ import annotations
@@ -13,22 +13,30 @@ import hashlib
 import itertools
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pronghorn.data import clean, sources
+from pronghorn.data import sources
 from pronghorn.data.encode import Encoder
 from pronghorn.data.encoding_pool import CHUNK, EncodingPool
-from pronghorn.data.formats import Example, Format, detect_format, to_example
 from pronghorn.data.partial_table import Note, PartialTable
-from pronghorn.data.renaming import Renaming, cache_key
-from pronghorn.data.row_counts import expected_rows
-from pronghorn.data.source_files import BadRow, Source
-from pronghorn.data.sources import RawRow
+from pronghorn.data.reading import (
+    FIRST_BAD_ROWS,
+    Chunk,
+    Name,
+    Part,
+    Reading,
+    SourceCount,
+    bad_rows,
+    expected_rows,
+    key_of,
+    parts_of,
+)
+from pronghorn.data.source_files import BadRow
 from pronghorn.data.token_cache import (
     DamagedError,
     Seal,
@@ -38,13 +46,11 @@ from pronghorn.data.token_cache import (
     write_note,
 )
 from pronghorn.data.tokens import TokenTable, fingerprint, loaded
-from pronghorn.errors import DataError, EnvironmentFault, counted
+from pronghorn.errors import EnvironmentFault, counted
 from pronghorn.folders import cache_folder
 from pronghorn.recipe import Data
 
-CACHE_VERSION = 5  # raise it when the same input is tokenized or laid out differently
-ROWS_TO_KNOW_A_FORMAT = 100
-FIRST_BAD_ROWS = 3  # named in an error, besides the first of all
+CACHE_VERSION = 6  # raise it when the same input is tokenized or laid out differently
 
 Progress = Callable[[str, int, int], None]
 Stage = Callable[[str], AbstractContextManager[Any]]
@@ -56,13 +62,6 @@ def silent(label: str, done: int, total: int) -> None:
 
 def no_stage(name: str) -> AbstractContextManager[None]:
     return nullcontext()
-
-
-@dataclass(frozen=True, slots=True)
-class SourceCount:
-    name: str
-    format: str
-    read: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +82,19 @@ class Rows:
 
     @property
     def format(self) -> str:
-        return ", ".join(dict.fromkeys(source.format for source in self.sources))
+        return ", ".join(dict.fromkeys(source.format for source in self.sources if source.format))
 
 
 def tokenized_rows(
-    names: Sequence[str], spec: Data, tokenizer: Any, *, progress: Progress = silent, stage: Stage = no_stage
+    names: Sequence[Name], spec: Data, tokenizer: Any, *, progress: Progress = silent, stage: Stage = no_stage
 ) -> Rows:
     remarks: tuple[str, ...] = ()
     with stage("read"):
-        found = [source for name in names for source in sources.resolve(name)]
-        states = [sources.state(source) for source in found]
+        found = parts_of(names, spec)
+        states = [sources.state(part.source) for part in found]
         path = cache_folder() / "tokens" / f"{_key(found, spec, fingerprint(tokenizer))}.arrow"
         try:
-            cached = _open(path)
+            cached = _open(path, found)
         except DamagedError as damage:
             cached, remarks = None, (f"the cached tokens were damaged ({damage}) and are made again: {path}",)
     if cached is not None:
@@ -113,7 +112,7 @@ def tokenized_rows(
     if work.went_on:
         remarks += (f"went on behind the first {counted(work.went_on, 'row')}, tokenized before the last interruption",)
     try:
-        rows = _open(path)
+        rows = _open(path, found)
     except DamagedError as error:
         raise EnvironmentFault("the tokenized rows cannot be read back", where=str(path), why=str(error),
                                fix="check the disk") from error
@@ -122,14 +121,13 @@ def tokenized_rows(
     return replace(rows, remarks=remarks)
 
 
-def _key(found: Sequence[Source], spec: Data, tokenizer: str) -> str:
+def _key(found: Sequence[Part], spec: Data, tokenizer: str) -> str:
     parts: list[Any] = [CACHE_VERSION, CHUNK, version("transformers"), version("tokenizers"), tokenizer]
-    parts += [spec.format, spec.loss_on, spec.bad_rows, *cache_key(spec)]
-    parts += [[source.name, sources.fingerprint(source)] for source in found]
+    parts += [spec.loss_on, spec.bad_rows, key_of(found)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-def _open(path: Path) -> Rows | None:
+def _open(path: Path, found: Sequence[Part]) -> Rows | None:
     """The cached rows; None when they are not there (or not whole: whoever wrote them was stopped before the note)."""
     note = read_note(path.with_suffix(".json"))
     if note is None or not path.exists():
@@ -137,7 +135,9 @@ def _open(path: Path) -> Rows | None:
     meta = json.loads(note)
     if meta["bad"] and bytes_digest(path.with_suffix(".bad.jsonl")) != meta["aside"]:
         raise DamagedError("the file of bad rows is not what was written")
-    counts = tuple(SourceCount(**source) for source in meta["sources"])
+    # JSON has lists where a count has tuples; how often rows come is the recipe's to say, and not kept here
+    given = zip(meta["sources"], found, strict=True)
+    counts = tuple(SourceCount(**source | {"unused": tuple(source["unused"]), "weight": part.weight}) for source, part in given)
     return Rows(open_table(path, Seal(**meta["seal"])), path, meta["read"], meta["bad"], meta["empty"], counts)
 
 
@@ -148,47 +148,29 @@ class _Counts:
     read: int = 0
     bad: int = 0
     empty: int = 0
-    sources: list[SourceCount] = field(default_factory=list)
+    sources: list[SourceCount] = field(default_factory=list)  # of all parts, also of those without a row
 
     def add(self, note: Note) -> None:
         """Of one chunk more."""
         self.read, self.bad, self.empty = self.read + note["read"], self.bad + note["bad"], self.empty + note["empty"]
-        if len(self.sources) <= note["source"]:
-            self.sources.append(SourceCount(note["name"], note["format"], 0))
-        before = self.sources[note["source"]]
-        self.sources[note["source"]] = replace(before, read=before.read + note["read"])
-
-
-@dataclass(slots=True)
-class _Chunk:
-    """Rows of one source that are tokenized together."""
-
-    source: int
-    name: str
-    format: Format
-    read: int
-    empty: int = 0
-    examples: list[Example] = field(default_factory=list)
-    bad: list[BadRow] = field(default_factory=list)  # that could not be read, or are no example
-
-    def note(self, bad: int) -> Note:
-        return {"source": self.source, "name": self.name, "format": self.format, "read": self.read, "empty": self.empty,
-                "bad": bad}
+        before = self.sources[note["part"]]
+        self.sources[note["part"]] = replace(
+            before, format=note["format"], read=before.read + note["read"], rows=before.rows + note["rows"],
+            unused=tuple(sorted({*before.unused, *note["unused"]})))
 
 
 class _Tokenizing:
     """One pass over the sources, behind what is there already. No more is held than the chunks under way."""
 
-    def __init__(self, found: Sequence[Source], states: Sequence[tuple[int, ...]], spec: Data, encoder: Encoder,
+    def __init__(self, found: Sequence[Part], states: Sequence[tuple[int, ...]], spec: Data, encoder: Encoder,
                  progress: Progress, stage: Stage) -> None:
         self._states = states
         self._found, self._spec, self._encoder, self._tell, self._stage = found, spec, encoder, progress, stage
-        self._renaming = Renaming(spec)
         self._expected = 0
         self._skip = self._skipped = 0  # chunks that are there already; rows of them that were read again
         self._any_bad = False
-        self._waiting: deque[_Chunk] = deque()
-        self.counts = _Counts()
+        self._waiting: deque[Chunk] = deque()
+        self.counts = _Counts(sources=[SourceCount(part.source.name, "", 0) for part in found])
         self.went_on = 0
 
     def into(self, partial: PartialTable) -> None:
@@ -197,25 +179,30 @@ class _Tokenizing:
             self.counts.add(note)
         self.went_on, self._any_bad = self.counts.read, self.counts.bad > 0
         with self._stage("read"):
-            self._expected = expected_rows(self._found, self._spec.max_rows)
+            self._expected = expected_rows(self._found)
         with EncodingPool(self._encoder, waiting=self._progress) as pool:
-            for number, source in enumerate(self._found):
-                for chunk in self._chunks(number, source):
-                    self._any_bad = self._any_bad or bool(chunk.bad)
-                    self._waiting.append(chunk)
-                    with self._stage("tokenize"):
-                        done = list(pool.give(chunk.examples))
-                    self._write(partial, done)
+            for chunk in Reading(self._found, self._stage).chunks(CHUNK):
+                if self._is_there(chunk):
+                    continue
+                with self._stage("read"):
+                    chunk.fill()
+                self._any_bad = self._any_bad or bool(chunk.bad)
+                if self._any_bad and self._spec.bad_rows == "stop":
+                    chunk.examples = []  # the rest is only read, to count how many more bad rows there are
+                self._waiting.append(chunk)
+                with self._stage("tokenize"):
+                    done = list(pool.give(chunk.examples))
+                self._write(partial, done)
             with self._stage("tokenize"):
                 done = list(pool.rest())
             self._write(partial, done)
-        for source, state in zip(self._found, self._states, strict=True):
-            sources.require_unchanged(source, state)  # else the cache would have these rows under the digest of others
+        for part, state in zip(self._found, self._states, strict=True):
+            sources.require_unchanged(part.source, state)  # else the cache would have these rows under the digest of others
         counts = self.counts
         if counts.bad and (self._spec.bad_rows == "stop" or counts.bad == counts.read):
             with partial.aside.open(encoding="utf-8") as lines:
                 first = [BadRow(**json.loads(line)) for line in itertools.islice(lines, 1 + FIRST_BAD_ROWS)]
-            raise _bad_rows(first, counts.bad, counts.read)
+            raise bad_rows(first, counts.bad, counts.read)
         self._tell("tokenizing", counts.read, counts.read)
 
     def _write(self, partial: PartialTable, done: Sequence[tuple[Any, list[BadRow]]]) -> None:
@@ -229,7 +216,7 @@ class _Tokenizing:
             self._waiting.popleft()
             batch, bad = result
             self._any_bad = self._any_bad or bool(bad)
-            note = chunk.note(len(chunk.bad) + len(bad))
+            note = chunk.note() | {"bad": len(chunk.bad) + len(bad), "rows": batch.num_rows if batch is not None else 0}
             partial.add(batch, [*chunk.bad, *bad], note)
             self.counts.add(note)
         self._progress()
@@ -239,53 +226,11 @@ class _Tokenizing:
         if not self._expected or self.counts.read < self._expected:
             self._tell("tokenizing", self.counts.read, self._expected)
 
-    def _chunks(self, number: int, source: Source) -> Iterator[_Chunk]:
-        """The rows of a source, without the chunks that are there already."""
-        unread: list[BadRow] = []
-        reader: Iterator[RawRow] = itertools.islice(sources.read(source, unread.append), self._spec.max_rows)
-        with self._stage("read"):
-            head = list(itertools.islice(reader, ROWS_TO_KNOW_A_FORMAT))
-            if not head and unread:
-                raise _bad_rows(unread, len(unread), len(unread))
-            if not self._renaming.nothing:
-                self._renaming.require_columns(head, source.name)
-                head, reader = [self._renaming(row) for row in head], map(self._renaming, reader)
-            row_format = detect_format(head, source.name, self._spec.format)
-        rows: Iterator[RawRow] = itertools.chain(head, reader)
-        while True:
-            with self._stage("read"):
-                taken = list(itertools.islice(rows, CHUNK))
-                chunk = _Chunk(number, source.name, row_format, len(taken) + len(unread), bad=unread.copy())
-                unread.clear()
-                if not chunk.read:
-                    return
-                if self._skip:
-                    self._skip -= 1
-                    self._skipped += chunk.read
-                    self._tell("reading what is tokenized already", self._skipped, self.went_on)
-                    continue
-                self._fill(chunk, taken)
-            yield chunk
-
-    def _fill(self, chunk: _Chunk, rows: Sequence[RawRow]) -> None:
-        made = [to_example(row, chunk.format) for row in rows]
-        chunk.bad += [item for item in made if isinstance(item, BadRow)]
-        examples = [item for item in made if isinstance(item, Example)]
-        chunk.empty = sum(clean.says_nothing(example) for example in examples)
-        # After a bad row that stops the run, the rest is only read, to count how many more there are.
-        if not (self._spec.bad_rows == "stop" and (self._any_bad or chunk.bad)):
-            chunk.examples = examples
-
-
-def _bad_rows(first: Sequence[BadRow], bad: int, read: int) -> DataError:
-    """`first`: of the bad rows."""
-    more = bad - 1
-    others = f" ({counted(more, 'more bad row')}: {_some([row.where for row in first[1:]], more)})" if more else ""
-    fix = "correct the row, or set data.bad_rows: skip to set such rows aside in a file"
-    if bad == read:
-        fix = "not one row can be used: check data.format, the columns and the chat template"
-    return DataError(f"{first[0].why}{others}", where=first[0].where, why=f"the row is: {first[0].excerpt}", fix=fix)
-
-
-def _some(places: Sequence[str], count: int) -> str:
-    return ", ".join(places[:FIRST_BAD_ROWS]) + (", ..." if count > FIRST_BAD_ROWS else "")
+    def _is_there(self, chunk: Chunk) -> bool:
+        """Whether an interrupted tokenizing wrote it already; then it is only read, to get to what follows."""
+        if not self._skip:
+            return False
+        self._skip -= 1
+        self._skipped += chunk.read
+        self._tell("reading what is tokenized already", self._skipped, self.went_on)
+        return True

@@ -1,46 +1,49 @@
 """Raw rows into examples: which of the known formats a file has, and what each row of it says.
 
 The format is found once a file, from its columns, so that a misspelt column is one error and not one for every row.
-A row that does not fit its file's format comes back as a BadRow.
+A row that does not fit its file's format comes back as a BadRow. Columns that are not read are named (`unused_columns`);
+pairs of better and worse answers, and answers marked as good or bad, are refused (preferences.py).
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pronghorn.data.source_files import BadRow, excerpt
-from pronghorn.data.sources import STRICT, RawRow
+from pronghorn.data.chat_messages import UnfitError, asks_to_train, from_json, only_read, to_messages, to_tools
+from pronghorn.data.preferences import preference, refused
+from pronghorn.data.source_files import BadRow, RawRow, excerpt
 from pronghorn.errors import DataError
 
-Format = Literal["messages", "completion", "text", "alpaca", "sharegpt"]  # the names of recipe.Data.format
+__all__ = ["Example", "Format", "asks_to_train", "detect_format", "only_read", "to_example", "unused_columns"]
+
+# The names of recipe.RowFormat; and prompt/completion in plain text with a system text or tools beside them, which only a
+# conversation can hold: so all rows of such a file are conversations.
+Format = Literal["messages", "completion", "text", "alpaca", "sharegpt", "completion as chat"]
 
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-SPEAKERS = {  # ShareGPT's `from`, as exports and the tools that read them write it
-    "human": "user", "user": "user",
-    "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant", "model": "assistant", "bing": "assistant",
-    "bard": "assistant", "claude": "assistant", "function_call": "assistant",
-    "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
-}
-TRAIN_KEYS = ("train", "training")  # Axolotl's documentation writes the one, its default is the other
-PARTS_KEY = "train_detail"  # there, offsets within a turn
+SYSTEM_COLUMNS, TOOL_COLUMNS = ("system", "system_prompt"), ("tools", "functions")
 KNOWN: dict[Format, str] = {
     "messages": "messages: [{role, content}, ...]",
     "sharegpt": "conversations: [{from, value}, ...]",
     "completion": "prompt, completion",
-    "alpaca": "instruction, output (and input, system)",
+    "alpaca": "instruction, output (and input, system, history)",
     "text": "text",
+}
+READ: dict[Format, tuple[str, ...]] = {  # beside the column of the conversation
+    "messages": (), "sharegpt": (), "completion": ("prompt", "completion"), "completion as chat": ("prompt", "completion"),
+    "alpaca": ("instruction", "input", "output", "history"), "text": ("text",),
 }
 COLUMNS = (*CHAT_COLUMNS, "prompt", "completion", "instruction", "output", "text")
 OTHER_WORDS = {  # columns that mean one of ours; suggested, never assumed
-    "question": "prompt", "query": "prompt", "response": "completion", "answer": "completion", "target": "completion",
-    "chosen": "completion", "dialogue": "messages", "dialog": "messages", "chat": "messages", "content": "text",
+    "question": "prompt", "query": "prompt", "input": "prompt", "response": "completion", "answer": "completion",
+    "target": "completion", "chosen": "completion", "dialogue": "messages", "dialog": "messages", "chat": "messages",
+    "content": "text", "body": "text", "document": "text",
 }
+ALPACA_WORDS = {"response": "output", "answer": "output", "completion": "output", "context": "input"}  # beside `instruction`
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,48 +60,40 @@ class Example:
     prompt_messages: int = 0  # chat: the first so many messages are a given prompt and never carry loss
 
 
-def only_read(message: dict[str, Any]) -> bool:
-    """Whether the message itself says that it is not trained on."""
-    return message.get("weight") == 0 or any(message.get(key) is False for key in TRAIN_KEYS)
+# The format of a file ---------------------------------------------------------------------------------------------------
 
 
-def asks_to_train(message: dict[str, Any]) -> bool:
-    """By `train: true`; a `weight` of 1 is what every message has."""
-    return any(message.get(key) is True for key in TRAIN_KEYS)
-
-
-class _UnfitError(Exception):
-    """Why a row does not fit; becomes a BadRow."""
-
-
-def detect_format(rows: Sequence[RawRow], where: str, asked: Literal["auto"] | Format = "auto") -> Format:
+def detect_format(rows: Sequence[RawRow], where: str, asked: str = "auto") -> Format:
     """The format most of these first rows of a source fit; `asked` is the recipe's own choice."""
-    if asked != "auto":
-        if any(_has_columns(row.fields, asked) for row in rows):
-            return asked
-    else:
-        votes = Counter(found for row in rows if (found := _row_format(row.fields)))
-        if votes:
-            return max(KNOWN, key=lambda name: votes[name])  # the first of KNOWN where two have as many
+    found = _most_frequent(rows, asked)
+    pairs = [(row, told) for row in rows if (told := preference(row.fields, chat=found != "text"))]
+    if pairs and 2 * len(pairs) > len(rows):
+        raise refused(pairs[0][1], pairs[0][0].where)
+    if found and asked == "auto":
+        _require_one(rows)
+    if found:
+        plain = (row.fields for row in rows if isinstance(row.fields.get("prompt"), str))
+        return "completion as chat" if found == "completion" and any(map(_beside, plain)) else found
     if not rows:
         raise DataError(what="no row could be read, so there is no format to find out", where=where, fix="repair the rows")
     columns = list(dict.fromkeys(column for row in rows for column in row.fields))
-    formats = KNOWN if asked == "auto" else {asked: KNOWN[asked]}
+    formats = KNOWN if asked == "auto" else {name: needs for name, needs in KNOWN.items() if name == asked}
     unmet = "fit no known format" if asked == "auto" else f"do not fit the format `{asked}`"
+    named = "name the columns that are meant: data.fields: {prompt: COLUMN, completion: COLUMN}, or rename them"
     raise DataError(
         what=f"the columns {unmet}; found " + ", ".join(f"`{column}`" for column in columns),
         where=where,
         why="; ".join(f"{name} needs {needs}" for name, needs in formats.items()),
-        fix=_better_names(columns) or ("set data.format: auto, or " * (asked != "auto") + "rename the columns"),
+        fix=_better_names(columns) or ("set data.format: auto, or " * (asked != "auto") + named),
     )
 
 
-def to_example(row: RawRow, row_format: Format) -> Example | BadRow:
-    """The example a row holds, or why it holds none."""
-    try:
-        return BUILDERS[row_format](row)
-    except _UnfitError as error:
-        return BadRow(row.where, str(error), excerpt(json.dumps(row.fields, ensure_ascii=False, default=str)))
+def _most_frequent(rows: Sequence[RawRow], asked: str) -> Format | None:
+    if asked != "auto":
+        return next((name for name in KNOWN if name == asked and any(_has_columns(row.fields, name) for row in rows)), None)
+    found = [name for row in rows if (name := _row_format(row.fields))]
+    most = max(KNOWN, key=found.count)  # the first of KNOWN where two have as many
+    return most if found else None
 
 
 def _row_format(fields: dict[str, Any]) -> Format | None:
@@ -116,8 +111,8 @@ def _has_columns(fields: dict[str, Any], wanted: Format) -> bool:
     column = _chat_column(fields)
     if column is None:
         return False
-    turns = _json(fields[column]) if isinstance(fields[column], str) else fields[column]
-    first = turns[0] if isinstance(turns, list) and turns else None
+    turns = from_json(fields[column]) if isinstance(fields[column], str) else fields[column]
+    first = turns[0] if isinstance(turns, list) and turns else turns
     speaks_sharegpt = isinstance(first, dict) and "from" in first and "role" not in first
     return speaks_sharegpt == (wanted == "sharegpt")
 
@@ -126,50 +121,68 @@ def _chat_column(fields: dict[str, Any]) -> str | None:
     return next((column for column in CHAT_COLUMNS if column in fields), None)
 
 
+def _require_one(rows: Sequence[RawRow]) -> None:
+    """Two sets of columns that each make a row: which of them is meant, nobody can say but the user."""
+    for row in rows:
+        held = [column for column in row.fields if _holds(row.fields[column])]
+        sets = {column: f"`{column}`" for column in CHAT_COLUMNS if column in held}
+        sets |= {"completion": "`prompt` and `completion`"} if {"prompt", "completion"} <= set(held) else {}
+        sets |= {"alpaca": "`instruction` and `output`"} if {"instruction", "output"} <= set(held) else {}
+        if len(sets) < 2:
+            continue
+        ways = [f"data.format: {'messages' if name in CHAT_COLUMNS[:1] else name}" if name not in CHAT_COLUMNS[1:]
+                else f"data.fields: {{messages: {name}}}" for name in sets]
+        raise DataError(f"rows can be read in {len(sets)} ways: " + "; ".join(sets.values()), where=row.where,
+                        why="they need not say the same, and only one of them is trained on", fix=f"set {' or '.join(ways)}")
+
+
 def _better_names(columns: Sequence[str]) -> str:
     missing = [column for column in COLUMNS if column not in columns]
-    hints = []
+    words = OTHER_WORDS | (ALPACA_WORDS if "instruction" in columns else {})
+    hints = {}
     for column in columns:
         close = difflib.get_close_matches(column.lower(), missing, n=1, cutoff=0.7)
-        meant = OTHER_WORDS.get(column.lower(), close[0] if close else "")
-        if meant in missing and column not in COLUMNS:
-            hints.append(f"`{meant}` instead of `{column}`")
-    return f"did you mean {', '.join(hints)}?" if hints else ""
+        meant = words.get(column.lower(), close[0] if close else "")
+        if (meant in missing or (meant == "input" and meant not in columns)) and column not in COLUMNS and meant not in hints:
+            hints[meant] = column
+    names = ", ".join(f"{meant}: {column}" for meant, column in hints.items())
+    did_you_mean = ", ".join(f"`{meant}` instead of `{column}`" for meant, column in hints.items())
+    return f"did you mean {did_you_mean}? Then set data.fields: {{{names}}}" if hints else ""
 
 
-def _from_messages(row: RawRow) -> Example:
+def unused_columns(fields: dict[str, Any], row_format: Format) -> set[str]:
+    """Columns of a row that hold something and are not read."""
+    read = READ[row_format]
+    if row_format != "text":
+        read += SYSTEM_COLUMNS + TOOL_COLUMNS
+    chat = _chat_column(fields) if row_format in ("messages", "sharegpt") else None
+    return {column for column in fields if column not in read and column != chat and _holds(fields[column])}
+
+
+def _holds(value: Any) -> bool:
+    return value is not None and value not in ("", [], {})
+
+
+# Rows -------------------------------------------------------------------------------------------------------------------
+
+
+def to_example(row: RawRow, row_format: Format) -> Example | BadRow:
+    """The example a row holds, or why it holds none."""
+    told = preference(row.fields, chat=row_format != "text")
+    try:
+        if told:
+            raise UnfitError(*told)
+        return BUILDERS[row_format](row)
+    except UnfitError as error:
+        shown = excerpt(json.dumps(row.fields, ensure_ascii=False, default=str))
+        return BadRow(row.where, str(error), shown, error.fix)
+
+
+def _from_chat(row: RawRow) -> Example:
     column = _chat_column(row.fields)
     if column is None:
-        raise _UnfitError("no column `messages`")
-    messages = _messages(row.fields[column], column)
-    return _chat(row, messages)
-
-
-def _from_sharegpt(row: RawRow) -> Example:
-    column = _chat_column(row.fields)
-    if column is None:
-        raise _UnfitError("no column `conversations`")
-    messages: list[dict[str, Any]] = []
-    for number, turn in enumerate(_objects(row.fields[column], column), start=1):
-        speaker, value = turn.get("from"), turn.get("value")
-        if not isinstance(speaker, str) or speaker not in SPEAKERS:
-            raise _UnfitError(f"turn {number} is from `{speaker}`{_did_you_mean(speaker, SPEAKERS)}")
-        if not isinstance(value, str):
-            raise _UnfitError(f"turn {number} has no text in `value`")
-        marks = _marks(turn, f"turn {number}")
-        if speaker == "function_call":
-            call = {"type": "function", "function": _function_call(value, number)}
-            messages.append({"role": "assistant", "content": None, "tool_calls": [call], **marks})
-        else:
-            messages.append({"role": SPEAKERS[speaker], "content": value, **marks})
-    return _chat(row, _system(row) + messages)
-
-
-def _function_call(value: str, number: int) -> dict[str, Any]:
-    call = _json(value)
-    if not isinstance(call, dict) or "name" not in call:
-        raise _UnfitError(f"turn {number} is a function call, but not JSON with `name` and `arguments`")
-    return call
+        raise UnfitError("no column `messages`", _other_format(row))
+    return _chat(row, to_messages(row.fields[column], column))
 
 
 def _from_alpaca(row: RawRow) -> Example:
@@ -177,18 +190,57 @@ def _from_alpaca(row: RawRow) -> Example:
     given = _text(row, "input", optional=True)
     question = f"{instruction}\n\n{given}" if given else instruction
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return _chat(row, _system(row) + turns)
+    return _chat(row, _history(row) + turns)
+
+
+def _history(row: RawRow) -> list[dict[str, Any]]:
+    """Earlier questions and answers, as LLaMA-Factory has them: [[question, answer], ...]."""
+    value = row.fields.get("history")
+    pairs = from_json(value) if isinstance(value, str) and value.strip() else value or []
+    if not isinstance(pairs, list) or not all(
+            isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in pairs):
+        raise UnfitError("`history` is not a list of pairs of texts", 'write [["question", "answer"], ...], or take it out')
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
 
 
 def _from_completion(row: RawRow) -> Example:
+    prompt, completion = _pair(row)
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if beside := _beside(row.fields):
+            raise UnfitError(f"`{beside}` beside a plain prompt, where the rows before have none",
+                             "make all rows conversations: data.fields: {instruction: prompt, output: completion}")
+        return Example("completion", row.where, prompt=prompt, completion=completion)
+    if isinstance(prompt, str):
+        raise UnfitError("`completion` is a list of messages, and `prompt` is text", "write both as text or both as messages")
+    before = to_messages(prompt, "prompt")
+    answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    said = to_messages(answer, "completion")
+    if not any(message["role"] == "assistant" for message in said):
+        raise UnfitError("no assistant turn in the completion: nothing to learn from", "give the completion an answer")
+    return _chat(row, before + said, prompt_messages=len(before))
+
+
+def _from_chat_completion(row: RawRow) -> Example:
+    prompt, completion = _pair(row)
+    if not isinstance(prompt, str) or not isinstance(completion, str):
+        return _from_completion(row)
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    return _chat(row, turns, prompt_messages=1)
+
+
+def _pair(row: RawRow) -> tuple[Any, Any]:
+    """Prompt and completion: texts, or lists of messages, which CSV can only hold as JSON text."""
     if not _has_columns(row.fields, "completion"):
-        raise _UnfitError("no column `prompt` or no column `completion`")
-    if isinstance(row.fields["prompt"], str) or isinstance(row.fields["completion"], str):
-        return Example("completion", row.where, prompt=_text(row, "prompt"), completion=_text(row, "completion"))
-    prompt, completion = (_messages(row.fields[column], column) for column in ("prompt", "completion"))
-    if not any(message["role"] == "assistant" for message in completion):
-        raise _UnfitError("no assistant turn in the completion: nothing to learn from")
-    return _chat(row, prompt + completion, prompt_messages=len(prompt))
+        raise UnfitError("no column `prompt` or no column `completion`", _other_format(row))
+    found = []
+    for column in ("prompt", "completion"):
+        value = row.fields[column]
+        items = from_json(value) if isinstance(value, str) and value.lstrip().startswith("[") else None
+        messages = isinstance(items, list) and bool(items) and all(
+            isinstance(item, dict) and ("role" in item or "from" in item) for item in items)
+        value = items if messages else value
+        found.append(value if isinstance(value, list | dict) else _text(row, column))
+    return found[0], found[1]
 
 
 def _from_text(row: RawRow) -> Example:
@@ -197,106 +249,63 @@ def _from_text(row: RawRow) -> Example:
 
 def _chat(row: RawRow, messages: list[dict[str, Any]], prompt_messages: int = 0) -> Example:
     if not any(message["role"] == "assistant" for message in messages):
-        raise _UnfitError("no assistant turn: nothing to learn from")
-    tools = _tools(row.fields.get("tools"))
-    return Example("chat", row.where, messages=tuple(messages), tools=tools, prompt_messages=prompt_messages)
-
-
-def _messages(value: Any, column: str) -> list[dict[str, Any]]:
-    return [_message(message, number) for number, message in enumerate(_objects(value, column), start=1)]
-
-
-def _message(message: dict[str, Any], number: int) -> dict[str, Any]:
-    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
-    if role is None:
-        raise _UnfitError(f"message {number} has no `role`; its keys are {', '.join(message)}")
-    if role not in ROLES:
-        raise _UnfitError(f"message {number} has the role `{role}`{_did_you_mean(role, ROLES)}")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise _UnfitError(f"message {number}: `tool_calls` is not a list of objects")
-    _marks(message, f"message {number}")
-    if isinstance(content, list):
-        content = "".join(_part(part, number) for part in content)
-    if not isinstance(content, str) and not (content is None and calls):
-        what = "no `content`" if content is None else "a `content` that is not text"
-        raise _UnfitError(f"message {number} ({role}) has {what}")
-    # Templates ask `'tool_calls' in message`, so a null that only fills a column must not stand there.
-    return {key: item for key, item in message.items() if item is not None} | {"content": content}
-
-
-def _marks(message: dict[str, Any], name: str) -> dict[str, Any]:
-    """What the turn itself says about being trained on: `weight` 0 or 1, as in OpenAI's and Mistral's formats, or `train` or
-    `training` false or true, as in Axolotl's."""
-    marks = {key: message[key] for key in ("weight", *TRAIN_KEYS) if message.get(key) is not None}
-    if marks.get("weight", 1) not in (0, 1):
-        raise _UnfitError(f"{name} has the weight {marks['weight']!r}; a turn is trained on (1) or not (0)")
-    for key in TRAIN_KEYS:
-        if not isinstance(marks.get(key, True), bool):
-            raise _UnfitError(f"{name} has `{key}` {marks[key]!r}; a turn is trained on (true) or not (false)")
-    if message.get(PARTS_KEY) is not None:
-        raise _UnfitError(f"{name} has `{PARTS_KEY}`; parts of a turn cannot be marked here, only a whole one: `train`")
-    if len({bool(mark) for mark in marks.values()}) > 1:
-        raise _UnfitError(f"{name} contradicts itself: " + ", ".join(f"`{key}` {mark!r}" for key, mark in marks.items()))
-    return marks
-
-
-def _part(part: Any, number: int) -> str:
-    text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None
-    if not isinstance(text, str):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        raise _UnfitError(f"message {number} has a part of type `{kind}`; only text can be trained on")
-    return text
-
-
-def _objects(value: Any, column: str) -> list[dict[str, Any]]:
-    """A list of objects, which CSV can only hold as JSON text."""
-    items = _json(value) if isinstance(value, str) else value
-    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise _UnfitError(f"`{column}` is not a list of objects")
-    if not items:
-        raise _UnfitError(f"`{column}` is empty")
-    return items
-
-
-def _tools(value: Any) -> tuple[dict[str, Any], ...] | None:
-    return tuple(_objects(value, "tools")) if value and value != "[]" else None
+        raise UnfitError("no assistant turn: nothing to learn from", "end the conversation with an answer")
+    system = _system(row)
+    if system and messages[0]["role"] in ("system", "developer"):
+        if messages[0]["content"] != system[0]["content"]:
+            raise UnfitError("two system texts that differ: one in a column of its own, one in message 1", "keep one of them")
+        system = []
+    return Example("chat", row.where, messages=tuple(system + messages), tools=_tools(row),
+                   prompt_messages=prompt_messages + len(system) if prompt_messages else 0)
 
 
 def _system(row: RawRow) -> list[dict[str, Any]]:
-    system = _text(row, "system", optional=True)
-    return [{"role": "system", "content": system}] if system else []
+    texts = {text for column in SYSTEM_COLUMNS if (text := _text(row, column, optional=True))}
+    if len(texts) > 1:
+        raise UnfitError("`system` and `system_prompt` differ", "keep one of them")
+    return [{"role": "system", "content": text} for text in texts]
+
+
+def _tools(row: RawRow) -> tuple[dict[str, Any], ...] | None:
+    """`tools`, or OpenAI's older `functions`, which are tools without their wrapping."""
+    found = [tools for column in TOOL_COLUMNS if (tools := to_tools(row.fields.get(column), column))]
+    if len(found) > 1 and found[0] != found[1]:
+        raise UnfitError("`tools` and `functions` differ", "keep `tools`")
+    return found[0] if found else None
+
+
+def _beside(fields: dict[str, Any]) -> str:
+    """The column beside prompt and completion that only a conversation can hold, or ""."""
+    held = (column for column in SYSTEM_COLUMNS + TOOL_COLUMNS if _holds(fields.get(column)) and fields[column] != "[]")
+    return next(held, "")
 
 
 def _text(row: RawRow, column: str, *, optional: bool = False) -> str:
     value = row.fields.get(column)
     if value is None and optional:
         return ""
-    if not isinstance(value, str):
-        raise _UnfitError(f"`{column}` is not text" if column in row.fields else f"no column `{column}`")
-    return value
+    if isinstance(value, str):
+        return value
+    if column not in row.fields:
+        raise UnfitError(f"no column `{column}`", _other_format(row))
+    shown = "empty (null)" if value is None else f"a {type(value).__name__}"
+    fix = f'put it in quotes: "{value}"' if isinstance(value, int | float) else f"give every row a text in `{column}`"
+    raise UnfitError(f"`{column}` is not text, but {shown}", fix)
 
 
-def _json(text: str) -> Any:
-    """What a text holds as JSON, under the rules of a JSON file; None where it is none."""
-    try:
-        value = STRICT.decode(text)
-        json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
-        return None
-    return value
-
-
-def _did_you_mean(word: Any, known: Sequence[str] | dict[str, str]) -> str:
-    meant = SPEAKERS.get(word.lower()) if isinstance(word, str) else None
-    close = difflib.get_close_matches(str(word).lower(), list(known), n=1, cutoff=0.7)
-    meant = meant if meant in known else close[0] if close else None
-    return f"; did you mean `{meant}`?" if meant else f"; known are {', '.join(known)}"
+def _other_format(row: RawRow) -> str:
+    """For a row that has other columns than the rows before it."""
+    other = _row_format(row.fields)
+    if other:
+        return f"rows of one file have one format, and this one is `{other}`: move such rows to a file of their own"
+    return _better_names(list(row.fields)) or "give the row the columns that the others have, or take it out"
 
 
 BUILDERS: dict[Format, Callable[[RawRow], Example]] = {
-    "messages": _from_messages,
-    "sharegpt": _from_sharegpt,
+    "messages": _from_chat,
+    "sharegpt": _from_chat,
     "completion": _from_completion,
+    "completion as chat": _from_chat_completion,
     "alpaca": _from_alpaca,
     "text": _from_text,
 }

@@ -15,13 +15,15 @@ from typing import Any
 import numpy as np
 
 from pronghorn.data import clean
-from pronghorn.data.cached_rows import Progress, Rows, SourceCount, Stage, no_stage, silent, tokenized_rows
+from pronghorn.data.cached_rows import Progress, Rows, Stage, no_stage, silent, tokenized_rows
 from pronghorn.data.encode import example_from_json
 from pronghorn.data.formats import Example
+from pronghorn.data.mixing import repeated
+from pronghorn.data.reading import Name, SourceCount, not_used
 from pronghorn.data.token_cache import DamagedError, read_note, write_note
 from pronghorn.data.tokens import TokenTable
 from pronghorn.errors import DataError, counted
-from pronghorn.recipe import Data
+from pronghorn.recipe import Data, named
 
 FINDINGS_VERSION = 2  # raise it when clean.py finds other things
 SILENT_SHARE = 0.01  # of rows may be too long and dropped without having been asked for
@@ -74,7 +76,7 @@ def example_of(table: TokenTable, i: int) -> Example:
 
 
 def prepare(
-    names: Sequence[str], spec: Data, tokenizer: Any, *, progress: Progress = silent, stage: Stage = no_stage
+    names: Sequence[Name], spec: Data, tokenizer: Any, *, progress: Progress = silent, stage: Stage = no_stage
 ) -> Prepared:
     """The rows to train (or evaluate) on. `tokenizer` may be a `TokenizerFiles`, loaded only when the cache misses."""
     rows = tokenized_rows(names, spec, tokenizer, progress=progress, stage=stage)
@@ -153,9 +155,10 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
         reasons = [i for i in found.junk if keep[i]]
         keep[reasons] = False
         junk = len(reasons)
-    table = table.select(np.flatnonzero(keep)) if not keep.all() else table
+    chosen, mixed = repeated(rows.sources, keep)
+    table = table.select(chosen) if mixed or not keep.all() else table
 
-    remarks = [*rows.remarks, *([found.remark] if found is not None and found.remark else [])]
+    remarks = [*rows.remarks, *not_used(rows.sources), *mixed, *([found.remark] if found is not None and found.remark else [])]
     if rows.empty and spec.junk == "keep":
         remarks.append(f"{counted(rows.empty, 'row')} with an empty answer: junk, of which only the end is learned;"
                        " data.junk: drop leaves them out")
@@ -214,8 +217,8 @@ def _too_many_long(table: TokenTable, limit: int, affected: int) -> DataError:
     )  # fmt: skip
 
 
-def _nothing_left(names: Sequence[str], counts: Counts, spec: Data) -> DataError:
-    where = ", ".join(names)
+def _nothing_left(names: Sequence[Name], counts: Counts, spec: Data) -> DataError:
+    where = ", ".join(map(named, names))
     if counts.dropped_long and spec.long == "truncate":
         return DataError(
             f"no row has anything to learn within its first {spec.max_length:,} tokens", where=where,

@@ -6,24 +6,24 @@ column already keeps it under the name it has: only what the recipe names is mov
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pronghorn.data.sources import STRICT, RawRow
+from pronghorn.data.json_rows import STRICT
+from pronghorn.data.source_files import RawRow
 from pronghorn.errors import DataError
-from pronghorn.recipe import Data
+from pronghorn.recipe import Fields
 
 CHAT_COLUMN = "messages"
 
 
 class Renaming:
-    """What a recipe says about names."""
+    """What a recipe says about names, for all sources or for one."""
 
-    def __init__(self, spec: Data) -> None:
-        self._columns = {ours: theirs for ours, theirs in spec.fields.model_dump().items() if theirs is not None}
-        self._keys = dict(spec.message_fields)
-        self._roles = {theirs: ours for ours, names in spec.roles.items() for theirs in names}
+    def __init__(self, columns: Fields, keys: Mapping[str, str], roles: Mapping[str, Sequence[str]]) -> None:
+        self._columns = {ours: theirs for ours, theirs in columns.model_dump().items() if theirs is not None}
+        self._keys = dict(keys)
+        self._roles = {theirs: ours for ours, names in roles.items() for theirs in names}
 
     @property
     def nothing(self) -> bool:
@@ -72,9 +72,3 @@ class Renaming:
             if isinstance(renamed.get(key), str):
                 renamed[key] = self._roles.get(renamed[key], renamed[key])
         return renamed
-
-
-def cache_key(spec: Data) -> list[Any]:
-    """What `fields`, `message_fields`, `roles` and `max_rows` add to the key of cached rows; nothing where none is set."""
-    key = Renaming(spec).key()
-    return [*([json.dumps(key)] if key else []), *([spec.max_rows] if spec.max_rows else [])]

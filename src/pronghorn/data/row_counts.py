@@ -20,8 +20,10 @@ def expected_rows(sources: Sequence[Source], at_most: int | None = None) -> int:
 
 def _rows(source: Source) -> int:
     try:
-        if source.kind in ("jsonl", "csv", "tsv") and not source.gzipped:
+        if source.kind in ("jsonl", "csv", "tsv") and not source.packing:
             return _lines(source) - (source.kind != "jsonl")
+        if source.kind == "txt" and not source.by_line:
+            return 1
         if source.kind == "parquet":
             return _parquet_rows(source)
     except OSError:

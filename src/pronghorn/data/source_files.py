@@ -1,22 +1,34 @@
-"""A data file's bytes: unpacked, from behind a byte order mark, and refused when they are plainly something else.
+"""A data file: its kind by its ending, its bytes unpacked, from behind a byte order mark, and refused when they are plainly
+something else.
 
 Text is UTF-8 and nothing else, because a guessed encoding trains on garbled letters without a word.
 """
 
 from __future__ import annotations
 
+import bz2
 import codecs
+import difflib
 import gzip
+import io
+import lzma
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal, cast
 
 from pronghorn.errors import DataError
 
-Kind = Literal["jsonl", "json", "parquet", "csv", "tsv", "hub"]
+Kind = Literal["jsonl", "json", "parquet", "arrow", "csv", "tsv", "txt", "hub"]
+Packing = Literal["", "gzip", "zstd", "xz", "bzip2"]  # also the name of the program that packs and tests
+KINDS: dict[str, Kind] = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv", ".txt": "txt",
+    ".arrow": "arrow", ".feather": "arrow",
+}
+PACKINGS: dict[str, Packing] = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bzip2"}
+SUPPORTED = ".jsonl, .ndjson, .json, .csv, .tsv and .txt (each also with .gz, .zst, .xz or .bz2), .parquet and .arrow"
 
 # How files begin that people take for data, what they are, and what to do with them.
 UNPACK = "unpack it, and give the files inside"
@@ -24,14 +36,14 @@ CONTENT: tuple[tuple[bytes, str, str], ...] = (
     (b"PK\x03\x04", "a zip file (as Excel's .xlsx is, too)", f"{UNPACK}; of a spreadsheet, save the sheet as CSV"),
     (b"PK\x05\x06", "an empty zip file", UNPACK),
     (b"\x1f\x8b", "a gzip file", "add .gz to its name, after the ending of what is inside: .jsonl.gz"),
-    (b"BZh", "a bzip2 file", UNPACK),
-    (b"\xfd7zXZ\x00", "an xz file", UNPACK),
-    (b"\x28\xb5\x2f\xfd", "a zstd file", UNPACK),
+    (b"BZh", "a bzip2 file", "add .bz2 to its name, after the ending of what is inside: .jsonl.bz2"),
+    (b"\xfd7zXZ\x00", "an xz file", "add .xz to its name, after the ending of what is inside: .jsonl.xz"),
+    (b"\x28\xb5\x2f\xfd", "a zstd file", "add .zst to its name, after the ending of what is inside: .jsonl.zst"),
     (b"7z\xbc\xaf\x27\x1c", "a 7z file", UNPACK),
     (b"Rar!\x1a\x07", "a rar file", UNPACK),
     (b"PAR1", "a Parquet file", "give it the ending .parquet"),
-    (b"ARROW1", "an Arrow file", "write it as Parquet"),
-    (b"\xff\xff\xff\xff", "an Arrow stream, as `datasets` keeps it", "write it as Parquet or JSON Lines"),
+    (b"ARROW1", "an Arrow file", "give it the ending .arrow"),
+    (b"\xff\xff\xff\xff", "an Arrow stream, as `datasets` keeps it", "give it the ending .arrow"),
     (b"SQLite format 3\x00", "an SQLite data base", "write the table as CSV or JSON Lines"),
     (b"%PDF-", "a PDF", "take the text out of it"),
     (b"\xd0\xcf\x11\xe0", "an old Office file (.xls, .doc)", "save it as CSV"),
@@ -48,8 +60,16 @@ class Source:
     name: str  # as the user wrote it; every message repeats it
     kind: Kind
     path: Path = Path()  # of a file
-    gzipped: bool = False
+    packing: Packing = ""
+    by_line: bool = False  # of a text file: a document a line, not one of the whole file
+    stream: bool = False  # of the hub: read as it comes, without a copy on the disk
     hub: tuple[str, str | None, str] | None = None  # data set, config, split
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    fields: dict[str, Any]
+    where: str  # data/train.jsonl:17 | x.parquet row 17 | org/name[17]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +77,33 @@ class BadRow:
     where: str
     why: str
     excerpt: str  # at most EXCERPT characters, printable, on one line
+    fix: str = ""  # what to do about this row
 
 
 EXCERPT = 80
 
+
+def kind_of(path: Path) -> Kind | None:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if not suffixes or suffixes[-1] not in PACKINGS:
+        return KINDS.get(suffixes[-1]) if suffixes else None
+    inner = KINDS.get(suffixes[-2]) if len(suffixes) > 1 else None
+    return None if inner in ("parquet", "arrow") else inner  # which are read from their end, and compress inside
+
+
+def packing_of(path: Path) -> Packing:
+    return PACKINGS.get(path.suffix.lower(), "")
+
+
+def neighbours(name: str, path: Path) -> str:
+    """What to do about a missing file."""
+    if not path.parent.is_dir():
+        return f"check the path: the folder {path.parent} does not exist in {Path.cwd()}"
+    files = sorted(file.name for file in path.parent.iterdir() if file.is_dir() or kind_of(file))
+    close = difflib.get_close_matches(path.name, files, n=3, cutoff=0.6)
+    if not close:
+        return f"check the path, which counts from {Path.cwd()}: nothing there has a similar name"
+    return "did you mean " + " or ".join(name.removesuffix(path.name) + match for match in close) + "?"
 
 
 def excerpt(text: str, around: int = 0) -> str:
@@ -94,14 +137,65 @@ def known_content(path: Path) -> tuple[str, str] | None:
 @contextmanager
 def opened(source: Source) -> Iterator[BinaryIO]:
     """The file's bytes, unpacked, from behind a byte order mark; refuses what its first bytes show is not UTF-8."""
-    with gzip.open(source.path) if source.gzipped else source.path.open("rb") as file:
+    with UNPACKERS[source.packing](source.path) as file:
         head = file.read(4096)
-        if other := content_of(head):
-            raise DataError(what=f"this is {other[0]}", where=source.name, fix=other[1])
-        if guess := _wide_encoding(head):
-            raise _wrong_encoding(source, source.name, guess)
-        file.seek(len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0)
-        yield cast(BinaryIO, file)
+    if other := content_of(head):
+        raise DataError(what=f"this is {other[0]}", where=source.name, fix=other[1])
+    if guess := _wide_encoding(head):
+        raise _wrong_encoding(source, source.name, guess)
+    with UNPACKERS[source.packing](source.path) as file:  # again: not all of them go back
+        if head.startswith(codecs.BOM_UTF8):
+            file.read(len(codecs.BOM_UTF8))
+        yield file
+
+
+class DamagedStreamError(Exception):
+    """A packed file that cannot be unpacked to its end."""
+
+
+class _Zstd(io.RawIOBase):
+    """Unpacked by Arrow, which every installation has. Frames that follow one another are one text."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+
+        self._errors = (pa.ArrowException, OSError)
+        path.open("rb").close()  # what the system says about a file that cannot be read is said as for any other
+        self._stream = pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._stream.read(len(buffer))
+        except self._errors as error:
+            raise DamagedStreamError(str(error).split("\n", 1)[0]) from error
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+UNPACKERS: dict[Packing, Callable[[Path], BinaryIO]] = {
+    "": lambda path: path.open("rb"),
+    "gzip": lambda path: cast(BinaryIO, gzip.open(path)),  # noqa: SIM115
+    "bzip2": lambda path: cast(BinaryIO, bz2.open(path)),  # noqa: SIM115
+    "xz": lambda path: cast(BinaryIO, lzma.open(path)),  # noqa: SIM115
+    "zstd": lambda path: cast(BinaryIO, io.BufferedReader(_Zstd(path), 1 << 16)),
+}
+
+
+def decoded(source: Source, data: bytes) -> str:
+    """All of a file, as text."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        where = f"{source.name}:{data.count(10, 0, error.start) + 1}"
+        bad = not_utf8(source, where, data[data.rfind(10, 0, error.start) + 1 :].partition(b"\n")[0])
+        raise DataError(what=bad.why, where=where, why=bad.excerpt, fix="repair or remove these characters") from error
 
 
 def _wide_encoding(head: bytes) -> str | None:
@@ -119,7 +213,8 @@ def _wrong_encoding(source: Source, where: str, guess: str) -> DataError:
     stem, ending = name.name.split(".", 1)
     old, new = shlex.quote(source.name), shlex.quote(str(name.with_name(f"{stem}.utf8.{ending}")))
     convert = f"iconv -f {guess} -t UTF-8"
-    command = f"gzip -dc {old} | {convert} | gzip > {new}" if source.gzipped else f"{convert} {old} > {new}"
+    pack = source.packing
+    command = f"{pack} -dc {old} | {convert} | {pack} > {new}" if pack else f"{convert} {old} > {new}"
     return DataError(what=f"not UTF-8 text; it looks like {guess}", where=where, why="only UTF-8 is read, so that no letter"
                      " is guessed", fix=f"convert it: {command}")
 
@@ -132,7 +227,8 @@ def not_utf8(source: Source, where: str, line: bytes) -> BadRow:
     if sound <= max(1, len(sample) - sound):
         raise _wrong_encoding(source, where, "WINDOWS-1252" if decodes(line, "cp1252") else "GB18030")
     text = line.decode("utf-8", "replace")
-    return BadRow(where, "bytes that are not UTF-8", excerpt(text, text.find("\N{REPLACEMENT CHARACTER}")))
+    return BadRow(where, "bytes that are not UTF-8", excerpt(text, text.find("\N{REPLACEMENT CHARACTER}")),
+                  "write these characters again, as UTF-8")
 
 
 def decodes(data: bytes, encoding: str) -> bool:

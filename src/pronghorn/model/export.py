@@ -25,7 +25,7 @@ from pronghorn.model.lora import ADAPTER_WEIGHTS, PICKLED, load_adapter, require
 from pronghorn.model.quantized import dequantize_model_
 from pronghorn.model.text_stack import auto_class, copy_processor_files
 from pronghorn.model.wide_parts import cast
-from pronghorn.recipe import Recipe
+from pronghorn.recipe import Recipe, named
 
 # Of the training state, nothing is of use to others.
 NOT_EXPORTED = ("manifest.json", "training_state.safetensors", "README.md")
@@ -229,7 +229,7 @@ tags: [pronghorn, {recipe.method}]
 ---
 # {Path(recipe.output).name}
 
-{recipe.model}, fine-tuned with Pronghorn ({recipe.method}) on {", ".join(recipe.data.train)}.
+{recipe.model}, fine-tuned with Pronghorn ({recipe.method}) on {", ".join(map(named, recipe.data.train))}.
 
 | | |
 |---|---|

@@ -82,7 +82,8 @@ def _found_again(recipe: Recipe, run: Path) -> Recipe:
         return str(base / name) if not Path(name).exists() and (base / name).exists() else name
 
     data = recipe.data.model_copy(update={
-        "train": tuple(place(name) for name in recipe.data.train),
+        "train": tuple(place(one) if isinstance(one, str) else one.model_copy(update={"path": place(one.path)})
+                       for one in recipe.data.train),
         "eval": place(recipe.data.eval) if isinstance(recipe.data.eval, str) else recipe.data.eval})
     return recipe.model_copy(update={"model": place(recipe.model), "data": data})
 

@@ -1,0 +1,36 @@
+"""How often each row comes in an epoch, where sources have a `weight`: 2 twice, 0.5 every second row, chosen once and for all.
+
+Only a choice among rows that are tokenized already: another weight tokenizes nothing again. The choice depends on the weights
+and on how many rows each source has left, so that a resumed run makes the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pronghorn.data.reading import SourceCount
+from pronghorn.errors import counted
+
+SEED = 19  # fixed: another train.seed shuffles the same rows
+
+
+def repeated(sources: Sequence[SourceCount], keep: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[Any], list[str]]:
+    """Row numbers of the table, in order, each as often as its source's weight says; and a sentence for each weight."""
+    times = keep.astype(np.int64)
+    told, start = [], 0
+    for number, source in enumerate(sources):
+        rows = start + np.flatnonzero(keep[start : start + source.rows])
+        start += source.rows
+        if source.weight == 1:
+            continue
+        times[rows] = int(source.weight)
+        more = round((source.weight - int(source.weight)) * len(rows))
+        chosen = np.random.Generator(np.random.Philox(key=[SEED, number])).permutation(len(rows))[:more]
+        times[rows[chosen]] += 1
+        told.append(f"weight {source.weight:g}: {counted(len(rows), 'row')} of {source.name} come as"
+                    f" {int(times[rows].sum()):,} an epoch")
+    return np.repeat(np.arange(len(keep)), times), told

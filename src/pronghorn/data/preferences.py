@@ -1,0 +1,64 @@
+"""Preference data, told from data that can be learned as it stands.
+
+A supervised loss learns every answer it is given. Of a pair it would learn the worse answer too, or whichever column was taken;
+of answers marked good or bad, the bad ones. So such rows are refused, with how to take the good answers out of them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pronghorn.data.chat_messages import from_json
+from pronghorn.errors import DataError
+
+_KIND = "answer|response|completion|output|messages?|text"
+REJECTED = re.compile(rf"(?:(?:{_KIND})_)?rejected(?:_(?:{_KIND}))?")
+MARKS = ("label", "kto_tag")  # of KTO: whether the answer is a good one
+TRUTHS = (True, False, "true", "false", "True", "False", "TRUE", "FALSE", "0", "1")  # 0 and 1 equal False and True
+WHY = "a supervised loss learns every answer it is given, also the bad ones; preference training (DPO, KTO) is something else"
+
+
+def preference(fields: dict[str, Any], *, chat: bool) -> tuple[str, str] | None:
+    """(what the row is, how to train on its good answers), or None. `chat`: it has an answer, and is not plain text."""
+    for column, worse in fields.items():
+        if REJECTED.fullmatch(column.lower()) and _holds_answer(worse):
+            chosen = next((other for other in fields if other.lower() == column.lower().replace("rejected", "chosen")), None)
+            if chosen and _holds_answer(fields[chosen]):
+                return f"preference data: `{chosen}` is the better of two answers, `{column}` the worse", _take(fields, chosen)
+    mark = next((column for column in MARKS if chat and _is_truth(fields.get(column))), None)
+    if mark:
+        return (f"preference data: `{mark}` says whether an answer is a good one", "write the good ones to a file of their own:"
+                f" jq -c 'select(.{mark}) | del(.{mark})' ROWS.jsonl > good.jsonl; a `{mark}` that means something else needs"
+                " another name")
+    return None
+
+
+def refused(told: tuple[str, str], where: str) -> DataError:
+    return DataError(told[0], where=where, why=WHY, fix=told[1])
+
+
+def _holds_answer(value: Any) -> bool:
+    return isinstance(value, str | list | dict) and bool(value)
+
+
+def _is_truth(value: Any) -> bool:
+    return isinstance(value, str | bool | int) and value in TRUTHS
+
+
+def _take(fields: dict[str, Any], chosen: str) -> str:
+    """The line of a recipe that trains on the better answers, where there is one."""
+    answer = fields[chosen]
+    answer = (from_json(answer) or answer) if isinstance(answer, str) and answer.lstrip().startswith("[") else answer
+    target = ""
+    if isinstance(answer, list):
+        target = "messages" if len(answer) > 1 else "completion" if "prompt" in fields else ""
+    elif isinstance(answer, str):
+        target = "output" if "instruction" in fields else "completion" if "prompt" in fields else ""
+        if not target and "\n\nHuman:" not in answer:
+            question = next((column for column in ("question", "query", "input") if column in fields), None)
+            if question:
+                return f"to train on the better answers alone, set data.fields: {{prompt: {question}, completion: {chosen}}}"
+    if target:
+        return f"to train on the better answers alone, set data.fields: {{{target}: {chosen}}}"
+    return f"to train on the better answers alone, write each conversation with its `{chosen}` answer at the end, as messages"
