@@ -184,7 +184,7 @@ def test_training_data_that_is_no_name_is_told_what_is(value: str) -> None:
     ((where, what, hint),) = told(f"model: a\ndata:\n  train: {value}\n")
     assert where == "r.yaml:3"
     assert what.startswith("data.train: ")
-    assert hint == "give a file, a folder or a hub data set, or a list of them"
+    assert hint.startswith("give a file, a folder or a hub data set, a list of them, or sources such as {path: ")
     assert not {"tuple", "NoneType"} & set(what.split())
 
 
