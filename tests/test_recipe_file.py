@@ -261,6 +261,10 @@ def test_what_the_example_has_commented_out_is_valid_too() -> None:
 def test_every_commented_key_of_the_example_is_one() -> None:
     text = re.sub(r"(?m)^  # (\w+: )", r"  \1", EXAMPLE)
     recipe = parse_recipe(text)
+    written = re.search(r"or with more about each: (.*)", EXAMPLE)
+    assert written
+    first, second = parse_recipe(f"model: a\ndata:\n  train: {written[1]}\n").data.train
+    assert (first.weight, second.max_rows, second.columns.prompt) == (2, 1000, "question")
     assert recipe.data.fields.messages == "dialogue"
     assert recipe.data.message_fields == {"role": "from", "content": "value"}
     assert recipe.data.roles == {"assistant": ("bot",), "user": ("customer",)}

@@ -40,7 +40,7 @@ layers: fast                                 # fast (ours, where the family has 
 precision: auto                              # auto (bf16 on a GPU that has it, else fp32) | bf16 | fp16 | fp32
 data:
   train: [data/train.jsonl]                  # files, folders or hub data sets; the format is detected
-  # train: [{path: a.jsonl, weight: 2}, {path: b.parquet, max_rows: 1000, columns: {prompt: question, completion: answer}}]
+  # or with more about each: [{path: a.jsonl, weight: 2}, {path: b.parquet, max_rows: 1000, columns: {prompt: question}}]
   eval: 0.02                                 # a file, or the fraction of train to hold out (default: none)
   # max_rows: 1000                           # at most the first so many rows of each file or data set
   # fields: {messages: dialogue}             # columns with other names; likewise prompt, completion, instruction, text, ...
