@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pronghorn.data import clean
 from pronghorn.data.clean import exact_duplicates, junk, near_duplicates
 from pronghorn.data.formats import Example
 from pronghorn.errors import CommandError
@@ -38,6 +39,25 @@ def test_exact_duplicates_point_at_the_first() -> None:
         Example("chat", "x", messages=chat("a", "b").messages, tools=({"name": "f"},)),
     ]
     assert exact_duplicates(examples) == {2: 0, 4: 1, 6: 0}
+
+
+def test_of_many_copies_the_first_one_counts() -> None:
+    rng = random.Random(3)
+    numbers = [rng.randrange(20) for _ in range(200)]
+    first: dict[int, int] = {}
+    truth = {i: first[n] for i, n in enumerate(numbers) if first.setdefault(n, i) != i}
+    found = exact_duplicates([text(f"{n}") for n in numbers])
+    assert found == truth
+    assert list(found) == sorted(found)
+    assert exact_duplicates([]) == exact_duplicates([text("a")]) == {}
+
+
+def test_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(4)
+    words = [sentence(rng) for _ in range(30)]
+    examples = [text(" ".join(each)) for each in (*words, *([*w[:50], "x", *w[51:]] for w in words))]
+    monkeypatch.setattr(clean, "BATCH", 7)
+    assert near_duplicates(examples) == {30 + i: i for i in range(30)}
 
 
 def test_key_order_and_place_make_no_difference() -> None:
@@ -108,6 +128,7 @@ def test_the_same_rows_go_in_every_process() -> None:
     """Python's own hash of a text differs from process to process; ours must not."""
     script = """
 import random
+from pronghorn.data import clean
 from pronghorn.data.clean import near_duplicates
 from pronghorn.data.formats import Example
 rng = random.Random(3)

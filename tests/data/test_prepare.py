@@ -360,7 +360,7 @@ def test_findings_are_looked_for_once(model: Path, tmp_path: Path, monkeypatch: 
     first = findings(rows, near=True)
     assert (first.exact, first.near) == ({2: 1}, {2: 1, 3: 0})
     assert set(first.junk) == {4, 5}
-    monkeypatch.setattr(module.clean, "near_duplicates", lambda *_, **__: pytest.fail("looked again"))
+    monkeypatch.setattr(module.clean, "NearDuplicates", lambda *_, **__: pytest.fail("looked again"))
     assert findings(rows, near=True) == first
     next(rows.path.parent.glob("*.findings*")).write_text("{")
     assert findings(rows, near=False).exact == first.exact  # damaged: made again

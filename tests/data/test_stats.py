@@ -73,7 +73,7 @@ def test_without_the_library_for_near_duplicates(tmp_path: Path, monkeypatch: py
     def missing(*_: Any, **__: Any) -> Any:
         raise CommandError("near duplicates need a library", fix="pip install it")
 
-    monkeypatch.setattr(clean, "near_duplicates", missing)
+    monkeypatch.setattr(clean, "NearDuplicates", missing)
     stats = stats_of(tmp_path / "b.jsonl", [*chat_rows(3), *chat_rows(3)])
     assert stats.near_duplicates is None
     assert stats.exact_duplicates.rows == 3

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from token_rows import mask_of, some_rows
 
-from pronghorn.data.tokens import TokenizerFiles, TokenRow, TokenTable, fingerprint, load_tokenizer
+from pronghorn.data.tokens import TokenizerFiles, TokenRow, TokenTable, fingerprint, load_tokenizer, record_batch
 from pronghorn.errors import ModelError, RecipeError
 from pronghorn.recipe import Data
 from samples import CHATML, make_tokenizer
@@ -130,3 +131,11 @@ def test_a_fingerprint_needs_neither_transformers_nor_torch(folder: Path) -> Non
         f"TokenizerFiles({str(folder)!r}).fingerprint(); print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_texts_of_many_rows_at_once() -> None:
+    rows = some_rows(20)
+    table = TokenTable.of_arrow(pa.Table.from_batches([record_batch(rows[at : at + 6]) for at in range(0, 20, 6)]))
+    for view in (table, table.select([7, 3, 4, 5, 19]), table.select([]), table.cut([(2, 0, 1), (2, 1, 2), (3, 0, 9)])):
+        for start, stop in ((0, len(view)), (1, 4), (5, 30), (3, 3)):
+            assert view.examples_json(start, stop) == [view.example_json(i) for i in range(start, min(stop, len(view)))]

@@ -18,6 +18,7 @@ from pronghorn.data.formats import Example, asks_to_train, only_read
 from pronghorn.data.rendering import RowError
 from pronghorn.data.source_files import BadRow, excerpt
 from pronghorn.data.templates import ChatTemplate, chat_template
+from pronghorn.data.token_runs import runs_of
 from pronghorn.data.tokens import Ints, Span, TokenRow, record_batch
 from pronghorn.errors import DataError
 
@@ -116,8 +117,7 @@ class Encoder:
         ids = np.array(encoding.ids, np.int32)
         if not spans:
             return ids, []
-        starts = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0]
-        runs = [(int(a), int(b)) for a, b in np.searchsorted(starts, np.array(spans), side="left")]
+        runs = runs_of(encoding, spans, len(text))
         if self._first_wrong(ids, runs, text, spans) is None:
             return ids, runs
         ids, runs = self._tokens_of_parts(text, spans)

@@ -93,19 +93,6 @@ def prepare(
 # Duplicates and junk ----------------------------------------------------------------------------------------------------
 
 
-class _Examples(Sequence[Example]):
-    """The examples of a table, read from it when asked for, so that a large data set need not fit into memory."""
-
-    def __init__(self, table: TokenTable) -> None:
-        self._table = table
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, i: Any) -> Any:
-        return example_of(self._table, i)
-
-
 def findings(rows: Rows, near: bool, progress: Progress = silent) -> Findings:
     """Duplicates and junk among the rows; looked for once, then kept beside the cached table."""
     path = rows.path.with_suffix(f".findings{FINDINGS_VERSION}.json")
@@ -116,20 +103,26 @@ def findings(rows: Rows, near: bool, progress: Progress = silent) -> Findings:
         known, remark = None, f"the list of duplicates and junk was damaged ({damage}) and is made again: {path}"
     if known is not None and (known.near is not None or not near):
         return known
-    examples = _Examples(rows.table)
-    if known is None:
-        reasons: dict[int, str] = {}
-        for i, example in enumerate(examples):
-            if i % 1000 == 0:
-                progress("duplicates and junk", i, len(examples))
-            reason = clean.junk(example)
-            if reason:
-                reasons[i] = reason
-        known = Findings(clean.exact_duplicates(examples), reasons)
-    if near:
-        known = Findings(known.exact, known.junk, clean.near_duplicates(examples, progress=progress))
+    known = _look(rows.table, near, progress)
     write_note(path, json.dumps([known.exact, known.junk, known.near]))
     return replace(known, remark=remark)
+
+
+def _look(table: TokenTable, near: bool, progress: Progress) -> Findings:
+    """In one pass, so that each row is read and parsed once, and a batch of them at a time."""
+    alike = clean.NearDuplicates(lambda i: example_of(table, i)) if near else None
+    identities, reasons = bytearray(), dict[int, str]()
+    for start in range(0, len(table), clean.BATCH):
+        progress("duplicates and junk", start, len(table))
+        batch = [example_from_json(text, "") for text in table.examples_json(start, start + clean.BATCH)]
+        for i, example in enumerate(batch, start=start):
+            identities += clean.identity(example)
+            if reason := clean.junk(example):
+                reasons[i] = reason
+        if alike is not None:
+            alike.add(batch)
+    progress("duplicates and junk", len(table), len(table))
+    return Findings(clean.copies_of(identities), reasons, alike.copies if alike is not None else None)
 
 
 def _read_findings(path: Path) -> Findings | None:
