@@ -44,8 +44,8 @@ def test_a_weight_says_how_often_each_row_comes(model: Path) -> None:
     times = Counter(asked(found))
     assert sorted(times[f"a{n}"] for n in range(10)) == [2] * 5 + [3] * 5
     assert sorted(times[f"b{n}"] for n in range(10)) == [0] * 7 + [1] * 3
-    assert found.remarks == ("weight 2.5: 10 rows of a.jsonl come as 25 an epoch",
-                             "weight 0.3: 10 rows of b.jsonl come as 3 an epoch")
+    assert found.remarks == ("a.jsonl: weight 2.5, so 25 rows an epoch from 10",
+                             "b.jsonl: weight 0.3, so 3 rows an epoch from 10")
     assert [(source.rows, source.weight) for source in found.counts.sources] == [(10, 2.5), (10, 0.3)]
     assert prepared(model, {"path": "a.jsonl"}, "b.jsonl").tokens.content == plain.tokens.content
     assert found.tokens.content != plain.tokens.content  # which is what a resumed run compares
@@ -66,7 +66,7 @@ def test_rows_left_out_before_are_not_counted_in() -> None:
     chosen, told = repeated(sources, np.array([True, False, True, False, True, True]))
     assert len(chosen) == 3
     assert set(chosen.tolist()) - {4, 5} < {0, 2}
-    assert told == ["weight 0.5: 2 rows of a come as 1 an epoch"]
+    assert told == ["a: weight 0.5, so 1 row an epoch from 2"]
 
 
 def test_rows_of_a_source_and_of_each_file(model: Path, tmp_path: Path) -> None:

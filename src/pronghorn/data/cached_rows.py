@@ -35,6 +35,7 @@ from pronghorn.data.reading import (
     expected_rows,
     key_of,
     parts_of,
+    told_of,
 )
 from pronghorn.data.source_files import BadRow
 from pronghorn.data.token_cache import (
@@ -98,7 +99,7 @@ def tokenized_rows(
         except DamagedError as damage:
             cached, remarks = None, (f"the cached tokens were damaged ({damage}) and are made again: {path}",)
     if cached is not None:
-        return cached
+        return replace(cached, remarks=tuple(told_of(found)))
     with stage("load"):
         encoder = Encoder(loaded(tokenizer), spec.loss_on)
     with PartialTable(path) as partial:
@@ -118,7 +119,7 @@ def tokenized_rows(
                                fix="check the disk") from error
     if rows is None:
         raise EnvironmentFault("the tokenized rows are gone again", where=str(path), fix="check who else uses the cache")
-    return replace(rows, remarks=remarks)
+    return replace(rows, remarks=(*remarks, *told_of(found)))
 
 
 def _key(found: Sequence[Part], spec: Data, tokenizer: str) -> str:

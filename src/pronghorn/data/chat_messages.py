@@ -99,9 +99,9 @@ def _role(word: Any, name: str) -> str:
         return known[plain]
     close = difflib.get_close_matches(str(word).lower(), list(known), n=1, cutoff=0.7)
     hint = f"did you mean `{close[0]}`?" if close else f"known are {', '.join(ROLES)}, human and gpt"
-    ours = known[close[0]] if close else "assistant"
-    raise UnfitError(f"{name} has the role `{word}`; {hint}", "correct it, or say who that is: data.roles:"
-                     f" {{{ours if ours in ('system', 'user', 'tool') else 'assistant'}: [{word}]}}")
+    ours = known[close[0]] if close else "user"
+    raise UnfitError(f"{name} has the role `{word}`; {hint}", "correct it, or say who that is (system, user, assistant, tool):"
+                     f" data.roles: {{{ours}: [{word}]}}")
 
 
 def _content(message: dict[str, Any], name: str) -> tuple[str, Any]:
@@ -255,7 +255,9 @@ def objects(value: Any, column: str) -> list[dict[str, Any]]:
         if len(lengths) == 1:
             items = [dict(zip(items, row, strict=True)) for row in zip(*items.values(), strict=True)]
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        fix = f"write `{column}` as [" + ('{"role": ..., "content": ...}' if "tool" not in column else CALL_FORM) + ", ...]"
+        form = '{"type": "function", "function": {"name": ..., "parameters": {...}}}' if column in ("tools", "functions") else (
+            '{"role": ..., "content": ...}')
+        fix = f"write `{column}` as [{form}, ...]"
         raise UnfitError(f"`{column}` is not a list of objects", fix)
     if not items:
         raise UnfitError(f"`{column}` is empty", "give it a conversation, or leave the row out")

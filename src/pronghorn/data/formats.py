@@ -138,7 +138,8 @@ def _require_one(rows: Sequence[RawRow]) -> None:
 
 def _better_names(columns: Sequence[str]) -> str:
     missing = [column for column in COLUMNS if column not in columns]
-    words = OTHER_WORDS | (ALPACA_WORDS if "instruction" in columns else {})
+    asks = {"input": "instruction"} if "output" in columns else {}
+    words = OTHER_WORDS | (ALPACA_WORDS if "instruction" in columns else asks)
     hints = {}
     for column in columns:
         close = difflib.get_close_matches(column.lower(), missing, n=1, cutoff=0.7)
@@ -288,7 +289,8 @@ def _text(row: RawRow, column: str, *, optional: bool = False) -> str:
         return value
     if column not in row.fields:
         raise UnfitError(f"no column `{column}`", _other_format(row))
-    shown = "empty (null)" if value is None else f"a {type(value).__name__}"
+    kinds = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    shown = "empty (null)" if value is None else kinds.get(type(value), f"a {type(value).__name__}")
     fix = f'put it in quotes: "{value}"' if isinstance(value, int | float) else f"give every row a text in `{column}`"
     raise UnfitError(f"`{column}` is not text, but {shown}", fix)
 

@@ -31,6 +31,6 @@ def repeated(sources: Sequence[SourceCount], keep: npt.NDArray[np.bool_]) -> tup
         more = round((source.weight - int(source.weight)) * len(rows))
         chosen = np.random.Generator(np.random.Philox(key=[SEED, number])).permutation(len(rows))[:more]
         times[rows[chosen]] += 1
-        told.append(f"weight {source.weight:g}: {counted(len(rows), 'row')} of {source.name} come as"
-                    f" {int(times[rows].sum()):,} an epoch")
+        told.append(f"{source.name}: weight {source.weight:g}, so {counted(int(times[rows].sum()), 'row')} an epoch from"
+                    f" {len(rows):,}")
     return np.repeat(np.arange(len(keep)), times), told

@@ -25,10 +25,12 @@ def preference(fields: dict[str, Any], *, chat: bool) -> tuple[str, str] | None:
         if REJECTED.fullmatch(column.lower()) and _holds_answer(worse):
             chosen = next((other for other in fields if other.lower() == column.lower().replace("rejected", "chosen")), None)
             if chosen and _holds_answer(fields[chosen]):
-                return f"preference data: `{chosen}` is the better of two answers, `{column}` the worse", _take(fields, chosen)
+                told = f"preference data: `{chosen}` is the better of two answers, `{column}` the worse, and no supervised loss"
+                return f"{told} learns which", _take(fields, chosen)
     mark = next((column for column in MARKS if chat and _is_truth(fields.get(column))), None)
     if mark:
-        return (f"preference data: `{mark}` says whether an answer is a good one", "write the good ones to a file of their own:"
+        told = f"preference data: `{mark}` says whether an answer is a good one, and a supervised loss learns the bad ones, too"
+        return (told, "write the good ones to a file of their own:"
                 f" jq -c 'select(.{mark}) | del(.{mark})' ROWS.jsonl > good.jsonl; a `{mark}` that means something else needs"
                 " another name")
     return None

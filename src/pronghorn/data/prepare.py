@@ -19,7 +19,7 @@ from pronghorn.data.cached_rows import Progress, Rows, Stage, no_stage, silent, 
 from pronghorn.data.encode import example_from_json
 from pronghorn.data.formats import Example
 from pronghorn.data.mixing import repeated
-from pronghorn.data.reading import Name, SourceCount, not_used
+from pronghorn.data.reading import Name, SourceCount, told_of_columns
 from pronghorn.data.token_cache import DamagedError, read_note, write_note
 from pronghorn.data.tokens import TokenTable
 from pronghorn.errors import DataError, counted
@@ -151,7 +151,8 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
     chosen, mixed = repeated(rows.sources, keep)
     table = table.select(chosen) if mixed or not keep.all() else table
 
-    remarks = [*rows.remarks, *not_used(rows.sources), *mixed, *([found.remark] if found is not None and found.remark else [])]
+    remarks = [*rows.remarks, *told_of_columns(rows.sources), *mixed]
+    remarks += [found.remark] if found is not None and found.remark else []
     if rows.empty and spec.junk == "keep":
         remarks.append(f"{counted(rows.empty, 'row')} with an empty answer: junk, of which only the end is learned;"
                        " data.junk: drop leaves them out")

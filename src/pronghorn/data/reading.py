@@ -163,13 +163,28 @@ def _some(places: Sequence[str], count: int) -> str:
     return ", ".join(places[:FIRST_BAD_ROWS]) + (", ..." if count > FIRST_BAD_ROWS else "")
 
 
-def not_used(counts: Sequence[SourceCount]) -> list[str]:
+def told_of(parts: Sequence[Part]) -> list[str]:
+    """How files were taken, where that could be another way."""
+    told = list(dict.fromkeys(f"files not read in {part.source.folder}: {_listed(part.source.beside, 5)}" for part in parts
+                              if part.source.beside))
+    texts = [part.source.name for part in parts if part.source.kind == "txt" and not part.source.by_line]
+    if texts:
+        by_line = f"{{path: {texts[0]}, text_by: line}}"
+        told.append(f"each .txt file is one document: {_listed(texts, 3)}; for one of each line: {by_line}")
+    return told
+
+
+def told_of_columns(counts: Sequence[SourceCount]) -> list[str]:
     """Which columns are not trained on, a sentence for each set of them; sources with the same share one."""
+    chats = [count.name for count in counts if count.format == "completion as chat"]
+    told = []
+    if chats:
+        told.append(f"prompt and completion with a system text or tools are read as conversations: {_listed(chats, 3)}")
     found: dict[tuple[str, ...], list[str]] = {}
     for count in counts:
         if count.unused:
             found.setdefault(tuple(count.unused), []).append(count.name)
-    return [f"columns not used: {_listed(columns, 10)} ({_listed(names, 3)})" for columns, names in found.items()]
+    return told + [f"columns not used: {_listed(columns, 10)} ({_listed(names, 3)})" for columns, names in found.items()]
 
 
 def _listed(names: Sequence[str], most: int) -> str:

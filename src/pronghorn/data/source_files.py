@@ -64,6 +64,8 @@ class Source:
     by_line: bool = False  # of a text file: a document a line, not one of the whole file
     stream: bool = False  # of the hub: read as it comes, without a copy on the disk
     hub: tuple[str, str | None, str] | None = None  # data set, config, split
+    folder: str = ""  # that it is one of the files of
+    beside: tuple[str, ...] = ()  # files of that folder that are not read
 
 
 @dataclass(frozen=True, slots=True)

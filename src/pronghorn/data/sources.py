@@ -171,8 +171,8 @@ def _file(name: str, path: Path) -> Source:
 
 
 def _is_data(file: Path) -> bool:
-    return bool(kind_of(file)) and file.is_file() and not file.name.startswith(".") and file.name not in ABOUT_DATA and not (
-        kind_of(file) == "txt" and file.name.split(".")[0].lower() in ABOUT_IT)
+    about = kind_of(file) == "txt" and file.name.split(".")[0].lower() in ABOUT_IT
+    return bool(kind_of(file)) and file.is_file() and _is_shown(file) and not about
 
 
 def _folder(name: str, path: Path) -> list[Source]:
@@ -182,7 +182,12 @@ def _folder(name: str, path: Path) -> list[Source]:
         fix = f"name the one that is meant: {name.rstrip('/')}/{below[0]}" if below else "name the files, or their folder"
         raise DataError(what="no data file in this folder", where=name, why=f"the kinds are {SUPPORTED}; folders below"
                         " it are not searched", fix=fix)
-    return [_file(f"{name.rstrip('/')}/{file.name}", file) for file in files]
+    beside = sorted(file.name for file in path.iterdir() if file.is_file() and file not in files and _is_shown(file))
+    return [replace(_file(f"{name.rstrip('/')}/{file.name}", file), folder=name, beside=tuple(beside)) for file in files]
+
+
+def _is_shown(file: Path) -> bool:
+    return not file.name.startswith(".") and file.name not in ABOUT_DATA
 
 
 def _split_of(name: str, path: Path, split: str) -> list[Source]:
