@@ -130,7 +130,7 @@ def test_other_rows_that_do_not_fit() -> None:
     assert why_not("text", text=None) == "`text` is not text, but empty (null)"
     assert why_not("text", prompt="q") == "no column `text`"
     assert why_not("alpaca", instruction="q", output=None) == "`output` is not text, but empty (null)"
-    assert why_not("alpaca", instruction="q", output="a", input=3) == "`input` is not text, but a int"
+    assert why_not("alpaca", instruction="q", output="a", input=3) == "`input` is not text, but a number"
     assert why_not("completion", prompt="q") == "no column `prompt` or no column `completion`"
     assert why_not("completion", prompt="q", completion=[ASSISTANT]).startswith("`completion` is a list of messages")
     no_answer = why_not("completion", prompt=[USER, ASSISTANT], completion=[USER])
