@@ -25,7 +25,7 @@ STEPS = 2  # a second one sees what the first has changed
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {"load_in_4bit": False}, "qlora": {"load_in_4bit": True}, "fp8": {"load_in_fp8": True},
     "full": {"load_in_4bit": False, "full_finetuning": True}}
-RECIPE = {"lora": {"r": 4}, "data": {"max_length": 128}, "train": {"batch_tokens": 256, "steps": 4, "lr": 1e-3, "warmup": 0}}
+RECIPE = {"lora": {"r": 4}, "data": {"max_length": 128}, "train": {"capacity": 256, "batch_tokens": 512, "steps": 4, "lr": 1e-3, "warmup": 0}}
 
 
 def write_models(folder: Path, only: str) -> list[str]:
@@ -113,6 +113,8 @@ def trained_runs(checkout: Path, folder: Path, room: Path) -> dict[str, Any]:
         log = room / method / "run.jsonl"
         rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
         steps = [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row and "grad_norm" in row]
+        if ended.returncode or len(steps) != RECIPE["train"]["steps"]:
+            raise SystemExit(f"pronghorn train of {checkout} ended with exit code {ended.returncode}:\n{ended.stderr}")
         found[f"train / {method}"] = {"exit": ended.returncode, "steps": steps}
     return found
 
