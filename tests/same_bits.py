@@ -25,7 +25,8 @@ STEPS = 2  # a second one sees what the first has changed
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {"load_in_4bit": False}, "qlora": {"load_in_4bit": True}, "fp8": {"load_in_fp8": True},
     "full": {"load_in_4bit": False, "full_finetuning": True}}
-RECIPE = {"lora": {"r": 4}, "data": {"max_length": 128}, "train": {"capacity": 256, "batch_tokens": 512, "steps": 4, "lr": 1e-3, "warmup": 0}}
+RECIPE: dict[str, Any] = {"lora": {"r": 4}, "data": {"max_length": 128},
+                          "train": {"capacity": 256, "batch_tokens": 512, "steps": 4, "lr": 1e-3, "warmup": 0}}
 
 
 def write_models(folder: Path, only: str) -> list[str]:
