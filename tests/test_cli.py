@@ -54,7 +54,6 @@ def place(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     folder = tmp_path_factory.mktemp("cli")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PRONGHORN_CACHE", str(folder / "cache"))
-        environment.setattr("pronghorn.train.loop.ANSWER_TOKENS", 3)  # of 64
         place = Place(folder, tiny_model)
         assert main(["train", str(place.recipe), "--json"]) == 0
         assert main(["train", str(write_recipe(folder, tiny_model, "slow", lr=1e-4)), "--json"]) == 0
@@ -559,8 +558,6 @@ def look_up(*address, **_):
     raise OSError("no network")
 socket.socket.connect, socket.getaddrinfo = connect, look_up
 from pronghorn.cli import main
-from pronghorn.train import loop
-loop.ANSWER_TOKENS = 3
 run = {str(tmp_path / "run")!r}
 for words in (["train", {str(place.recipe)!r}, "output=" + run], ["eval", run],
               ["chat", run, "--prompt", "hi", "--max-tokens", "3"],

@@ -67,8 +67,8 @@ def test_metrics_of_answers_are_said_with_the_evaluation(capsys):
     display.handle({"event": "eval", "step": 9, "loss": 1.0, "perplexity": 2.7, "metrics": {"exact_match": 0.93, "mine": "nan"},
                     "samples": 70, "cut": 0, "best": True})
     assert capsys.readouterr().out.splitlines() == [
-        "base model, 70 held-out rows: exact_match 0.00000, 1 answer cut at eval.max_new_tokens",
-        "evaluation at step 9: loss 1.0000, perplexity 2.7000, exact_match 0.9300, mine nan, the best so far"]
+        "base model, 70 held-out rows: exact_match 0, 1 answer cut at eval.max_new_tokens",
+        "evaluation at step 9: loss 1.0000, perplexity 2.7000, exact_match 0.93, mine nan, the best so far"]
 
 
 def test_plain_progress_is_silent_when_it_is_over_soon(capsys):

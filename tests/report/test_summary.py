@@ -138,5 +138,5 @@ def test_metrics_stand_in_the_table_with_the_base_models():
                   "samples": 70}
     text = shown([*synthetic_events(20), base, evaluation])
     assert "exact_match" in text
-    assert "0.00000 (base) → 0.9300   best 0.9300 at step 60, 70 held-out rows" in text
+    assert "0 (base) → 0.93   best 0.93 at step 60, 70 rows" in text
     assert "(base)" not in shown([evaluation])

@@ -27,7 +27,6 @@ from pronghorn.recipe import Recipe
 from pronghorn.report.display import JsonDisplay
 from pronghorn.report.run_log import FILE_NAME, read_log
 from pronghorn.report.stages import Stages
-from pronghorn.train import loop
 from pronghorn.train.check import check_run
 from pronghorn.train.checkpoint import latest_checkpoint, verify_checkpoint
 from pronghorn.train.loop import train
@@ -87,7 +86,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # a fork may not inherit a pool of threads
-    loop.ANSWER_TOKENS = 3  # of 64, which take longer than the steps between two evaluations
     os.environ["PRONGHORN_CACHE"] = str(arguments.scratch / "cache")
     arguments.scratch.mkdir(parents=True, exist_ok=True)
     data = write_rows(arguments.scratch / "train.jsonl", chat_rows(60))
@@ -98,7 +96,7 @@ def main() -> None:
             "data": {"train": [str(data)], "eval": 0.1, "max_length": 128, "workers": workers},
             "train": {"steps": arguments.steps, "batch_tokens": 512, "capacity": 256, "lr": 1e-2},
             "checkpoint": {"every": max(1, arguments.steps // 6), "keep": 2},
-            "eval": {"every": max(1, arguments.steps // 3), "generations": 1},
+            "eval": {"every": max(1, arguments.steps // 3), "generations": 1, "max_new_tokens": 3},
             "output": str(arguments.scratch / name),
         })
 

@@ -21,7 +21,8 @@ from pronghorn.report.run_log import history, read_log
 from pronghorn.train import setup
 from pronghorn.train.check import check_run
 from pronghorn.train.loop import train
-from pronghorn.train.trained_run import Chat, evaluate_run, export_run
+from pronghorn.train.run_evaluation import evaluate_run
+from pronghorn.train.trained_run import Chat, export_run
 from samples import make_tokenizer
 
 RecipeFor = Callable[..., Recipe]

@@ -33,7 +33,8 @@ from pronghorn.train import setup
 from pronghorn.train.check import check_run
 from pronghorn.train.loop import RunResult, train
 from pronghorn.train.objectives import loss_sum
-from pronghorn.train.trained_run import Chat, evaluate_run, export_run
+from pronghorn.train.run_evaluation import evaluate_run
+from pronghorn.train.trained_run import Chat, export_run
 from samples import make_model, make_tokenizer
 
 RecipeFor = Callable[..., Recipe]

@@ -15,7 +15,8 @@ from image_text_models import save_image_text_model, stored
 from pronghorn.cli import main
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
-from pronghorn.train.trained_run import Chat, evaluate_run, export_run
+from pronghorn.train.run_evaluation import evaluate_run
+from pronghorn.train.trained_run import Chat, export_run
 
 RecipeFor = Callable[..., Recipe]
 

@@ -19,7 +19,8 @@ from pronghorn.recipe import Recipe
 from pronghorn.report.display import JsonDisplay
 from pronghorn.report.run_log import history, read_log
 from pronghorn.train.loop import train
-from pronghorn.train.trained_run import Chat, TrainedRun, evaluate_run, export_run
+from pronghorn.train.run_evaluation import evaluate_run
+from pronghorn.train.trained_run import Chat, TrainedRun, export_run
 from samples import chat_rows, make_model, make_tokenizer, write_rows
 
 

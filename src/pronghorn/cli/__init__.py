@@ -16,7 +16,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
-from pronghorn.cli import run_script
+from pronghorn.cli import evaluating, run_script
 from pronghorn.cli.new import new, new_options
 from pronghorn.cli.output import (
     STARTING,
@@ -125,15 +125,14 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--fresh", action="store_true", help="start over; the old folder is kept aside")
     one.add_argument("--allow-change", action="append", default=[], metavar="KEY",
                      help="go on although this key of the recipe changed, as in: train.lr=1e-5 --allow-change train.lr")
-    _own_metric(one)
+    evaluating.own_metric(one)
 
     def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
         one.add_argument("run", help="a run's output folder")
         one.add_argument("--checkpoint", default="best", help="best, last or a step number (default: %(default)s)")
         return one
 
-    one = with_run(verb("eval", evaluate, "held-out loss and perplexity of a trained run"))
-    one.add_argument("--data", help="another file to evaluate on")
+    evaluating.options(with_run(verb("eval", evaluate, evaluating.TEXT)))
     one = with_run(verb("chat", chat, "talk to what was trained"))
     one.add_argument("--prompt", help="answer this one message and leave")
     one.add_argument("--system", help="a system message, as in the training data")
@@ -153,11 +152,6 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("folders", nargs="*", help="compare these runs; without any, list all below --root")
     one.add_argument("--root", default="runs", help="where to look (default: %(default)s)")
     return parser
-
-
-def _own_metric(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--metric-file", type=Path, metavar="FILE",
-                     help="a metric of your own: a Python file, which runs, with def metric(prompt, expected, answer)")
 
 
 def _plan_options(one: argparse.ArgumentParser) -> None:
@@ -266,14 +260,21 @@ def _show_summary(folder: Path) -> None:
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
+    evaluating.require_one_kind(arguments)
+    _require_letters(arguments.system or "")
     base = _base_of(Path(arguments.run))
     with displaying(arguments) as display:
         with _importing(base):
-            from pronghorn.train.trained_run import evaluate_run
+            from pronghorn.train.run_evaluation import Asked, evaluate_run, evaluate_tasks
         display.progress(*STARTED)
-        figures = evaluate_run(Path(arguments.run), arguments.checkpoint, data=arguments.data, report=display.progress)
-    say(arguments, figures, f"{figures['checkpoint']}: loss {figures['loss']:.4f}, perplexity {figures['perplexity']:.3f}"
-                             f" over {counted(figures['tokens'], 'token')} of {counted(figures['documents'], 'document')}")
+        run, which = Path(arguments.run), arguments.checkpoint
+        if arguments.lm_eval:
+            figures = evaluate_tasks(run, which, evaluating.names(arguments.lm_eval), own=arguments.lm_eval_path,
+                                     limit=arguments.limit, chat=arguments.lm_eval_chat)
+        else:
+            asked = Asked(evaluating.spec(arguments), arguments.metric_file, arguments.base, arguments.answers)
+            figures = evaluate_run(run, which, data=arguments.data, report=display.progress, asked=asked)
+    say(arguments, figures, evaluating.text(figures))
 
 
 def chat(arguments: argparse.Namespace) -> None:

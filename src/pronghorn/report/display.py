@@ -273,7 +273,7 @@ def _say_base(run: _Run, event: dict[str, Any], width: int) -> list[str]:
 
 def _metrics(event: dict[str, Any]) -> list[str]:
     """`exact_match 0.93`, and how many answers did not end, where that is known."""
-    said = [f"{wording.one_line(str(name), 40)} {wording.figure(as_number(value))}"
+    said = [f"{wording.one_line(str(name), 40)} {wording.score(as_number(value))}"
             for name, value in (event.get("metrics") or {}).items()]
     return said + ([f"{counted(event['cut'], 'answer')} cut at eval.max_new_tokens"] if event.get("cut") else [])
 

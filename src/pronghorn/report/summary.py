@@ -120,12 +120,11 @@ def _path(
 
 
 def _metric(of: dict[str, Any], *, decides: bool) -> Text:
-    """`0.00 → 0.93   best 0.95 at step 60 of 70 rows`, from the base model's where that is known."""
-    text = Text("" if of["base"] is None else f"{wording.figure(_float(of['base']))} (base) → ")
-    text.append(wording.figure(_float(of["last"])))
-    rows = counted(of["samples"], "held-out row")
-    best = "" if of["best"] is None else f"best {wording.figure(_float(of['best']))} at step {of['best_step']:,}, "
-    text.append(f"   {best}{rows}" + ", decides which checkpoint is the best" * decides, style="dim")
+    """`0 (base) → 0.93   best 0.95 at step 60, 70 rows`, from the base model's where that is known."""
+    text = Text("" if of["base"] is None else f"{wording.score(_float(of['base']))} (base) → ")
+    text.append(wording.score(_float(of["last"])))
+    best = "" if of["best"] is None else f"best {wording.score(_float(of['best']))} at step {of['best_step']:,}, "
+    text.append(f"   {best}{counted(of['samples'], 'row')}" + ", decides the best" * decides, style="dim")
     return text
 
 

@@ -38,6 +38,11 @@ def figure(value: float | None) -> str:
     return f"{value:,.{digits}f}"
 
 
+def score(value: float | None) -> str:
+    """What answers score, 0 to 1 as a rule: 0 · 0.9286 · 1"""
+    return MISSING if value is None else f"{value:.4g}"
+
+
 def small(value: float | None) -> str:
     """A learning rate: 0.0002 · 2e-05"""
     return MISSING if value is None else f"{value:.3g}"

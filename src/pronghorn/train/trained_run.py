@@ -1,18 +1,15 @@
-"""A finished (or stopped) run, used: evaluated, talked to, exported."""
+"""A finished (or stopped) run, used: talked to, exported. run_evaluation.py evaluates it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from pronghorn.data.prepare import prepare
 from pronghorn.data.rendering import within_limits
 from pronghorn.data.tokens import load_tokenizer
 from pronghorn.errors import CommandError
-from pronghorn.model.causal_lm import install
 from pronghorn.model.export import export, trained_model
 from pronghorn.model.fingerprint import require_same_base
 from pronghorn.model.generate import generate_answers
@@ -20,9 +17,7 @@ from pronghorn.model.load import DTYPES, pick_device, resolve_precision
 from pronghorn.recipe import Data, Recipe
 from pronghorn.report.run_log import FILE_NAME, history, read_log
 from pronghorn.train.checkpoint import list_checkpoints, verify_checkpoint
-from pronghorn.train.evaluate import evaluate
 from pronghorn.train.resume import described
-from pronghorn.train.setup import prepare_data
 
 
 class TrainedRun:
@@ -86,28 +81,6 @@ def _found_again(recipe: Recipe, run: Path) -> Recipe:
                        for one in recipe.data.train),
         "eval": place(recipe.data.eval) if isinstance(recipe.data.eval, str) else recipe.data.eval})
     return recipe.model_copy(update={"model": place(recipe.model), "data": data})
-
-
-def evaluate_run(run: Path, which: str, *, data: str | None, report: Callable[[str, int, int], None]) -> dict[str, Any]:
-    from contextlib import nullcontext
-
-    trained = TrainedRun(run, which)
-    recipe = trained.recipe
-    tokenizer = trained.tokenizer()
-    if data:
-        table, pad_id = prepare((data,), recipe.data, tokenizer, progress=report).tokens, tokenizer.pad_token_id or 0
-    else:
-        prepared = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
-        if prepared.evaluation is None:
-            raise CommandError(what="this run has no held-out data", where=str(run), fix="give some: --data FILE")
-        table, pad_id = prepared.evaluation, prepared.pad_id
-    model, _, device = trained.load()
-    if recipe.layers == "fast":
-        install(model, fp8=recipe.fp8)  # the run's own arithmetic, so its own figures
-    result = evaluate(model, table, capacity=recipe.train.capacity, device=device, pad_id=pad_id, autocast=nullcontext,
-                      progress=report)
-    return {"checkpoint": str(trained.path), "loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens,
-            "documents": len(table)}
 
 
 class Chat:

@@ -1,0 +1,80 @@
+"""The options of `pronghorn eval`, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from pronghorn.errors import CommandError, counted
+
+TEXT = "held-out loss of a trained run, what its answers score, or tasks of lm-evaluation-harness"
+
+
+def own_metric(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--metric-file", type=Path, metavar="FILE",
+                     help="a metric of your own: a Python file, which runs, with def metric(prompt, expected, answer)")
+
+
+def options(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--data", help="another file to evaluate on")
+    answers = one.add_argument_group("answers", "to held-out rows; by default as the run's recipe says under eval:")
+    answers.add_argument("--metrics", metavar="A,B",
+                         help="exact_match, json_valid, json_match, json_fields, regex, rouge_l")
+    answers.add_argument("--regex", metavar="PATTERN", help="of the metric regex")
+    answers.add_argument("--samples", type=int, metavar="N", help="rows to answer")
+    answers.add_argument("--max-new-tokens", type=int, metavar="N", help="of an answer")
+    answers.add_argument("--system", metavar="TEXT", help="a system message in the place of the rows' own")
+    answers.add_argument("--base", action="store_true", help="the base model's answers, too")
+    answers.add_argument("--answers", type=Path, metavar="FILE", help="write every answer there, one JSON object a line")
+    own_metric(one)
+    harness = one.add_argument_group("lm-evaluation-harness", "where it is installed; its tasks come from the hub")
+    harness.add_argument("--lm-eval", metavar="TASKS", help="evaluate on these instead: arc_easy,hellaswag")
+    harness.add_argument("--limit", type=int, metavar="N", help="the first rows of each task")
+    harness.add_argument("--lm-eval-chat", action="store_true", help="questions go through the chat template")
+    harness.add_argument("--lm-eval-path", type=Path, metavar="FOLDER", help="task files of your own")
+
+
+def spec(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What differs from the run's recipe."""
+    given = {"regex": arguments.regex, "samples": arguments.samples, "max_new_tokens": arguments.max_new_tokens,
+             "system": arguments.system}
+    found = {key: value for key, value in given.items() if value is not None}
+    if arguments.metrics is not None:
+        found["metrics"] = names(arguments.metrics)
+    return found
+
+
+def names(words: str) -> list[str]:
+    return [word for word in (part.strip() for part in words.split(",")) if word]
+
+
+def require_one_kind(arguments: argparse.Namespace) -> None:
+    """An option that would be ignored is refused."""
+    ours = [name for name in ("data", "metrics", "regex", "samples", "max_new_tokens", "system", "base", "answers",
+                              "metric_file") if getattr(arguments, name)]
+    theirs = [name for name in ("limit", "lm_eval_chat", "lm_eval_path") if getattr(arguments, name)]
+    odd = ours if arguments.lm_eval else theirs
+    if odd:
+        option = f"--{odd[0].replace('_', '-')}"
+        why = "the harness has its own data and metrics" if arguments.lm_eval else "it is for tasks of the harness"
+        raise CommandError(what=f"{option} does not go {'with' if arguments.lm_eval else 'without'} --lm-eval", why=why,
+                           fix=f"leave {option} out" if arguments.lm_eval else "add --lm-eval TASKS")
+    if arguments.limit is not None and arguments.limit < 1:
+        raise CommandError(what=f"--limit {arguments.limit} leaves nothing to evaluate", fix="give 1 or more")
+
+
+def text(figures: dict[str, Any]) -> str:
+    """For people."""
+    if "tasks" in figures:
+        lines = [f"{task}: {name} {value:.4f}" for task, values in figures["tasks"].items() for name, value in values.items()]
+        return "\n".join([str(figures["checkpoint"]), *lines])
+    lines = [f"{figures['checkpoint']}: loss {figures['loss']:.4f}, perplexity {figures['perplexity']:.3f}"
+             f" over {counted(figures['tokens'], 'token')} of {counted(figures['documents'], 'document')}"]
+    base = figures.get("base_metrics")
+    for name, value in figures.get("metrics", {}).items():
+        lines.append(f"{name} {value:.4f}" + (f", the base model's {base[name]:.4f}" if base else ""))
+    if "metrics" in figures:
+        cut = f"; {counted(figures['cut'], 'answer')} cut at --max-new-tokens" if figures["cut"] else ""
+        lines.append(f"answered: {counted(figures['samples'], 'held-out row')}{cut}")
+    return "\n".join(lines)

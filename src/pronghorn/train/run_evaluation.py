@@ -1,0 +1,117 @@
+"""A trained run, evaluated: held-out loss, what its answers score, beside the base model's, and tasks of the harness."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pronghorn.data.prepare import prepare
+from pronghorn.errors import CommandError
+from pronghorn.evaluation.harness import require_harness, run_tasks
+from pronghorn.evaluation.held_out import HeldOut, Judged
+from pronghorn.evaluation.own_metric import OwnMetric
+from pronghorn.model.causal_lm import install
+from pronghorn.model.load import DTYPES, load_model, resolve_precision
+from pronghorn.recipe import METRICS, Eval
+from pronghorn.report.answers import write_answers
+from pronghorn.train.evaluate import evaluate
+from pronghorn.train.setup import prepare_data
+from pronghorn.train.trained_run import TrainedRun
+
+Report = Callable[[str, int, int], None]
+HARNESS_BATCH = 8
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for; `spec`: keys of eval: that differ from the run's recipe."""
+
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    metric_file: Path | None = None
+    base: bool = False
+    answers: Path | None = None  # where to write them
+
+
+def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, asked: Asked | None = None) -> dict[str, Any]:
+    """`data`: another file than the run's held-out rows."""
+    asked = asked or Asked()
+    own = OwnMetric(asked.metric_file) if asked.metric_file is not None else None
+    trained = TrainedRun(run, which)
+    recipe = trained.recipe
+    spec = spec_of(recipe.eval, asked.spec)
+    tokenizer = trained.tokenizer()
+    if data:
+        table, pad_id = prepare((data,), recipe.data, tokenizer, progress=report).tokens, tokenizer.pad_token_id or 0
+    else:
+        prepared = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
+        if prepared.evaluation is None:
+            raise CommandError(what="this run has no held-out data", where=str(run), fix="give some: --data FILE")
+        table, pad_id = prepared.evaluation, prepared.pad_id
+    measured = bool(spec.metrics) or own is not None
+    if not measured and (asked.base or asked.answers):
+        raise CommandError(what="--base and --answers need a metric", why="without one, nothing is answered",
+                           fix=f"add --metrics, some of {','.join(METRICS)}, or --metric-file FILE")
+    held_out = HeldOut.of(table, tokenizer, spec, own) if measured else None
+    model, _, device = trained.load()
+    if recipe.layers == "fast":
+        install(model, fp8=recipe.fp8)  # the run's own arithmetic, so its own figures
+    result = evaluate(model, table, capacity=recipe.train.capacity, device=device, pad_id=pad_id, autocast=nullcontext,
+                      progress=report)
+    figures = {"checkpoint": str(trained.path), "loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens,
+               "documents": len(table)}
+    if held_out is None:
+        return figures
+    judged = _judged(held_out, model, report)
+    base = None
+    if asked.base and recipe.method != "full":
+        with model.disable_adapter():
+            base = _judged(held_out, model, report)
+    elif asked.base:
+        del model
+        gc.collect()
+        base = _judged(held_out, load_model(recipe.model, DTYPES[resolve_precision(recipe.precision, device)], device), report)
+    if asked.answers is not None:
+        write_answers(asked.answers, held_out.table(judged, base, trained.step))
+    figures |= {"metrics": judged.metrics, "samples": len(judged.rows), "cut": judged.cut}
+    return figures | ({} if base is None else {"base_metrics": base.metrics})
+
+
+def _judged(held_out: HeldOut, model: Any, report: Report) -> Judged:
+    judged = held_out.judge(held_out.ask(model, report))
+    if judged.unscored:  # here, where nothing is lost by it, a metric that fails is an error
+        raise CommandError(what=judged.unscored, where=str(held_out.own.path if held_out.own else ""), fix="correct the metric")
+    return judged
+
+
+def spec_of(recipe: Eval, changes: Mapping[str, Any]) -> Eval:
+    """The recipe's, with what the command line says in its place. Nothing is trained, so nothing has to be the best."""
+    values = {**recipe.model_dump(), **changes, "best": "loss", "stop": None, "generations": 0}
+    if values["regex"] is not None and "metrics" in changes and "regex" not in values["metrics"] and "regex" not in changes:
+        values["regex"] = None  # of the recipe's metrics, which are not asked for
+    try:
+        spec = Eval.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        fix = f"some of {', '.join(METRICS)}" if first["loc"][:1] == ("metrics",) else "correct the value"
+        raise CommandError(what=f"--{str(first['loc'][0]).replace('_', '-')}: {first['input']!r} does not fit",
+                           why=str(first.get("ctx", {}).get("error", "")), fix=fix) from error
+    if problems := spec.misfits:
+        what, _, fix = problems[0].partition("; ")
+        raise CommandError(what=what, fix=fix)
+    return spec
+
+
+def evaluate_tasks(run: Path, which: str, tasks: list[str], *, own: Path | None, limit: int | None, chat: bool
+                   ) -> dict[str, Any]:
+    """On the model's own layers: the harness asks for logits of padded rows."""
+    table = require_harness(tasks, own)
+    trained = TrainedRun(run, which)
+    model, tokenizer, _ = trained.load()
+    found = run_tasks(model, tokenizer, tasks, table, limit=limit, chat=chat, batch_size=HARNESS_BATCH)
+    return {"checkpoint": str(trained.path), "tasks": found}
