@@ -13,7 +13,7 @@ EVERYBODY = {"recipe", "errors", "folders", "digests", "hub", "model_files"}
 # room -> rooms it may import; `cli`, `demo` and `bench` stand at the top.
 ARROWS = {
     "cli": {"scripts", "process", "evaluation", "train", "memory", "model", "data", "report", "demo", "bench", "convert",
-            "recipe_file"},
+            "recipe_file", "recipe_keys"},
     "demo": {"train", "evaluation", "model", "data", "report", "recipe_file"},
     "bench": {"process", "train", "model", "data", "report", "kernels"},
     "train": {"evaluation", "memory", "model", "data", "report", "kernels"},
@@ -24,7 +24,8 @@ ARROWS = {
     "convert": {"data", "recipe_file"},
     "report": set(),
     "kernels": set(),
-    "recipe_file": {"recipe"},
+    "recipe_file": {"recipe", "recipe_keys"},
+    "recipe_keys": {"recipe"},
     "recipe": set(),
     "errors": set(),
     "folders": set(),

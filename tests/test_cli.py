@@ -19,7 +19,7 @@ import torch
 from pronghorn import cli
 from pronghorn.cli import build_parser, main
 from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, RecipeError
-from pronghorn.recipe_file import EXAMPLE, load_recipe
+from pronghorn.recipe_file import EXAMPLE, load_recipe, parse_recipe
 from samples import chat_rows, write_rows
 
 VERBS = ["demo", "new", "check", "data", "data show", "data stats", "train", "eval", "chat", "export", "runs"]
@@ -35,7 +35,7 @@ def write_recipe(folder: Path, model: Path, output: str = "run", lr: float = 1e-
         f"model: {model}\nprecision: fp32\nlora: {{r: 4}}\n"
         f"data: {{train: {train}, eval: {held_out}, max_length: 128, workers: 0}}\n"
         f"train: {{epochs: 1, batch_tokens: 512, capacity: 256, lr: {lr}}}\n"
-        f"eval: {{every: 2, generations: 1}}\ncheckpoint: {{every: 2}}\noutput: {folder / 'runs' / output}\n"
+        f"eval: {{every: 2, generations: 1, max_new_tokens: 3}}\ncheckpoint: {{every: 2}}\noutput: {folder / 'runs' / output}\n"
     )
     return recipe
 
@@ -133,15 +133,68 @@ def test_overrides_stand_before_or_after_options(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("words", [
-    [], ["tarin"], ["train"], ["train", "r.yaml", "--frsh"], ["export", "run", "--to", "gguf"], ["export", "run"], ["data"],
-    ["eval", "run", "train.lr=1"], ["chat", "run", "--max-tokens", "many"], ["train", "r.yaml", "--fresh", "again"],
-    ["train", "r.yaml", "--fresh", "--lr=1"],
+    ["train"], ["export", "run"], ["data"], ["chat", "run", "--max-tokens", "many"], ["new", "f", "--method", "magic"],
 ], ids=" ".join)
 def test_a_command_that_makes_no_sense_exits_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(words)
     assert left.value.code == 2
     assert "usage: pronghorn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "what", "fix"), [
+    ("tran r.yaml", "unknown verb `tran`", "did you mean `pronghorn train`?"),
+    ("finetune r.yaml", "unknown verb `finetune`", "`pronghorn train`"),
+    ("validate r.yaml", "unknown verb `validate`", "`pronghorn check`"),
+    ("merge run", "unknown verb `merge`", "`pronghorn export --to merged`"),
+    ("xyzzy", "unknown verb `xyzzy`", "one of: demo, new, check"),
+    ("my.yaml", "my.yaml is a file", "`pronghorn train my.yaml`"),
+    ("data shwo r.yaml", "unknown verb `data shwo`", "`pronghorn data show`"),
+    ("data r.yaml", "r.yaml is a file", "`pronghorn data show r.yaml`"),
+    ("train r.yaml --frsh", "train has no option --frsh", "did you mean `--fresh`?"),
+    ("train r.yaml --dry-run", "train has no option --dry-run", "`pronghorn check RECIPE`"),
+    ("train r.yaml --resume", "train has no option --resume", "leave it out"),
+    ("train --config r.yaml", "train has no option --config", "pronghorn train RECIPE"),
+    ("train r.yaml --learning-rate 1e-4", "train has no option --learning-rate", "train.lr=1e-4"),
+    ("train r.yaml --fresh --lr=1", "train has no option --lr", "train.lr=1"),
+    ("check r.yaml --rank=8", "check has no option --rank", "lora.r=8"),
+    ("data show r.yaml --rwo 3", "data show has no option --rwo", "did you mean `--row`?"),
+    ("train r.yaml --fresh again", "train does not take `again`", "pronghorn train --help"),
+    ("eval run train.lr=1", "eval does not take `train.lr=1`", "pronghorn eval --help"),
+    ("export run --to gguf", "--to gguf is not a choice", "convert_hf_to_gguf.py"),
+    ("export run --to zip", "--to zip is not a choice", "choose adapter or merged"),
+    ("chat run --temperature 9", "--temperature 9 is out of range", "0 to 5"),
+    ("chat run --temperature -1", "--temperature -1 is out of range", "0 to 5"),
+    ("new f --from a.yaml --model m", "--model does not go with --from", "leave --model out"),
+])
+def test_what_was_meant_is_told(words: str, what: str, fix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()[0]) == ("", err.splitlines()[0])
+    assert what in err.splitlines()[0]
+    assert fix in err.partition("fix: ")[2]
+    assert main([*words.split(), "--json"]) == 2
+    assert what in json.loads(capsys.readouterr().out)["what"]
+
+
+def test_without_a_verb_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    told = capsys.readouterr().out
+    assert "usage: pronghorn" in told
+    assert "resumes automatically" in told
+    with pytest.raises(SystemExit) as left:  # as --help does
+        main(["help", "train"])
+    assert left.value.code == 0
+    assert "usage: pronghorn train" in capsys.readouterr().out
+
+
+def test_every_verb_that_is_meant_is_one() -> None:
+    from pronghorn.cli.words import VERBS as MEANT
+
+    for meant in MEANT.values():
+        verb = meant.split()[0]
+        assert verb in cli._verbs(build_parser()), meant
+    assert not set(MEANT) & set(cli._verbs(build_parser()))
 
 
 @pytest.mark.parametrize(("error", "code"), [
@@ -177,7 +230,7 @@ def test_a_right_that_is_missing_is_no_bug_of_ours(as_json: bool, monkeypatch: p
     assert main(["runs", *(["--json"] if as_json else [])]) == 3
     told = "".join(capsys.readouterr())
     assert "model/tokenizer.json" in told
-    assert "change the rights" in told
+    assert "change its permissions" in told
 
 
 def test_ctrl_c_before_the_words_are_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,6 +380,12 @@ def test_new_writes_a_recipe_that_loads_and_never_overwrites(tmp_path: Path, cap
     assert file.read_text() == "mine"
     assert main(["new", str(tmp_path / "no" / "folder.yaml")]) == 2
     assert shown(capsys, "new", "-") == EXAMPLE
+    filled = shown(capsys, "new", "-", "--model", "./m y", "--data", "a.jsonl", "--data", "1: b.jsonl", "--method", "qlora")
+    recipe, default = parse_recipe(filled), parse_recipe(EXAMPLE)
+    assert (recipe.model, recipe.data.train, recipe.method) == ("./m y", ("a.jsonl", "1: b.jsonl"), "qlora")
+    data = recipe.data.model_copy(update={"train": default.data.train})
+    assert recipe.model_copy(update={"model": default.model, "method": "lora", "data": data}) == default
+    assert len(filled.splitlines()) == len(EXAMPLE.splitlines())
     assert lines(capsys, "new", str(tmp_path / "other.yaml")) == [{"written": str(tmp_path / "other.yaml")}]
 
 
@@ -362,7 +421,7 @@ def test_one_is_never_counted_as_many(tiny_model: Path, tmp_path: Path, capsys: 
     for verb in ("check", "data stats", "data show", "train"):
         assert main([*verb.split(), str(recipe), *own]) == 0
     assert main(["eval", str(tmp_path / "runs" / "run")]) == 0
-    assert main(["data", "show", str(recipe), *own, "--row", "1"]) == 2
+    assert main(["data", "show", str(recipe), *own, "--row", "2"]) == 2
     printed = "".join(capsys.readouterr())
     assert re.findall(r"\b1 [a-z-]+\b", printed).count("1 step") >= 2
     assert not re.findall(r"(?<![.,\d])1 [a-z-]+s\b(?<!has)", printed)
@@ -376,17 +435,17 @@ def test_data_stats_for_machines(place: Place, capsys: pytest.CaptureFixture[str
 
 
 def test_data_show_for_machines(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = lines(capsys, "data", "show", str(place.recipe), "--row", "3")
+    (row,) = lines(capsys, "data", "show", str(place.recipe), "--row", "4")
     answer = chat_rows(30)[3]["messages"][1]["content"]
     assert row["where"].endswith("train.jsonl:4")
     assert row["trained_on"] == [f"{answer}<|im_end|>"]
     assert sum(token["loss"] for token in row["tokens"]) == row["loss_tokens"]
 
 
-@pytest.mark.parametrize("row", ["30", "-1"])
+@pytest.mark.parametrize("row", ["31", "0"])
 def test_a_row_that_is_not_there(place: Place, capsys: pytest.CaptureFixture[str], row: str) -> None:
     assert main(["data", "show", str(place.recipe), f"--row={row}"]) == 2
-    assert "choose --row from 0 to 29" in capsys.readouterr().err
+    assert "choose --row from 1 to 30" in capsys.readouterr().err
 
 
 def test_eval_for_machines(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
@@ -428,6 +487,12 @@ def test_chat_ends_with_an_empty_line_or_the_end_of_input(
 
         monkeypatch.setattr("builtins.input", listen)
         assert shown(capsys, "chat", str(place.run), "--max-tokens", "3").count("model: ") == 2
+    heard = iter(["hello", "/help", "/temperature 0.7", "/temperature hot", "again", "/new", "hello", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(heard))
+    said = shown(capsys, "chat", str(place.run), "--max-tokens", "3")
+    assert said.count("model: ") == 3
+    for word in ("start a new conversation", "temperature 0.7", "give a number from 0 to 5", "a new conversation"):
+        assert word in said, word
     monkeypatch.setattr("builtins.input", lambda _: "bytes of another alphabet \udcff")
     assert main(["chat", str(place.run), "--max-tokens", "3"]) == 2
     assert "not UTF-8 text" in capsys.readouterr().err
@@ -464,7 +529,7 @@ def test_runs_are_listed_and_compared(place: Place, capsys: pytest.CaptureFixtur
     (both,) = lines(capsys, "runs", str(place.run), str(place.runs / "slow"))
     assert both["differences"] == {"train.lr": [0.01, 0.0001]}
     assert "train.lr" in shown(capsys, "runs", str(place.run), str(place.runs / "slow"))
-    assert shown(capsys, "runs", "--root", str(tmp_path)) == f"no runs below {tmp_path}\n"
+    assert shown(capsys, "runs", "--root", str(tmp_path)) == f"no runs under {tmp_path}\n"
     assert main(["runs", str(place.run)]) == 2
     assert main(["runs", "--root", str(tmp_path / "nowhere")]) == 2
 

@@ -10,6 +10,7 @@ import pytest
 from pronghorn.errors import Problems, PronghornError, RecipeError
 from pronghorn.recipe import Recipe, steps_between
 from pronghorn.recipe_file import EXAMPLE, load_recipe, parse_recipe
+from pronghorn.recipe_keys import MEANS, all_keys, key_like
 
 SMALLEST = "model: some/model\ndata: {train: a.jsonl}\n"
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
@@ -105,13 +106,13 @@ memory: {budget: a lot}
     assert sorted(found) == sorted([
         ("model", "r.yaml", "add `model: ...`; `pronghorn new -` shows an example"),
         ("method", "r.yaml:1", "did you mean `lora`? one of: lora, qlora, fp8, full"),
-        ("lora.r", "r.yaml:3", "correct the value of lora.r"),
+        ("lora.r", "r.yaml:3", "write one such as 16"),
         ("lora.targts", "r.yaml:4", "did you mean `targets`?"),
         ("data.train", "r.yaml:5", "add `train: ...`; `pronghorn new -` shows an example"),
         ("data.max_length", "r.yaml:6", "set train.capacity: 4096 or more"),
         ("data.max_length", "r.yaml:7", "remove one of the two"),
         ("data.eval", "r.yaml:8", "give a file name, or a fraction between 0 and 1"),
-        ("train.epochs", "r.yaml:9", "correct the value of train.epochs"),
+        ("train.epochs", "r.yaml:9", "write another number such as 1"),
         ("train.batch_tokens", "r.yaml:9", "set train.batch_tokens: 65000"),
         ("memory.budget", "r.yaml:10", "write auto, an amount such as 24GB, or a share such as 80%"),
     ])
@@ -128,7 +129,12 @@ def test_no_misfit_is_made_up_from_a_value_that_cannot_be_read() -> None:
 
 
 @pytest.mark.parametrize(("line", "fix"), [
-    ("train: {learning_rate: 3}", "known keys here: batch_tokens, betas,"),
+    ("train: {learning_rate: 3}", "did you mean `lr`?"),
+    ("learning_rate: 3", "did you mean `train.lr`?"),
+    ("lora: {rank: 3}", "did you mean `r`?"),
+    ("train: {lora_rank: 3}", "did you mean `lora.r`?"),
+    ("train: {max_length: 3}", "did you mean `data.max_length`?"),
+    ("train: {nothing_like_it: 3}", "known keys here: batch_tokens, betas,"),
     ("train: {batch_token: 3}", "did you mean `batch_tokens`?"),
     ("train: {LR: 3}", "did you mean `lr`?"),
     ("lr: 3", "did you mean `train.lr`?"),
@@ -151,7 +157,9 @@ def test_unknown_keys_are_answered_with_a_known_one(line: str, fix: str) -> None
     ("train: {betas: 0.9}", "write two numbers"),
     ("train: {schedule: cosinus}", "did you mean `cosine`? one of: cosine, linear, constant"),
     ("precision: 16", "one of: auto, bf16, fp16, fp32"),
-    ("train: {lr: fast}", "correct the value of train.lr"),
+    ("train: {lr: fast}", "write one such as 0.0002"),
+    ("lora: {dora: 7}", "write true or false"),
+    ("train: {lr: -1}", "write another number such as 0.0002"),
     ("train: 3", "write its keys below it, some of: epochs, steps,"),
     ("eval: {stop: 3}", "write its keys below it, some of: patience, min_delta"),
     ("memory: {budget: 24}", "write auto, an amount such as 24GB, or a share such as 80%"),
@@ -160,7 +168,7 @@ def test_unknown_keys_are_answered_with_a_known_one(line: str, fix: str) -> None
     ("eval: {every: [1, 2]}", "write a number of steps, or a fraction of all steps such as 0.1"),
     ("eval: {every: 1.5}", "write a number of steps, or a fraction of all steps such as 0.1"),
     ("train: {warmup: 1.5}", "write a fraction of all steps below 1, or a number of steps"),
-    ("checkpoint: {keep: [1, 2]}", "correct the value of checkpoint.keep"),
+    ("checkpoint: {keep: [1, 2]}", "write one such as 3"),
 ])
 def test_a_wrong_value_is_told_once_with_what_to_write(line: str, fix: str) -> None:
     ((where, _, hint),) = told(SMALLEST + line)
@@ -251,15 +259,35 @@ def test_the_example_shows_the_defaults_it_claims_to_show() -> None:
     assert Recipe.model_validate({"model": "m", "data": {"train": "x"}}).data.eval is None
 
 
+def test_the_example_has_every_key() -> None:
+    """As a line of its own or inside a section's; one of the names in data.fields stands for all of them."""
+    names = re.findall(r"(?:^|[{,] ?|# )(\w+): ", EXAMPLE, flags=re.M) + re.findall(r"(?m)^ *(\w+):", EXAMPLE)
+    known = [key for key in all_keys() if not key.startswith(("data.fields.", "data.special_tokens."))]
+    assert [key for key in known if key.split(".")[-1] not in names] == []
+
+
+def test_what_other_tools_call_a_key_names_a_key() -> None:
+    assert set(MEANS.values()) - set(all_keys()) <= {"eval.stop"}  # a section
+    assert not set(MEANS) & {key for key in all_keys() if "." not in key}
+    for name, key in MEANS.items():
+        assert key_like([name]) == key
+
+
+def test_a_tab_is_called_a_tab() -> None:
+    ((where, what, fix),) = told("model: a\ndata:\n\ttrain: x\n")
+    assert (where, what) == ("r.yaml:3", "a tab in the indentation")
+    assert "spaces" in fix
+
+
 def test_what_the_example_has_commented_out_is_valid_too() -> None:
-    text = EXAMPLE.replace("  # long:", "  long:").replace("  # stop:", "  stop:")
+    text = EXAMPLE.replace("  # long:", "  long:").replace("  # stop:", "  stop:").replace("  # steps:", "  steps:")
     recipe = parse_recipe(text)
     assert recipe.data.long == "drop"
     assert recipe.eval.stop == type(recipe.eval.stop)()  # type: ignore[misc]
 
 
 def test_every_commented_key_of_the_example_is_one() -> None:
-    text = re.sub(r"(?m)^  # (\w+: )", r"  \1", EXAMPLE)
+    text = re.sub(r"(?m)^  # (\w+: )", r"  \1", EXAMPLE.replace("  # chat_template", "  ##"))  # one of two templates
     recipe = parse_recipe(text)
     written = re.search(r"or with more about each: (.*)", EXAMPLE)
     assert written
@@ -339,7 +367,7 @@ def test_an_override_that_is_no_value_is_a_text_and_judged_as_one(word: str) -> 
     ("[{path: a, weigth: 2}]", "data.train.0.weigth: unknown key", "did you mean `weight`?"),
     ("[b, {path: a, fields: {prompt: q}}]", "data.train.1.fields: unknown key", "did you mean `columns`?"),
     ("{weight: 2}", "data.train.0.path: missing", "add `path: ...`"),
-    ("[{path: a, weight: 0}]", "data.train.0.weight: 0 (int) does not fit", "correct the value"),
+    ("[{path: a, weight: 0}]", "data.train.0.weight: 0 is out of range", "write another number"),
     ("[[a]]", "data.train.0: ['a'] does not fit", "sources such as {path: a.jsonl, weight: 2}"),
 ])
 def test_a_source_with_something_wrong_is_told_as_a_source(train: str, what: str, fix: str) -> None:

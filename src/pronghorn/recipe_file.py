@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import io
+import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,10 +22,11 @@ from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
 from pronghorn.errors import PronghornError, RecipeError, raise_all
 from pronghorn.recipe import Recipe
+from pronghorn.recipe_keys import key_like, section_of
 
 EXAMPLE = """\
-# A Pronghorn recipe. Only `model` and `data.train` are required; what is shown elsewhere is the default.
-# Any key can be set on the command line too: pronghorn train this.yaml train.lr=1e-4
+# A Pronghorn recipe with every key. Only `model` and `data.train` are required. Values are the defaults, except data.eval;
+# keys behind a # are not set by default. Any key can be set on the command line, too: pronghorn train this.yaml train.lr=1e-4
 model: HuggingFaceTB/SmolLM2-135M-Instruct   # hub name or local folder
 method: lora                                 # lora | qlora (frozen weights in 4 bits) | fp8 (in 8 bits) | full
 compute: auto                                # auto | bf16 | fp8: with method qlora or full, multiply in FP8 (auto: with fp8)
@@ -42,27 +44,33 @@ data:
   train: [data/train.jsonl]                  # files, folders or hub data sets; the format is detected
   # or with more about each: [{path: a.jsonl, weight: 2}, {path: b.parquet, max_rows: 1000, columns: {prompt: question}}]
   eval: 0.02                                 # a file, or the fraction of train to hold out (default: none)
+  format: auto                               # auto | messages | completion | text | alpaca | sharegpt
   # max_rows: 1000                           # at most the first so many rows of each file or data set
   # fields: {messages: dialogue}             # columns with other names; likewise prompt, completion, instruction, text, ...
   # message_fields: {role: from, content: value}   # keys inside a message with other names
   # roles: {assistant: [bot], user: [customer]}    # who speaks, in other words
   max_length: 2048
   # long: drop                               # drop | truncate | split; needed when over 1 % of rows are longer
-  # template: chatml                         # a chat template by name, instead of the model's own; chat_template: a Jinja file
+  # template: chatml                         # a chat template by name, instead of the model's own
+  # chat_template: my.jinja                  # the same as a Jinja file; one of the two
   # special_tokens: {pad_token: <|endoftext|>}     # also bos_token, eos_token, unk_token: tokens that the vocabulary has
   # eot_tokens: [<|im_end|>]                 # end a turn too, where the tokenizer does not mark them as special
   loss_on: auto                              # auto | assistant | completion | all
   bad_rows: stop                             # stop | skip
   duplicates: keep                           # keep | drop-exact | drop-near
   junk: keep                                 # keep | drop
+  workers: 2                                 # threads that build packed batches ahead of the step
 train:
   epochs: 1
+  # steps: 1000                              # stop after so many optimizer steps instead of after `epochs`
   batch_tokens: 65536                        # tokens in one optimizer step
   capacity: 16384                            # tokens in one micro-batch
   lr: 2e-4
   schedule: cosine                           # cosine | linear | constant
   warmup: 0.03                               # a fraction of all steps, or how many
   optimizer: adamw                           # adamw | adamw_8bit | paged_adamw | paged_adamw_8bit (paged: in host memory)
+  betas: [0.9, 0.999]
+  eps: 1e-8
   weight_decay: 0.0
   clip: 1.0
   graph: auto                                # auto | on | off: the step as CUDA graphs, with no host in it
@@ -104,6 +112,29 @@ SYNONYMS = {"fields": ["columns"], "rows": ["max_rows"], "limit": ["max_rows"], 
             "ratio": ["weight"], "probability": ["weight"], "type": ["format"]}  # of a source's keys, as other tools have them
 SECTIONS = {key for key, field in Recipe.model_fields.items() if isinstance(field.annotation, type(BaseModel))}
 PYDANTIC_NAMES = {"str", "float", "int", "bool", "none"}
+
+
+def example(*, model: str | None = None, data: Sequence[str] = (), method: str | None = None) -> str:
+    """EXAMPLE with these values in their lines."""
+    given = {"model: ": _scalar(model) if model else None, "method: ": method,
+             "  train: ": f"[{', '.join(map(_scalar, data))}]" if data else None}
+    lines = []
+    for line in EXAMPLE.splitlines():
+        key = next((key for key, value in given.items() if value and line.startswith(key)), None)
+        if key is not None:
+            _, mark, comment = line.partition("#")
+            column = len(line) - len(comment) - 1
+            filled = f"{key}{given.pop(key)}"
+            lines.append(filled.ljust(column - 1) + f" #{comment}" if mark else filled)
+        else:
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _scalar(text: str) -> str:
+    """As YAML writes it: in quotes where it would be read as something else."""
+    plain = re.fullmatch(r"[\w./@~+-]+", text) and not re.fullmatch(r"(?i)null|true|false|~|[-+.\d].*", text)
+    return text if plain or re.fullmatch(r"\.{0,2}/[\w./@~+-]+", text) else json.dumps(text, ensure_ascii=False)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -187,6 +218,9 @@ def read_yaml(text: str, name: str, problems: list[PronghornError], *, kind: str
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
+        if mark and _indented_by_tab(text, mark.line):
+            raise RecipeError(what="a tab in the indentation", where=where, why="YAML indents with spaces only",
+                              fix="replace the tab with spaces") from error
         raise RecipeError(
             what=f"not YAML: {error.problem or error.context}", where=where, fix="check indentation, quotes and brackets"
         ) from error
@@ -201,6 +235,11 @@ def read_yaml(text: str, name: str, problems: list[PronghornError], *, kind: str
         raise RecipeError(what=f"the {kind} has over {MOST_VALUES:,} values", where=name, why="aliases (*name) repeat lists",
                           fix="write the few values that are meant")
     return _plain(node, yaml, ROOT, name, places, problems), places
+
+
+def _indented_by_tab(text: str, line: int) -> bool:
+    lines = text.splitlines()
+    return line < len(lines) and "\t" in lines[line][: len(lines[line]) - len(lines[line].lstrip())]
 
 
 def _values_in(node: Node, known: dict[int, int], name: str) -> int:
@@ -281,11 +320,8 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
             return RecipeError(what=f"{key}: {detail['input']!r} does not fit", where=where, fix=fix)
     if kind == "extra_forbidden":
         known = sorted(_fields(path[:-1]))
-        key = str(path[-1]).lower()
-        close = [f"{section}.{key}" for section in sorted(SECTIONS) if len(path) == 1 and key in _fields((section,))]
-        close += SYNONYMS.get(key, [])[:1] if "path" in known else []
-        close += difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-        hint = f"did you mean `{close[0]}`?" if close else f"known keys here: {', '.join(known)}"
+        meant = _of_source(str(path[-1]), known) if int in map(type, path) else key_like(list(map(str, path)))
+        hint = f"did you mean `{meant}`?" if meant else f"known keys here: {', '.join(known)}"
         return RecipeError(what=f"{dotted}: unknown key", where=where, fix=hint)
     if kind == "missing":
         return RecipeError(what=f"{dotted}: missing", where=where,
@@ -313,11 +349,41 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
     if kind == "string_type" and isinstance(given, (bool, int, float)):
         quoted = f"""{dotted}='"{given}"'""" if where == "command line" else f'{path[-1]}: "{given}"'
         return RecipeError(what=f"{dotted}: {given!r} is not a text", where=where, fix=f"put it in quotes: {quoted}")
-    shown = f"{given!r} ({type(given).__name__})"
-    if isinstance(given, (dict, list)):
-        shown = "a section" if isinstance(given, dict) else "a list"
+    return _misfit(detail, path, where)
+
+
+def _of_source(key: str, known: Sequence[str]) -> str:
+    """The key of one source of data.train that is meant; nothing, where none is like it."""
+    return next(iter([*SYNONYMS.get(key.lower(), []), *difflib.get_close_matches(key.lower(), known, n=1)]), "")
+
+
+def _misfit(detail: Any, path: KeyPath, where: str) -> RecipeError:
+    """A value of the wrong kind, or beyond its limits."""
+    kind, given, dotted = detail["type"], detail["input"], _dotted(path)
+    shown = "a section" if isinstance(given, dict) else "a list" if isinstance(given, list) else repr(given)
+    default = _default(path)
+    such_as = "" if default is None else f" such as {default}"
+    if kind.startswith("int_"):
+        return RecipeError(what=f"{dotted}: {shown} is not a whole number", where=where, fix=f"write one{such_as}")
+    if kind.startswith("float_"):
+        return RecipeError(what=f"{dotted}: {shown} is not a number", where=where, fix=f"write one{such_as}")
+    if kind.startswith("bool_"):
+        return RecipeError(what=f"{dotted}: {shown} is neither true nor false", where=where, fix="write true or false")
+    limit = re.fullmatch(r"Input should be (.*)", detail["msg"])
+    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal") and limit:
+        return RecipeError(what=f"{dotted}: {shown} is out of range", where=where, why=f"it must be {limit[1]}",
+                           fix=f"write another number{such_as}")
     return RecipeError(what=f"{dotted}: {shown} does not fit", where=where, why=_lower_first(detail["msg"]),
                        fix=f"correct the value of {dotted}")
+
+
+def _default(path: KeyPath) -> Any:
+    """What the key is where nobody sets it, as it is written in a recipe; None where that says nothing."""
+    model: type[BaseModel] | None = Recipe
+    for part in path[:-1]:
+        model = section_of(model.model_fields[str(part)].annotation) if model and str(part) in model.model_fields else None
+    field = model.model_fields.get(str(path[-1])) if model else None
+    return field.default if field is not None and isinstance(field.default, (int, float)) else None
 
 
 def _path(detail: Any) -> KeyPath:

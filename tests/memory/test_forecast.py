@@ -10,7 +10,8 @@ import pytest
 from pronghorn.bench.workloads import MODELS
 from pronghorn.errors import CommandError, RecipeError
 from pronghorn.memory.costs import LayerCosts
-from pronghorn.memory.forecast import job_of, picture, plan_report
+from pronghorn.memory.forecast import HOST_BYTES, job_of, picture, plan_report
+from pronghorn.memory.gpus import GPUS
 from pronghorn.memory.levels import KEEP, Level
 from pronghorn.recipe import Recipe
 
@@ -21,7 +22,7 @@ def recipe(**changes: Any) -> Recipe:
 
 def test_the_text_says_what_the_data_says() -> None:
     forecast = plan_report(recipe(memory={"budget": "40GB"}, train={"steps": 100}), MODELS["llama-8b"], gpu="h200")
-    told, text = json.loads(json.dumps(forecast.as_dict())), forecast.text()
+    told, text = json.loads(json.dumps(forecast.as_dict())), forecast.text(verbose=True)
     assert told["tokens"] == 100 * 65536
     assert told["cost"] == pytest.approx(told["hours"] * 3.59)
     assert told["hours"] == pytest.approx(told["tokens"] / told["tokens_per_second"] / 3600, rel=1e-4)
@@ -33,7 +34,11 @@ def test_the_text_says_what_the_data_says() -> None:
     for level, count in forecast.plan.counts().items():
         line = next(line for line in text.splitlines() if line.startswith(f"{level.name}  "))
         assert line.split(level.name)[1].split()[0] == str(count)
-    assert max(len(line) for line in text.splitlines() if not line.startswith(("memory", "why"))) <= 100
+    assert max(len(line) for line in text.splitlines() if not line.startswith(("memory", "why", " "))) <= 100
+    assert "kept on the GPU" not in forecast.text()
+    card, whole = GPUS["h200"].memory / 1e9, forecast.plan.device_bytes / 1e9
+    assert f"fits: {whole:.1f} GB of the card's {card:.1f} GB, driver and fragmentation included" in text
+    assert f"the plan counts on {HOST_BYTES / 1e9:.1f} GB" in text
 
 
 def test_the_parts_of_the_peak_add_up() -> None:

@@ -96,7 +96,7 @@ def test_more_memory_is_never_slower_and_is_used() -> None:
     assert times == sorted(times, reverse=True)
     assert times[0] > 1.1 * times[-1]
     assert plans[-1].counts() == {KEEP: 32}
-    assert plans[-1].reasons == ("everything fits: nothing is computed twice",)
+    assert plans[-1].reasons == ("everything fits: nothing is recomputed",)
     for plan in plans:
         assert len(plan.levels) == 32
         assert plan.needed_bytes <= plan.problem.budget
@@ -126,10 +126,10 @@ def test_reasons_name_what_happens() -> None:
     problem = problem_of(4, pieces=(1, 8))
     kept, again = ([Level(what, offload=True)] * 4 for what in ("nothing", "gate_up"))
     told = {what: " ".join(plan_of(problem, levels, 8).reasons) for what, levels in (("kept", kept), ("again", again))}
-    assert "MLP's rows are done in 8 turns" in told["again"]
-    assert "logits for fewer rows" in told["kept"]
-    assert "turns" not in told["kept"]
-    assert "turns" not in " ".join(plan_of(problem, again, 1).reasons)
+    assert "MLP runs in 8 chunks" in told["again"]
+    assert "logits are computed in smaller chunks" in told["kept"]
+    assert "MLP" not in told["kept"]
+    assert "MLP" not in " ".join(plan_of(problem, again, 1).reasons)
 
 
 def test_embeddings_leave_only_where_memory_needs_it() -> None:
@@ -141,7 +141,7 @@ def test_embeddings_leave_only_where_memory_needs_it() -> None:
     tight = make_plan(replace(problem, budget=least))
     assert tight.problem.job.host_embeddings
     assert tight.as_dict()["host_embeddings"]
-    assert any("embeddings wait in 1.1 GB" in reason for reason in tight.reasons)
+    assert any("embeddings stay in host RAM (1.1 GB pinned)" in reason for reason in tight.reasons)
     assert not make_plan(problem).problem.job.host_embeddings
     a_little_short = make_plan(replace(problem, budget=make_plan(problem).needed_bytes - 1))
     assert a_little_short.problem.job.host_embeddings  # 2.4 ms over the link, and every layer keeps everything
@@ -177,11 +177,14 @@ def test_too_little_is_told_with_what_would_do() -> None:
     said = str(caught.value)
     least = smallest_budget(problem)
     assert f"{-(-least // 10**8) / 10:.1f} GB" in said
-    assert "train.capacity: 8192" in said
-    assert "method: qlora" in said
     assert caught.value.exit_code == 2
-    half = replace(problem, job=problem.job.with_capacity(8192))
-    assert f"8192 ({-(-smallest_budget(half) // 10**8) / 10:.1f} GB)" in said
+    assert caught.value.fix.startswith("set method: qlora (")  # what fits comes first, and half the tokens do not
+    assert "train.capacity" not in said
+    assert caught.value.fix.endswith(f"or memory.budget: {-(-least // 10**8) / 10:.1f}GB if the GPU has it")
+    nothing = problem_of(32, 3)  # where nothing fits: what helps
+    half = replace(nothing, job=nothing.job.with_capacity(8192))
+    with pytest.raises(RecipeError, match=rf"8192 \({-(-smallest_budget(half) // 10**8) / 10:.1f} GB\)"):
+        make_plan(nothing)
 
 
 def test_notch_by_notch_down_to_the_smallest_plan() -> None:
@@ -191,10 +194,10 @@ def test_notch_by_notch_down_to_the_smallest_plan() -> None:
         lower = plan.one_notch_lower()
         assert lower.peak_bytes < plan.peak_bytes
         assert lower.ms >= plan.ms
-        assert any("one notch below" in reason for reason in lower.reasons)
+        assert any("did not fit, so this one is smaller" in reason for reason in lower.reasons)
         plan, notches = lower, notches + 1
     assert 5 < notches < 60
-    with pytest.raises(EnvironmentFault, match="no plan takes less"):
+    with pytest.raises(EnvironmentFault, match="no plan needs less"):
         plan.one_notch_lower()
 
 

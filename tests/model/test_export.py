@@ -131,7 +131,7 @@ def test_the_folder_holds_what_others_need_and_nothing_of_the_training(
     assert there == files | {"README.md", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.chat_template == make_tokenizer().chat_template
-    assert "| held-out loss | 1.25 |" in (tmp_path / "out" / "README.md").read_text()
+    assert "| held-out loss | 1.2500 |" in (tmp_path / "out" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [
@@ -233,14 +233,27 @@ def test_an_export_that_fails_leaves_nothing(recipe_for: RecipeFor, tmp_path: Pa
 
 @pytest.mark.parametrize(("to", "library"), [("adapter", "peft"), ("merged", "transformers")])
 def test_the_model_card_says_where_it_comes_from(to: str, library: str, recipe_for: RecipeFor) -> None:
-    recipe = recipe_for()
-    card = model_card(recipe, to, {"tokens trained on": 1234})
+    recipe = recipe_for().model_copy(update={"model": "somebody/model"})
+    card = model_card(recipe, to, {"tokens trained on": 1234, "held-out loss": 0.0123456789})
     head = card.split("---")[1]
-    assert f"base_model: {recipe.model}" in head
+    assert "base_model: somebody/model\n" in head
     assert f"library_name: {library}" in head
     assert "| tokens trained on | 1234 |" in card
-    assert recipe.data.train[0] in card
+    assert "| held-out loss | 0.0123 |" in card
     assert ("PeftModel" in card) is (to == "adapter")
+    compile(card.split("```python")[1].split("```")[0], "card", "exec")
+    assert "from transformers import AutoModelForCausalLM, AutoTokenizer" in card
+
+
+@pytest.mark.parametrize("to", ["adapter", "merged"])
+def test_no_local_path_is_in_the_model_card(to: str, recipe_for: RecipeFor) -> None:
+    recipe = recipe_for()
+    card = model_card(recipe, to, {})
+    assert str(Path(recipe.model).parent) not in card
+    assert str(Path(recipe.data.train[0]).parent) not in card
+    assert Path(recipe.data.train[0]).name in card
+    assert f"{Path(recipe.model).name}, fine-tuned" in card
+    assert "base_model" not in card
 
 
 def test_of_two_exports_to_one_target_one_is_refused(recipe_for: RecipeFor, tmp_path: Path,

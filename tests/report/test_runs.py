@@ -90,6 +90,25 @@ def test_compare_of_equal_recipes_and_of_runs_without_steps(tmp_path, monkeypatc
     assert "y/run" in text
 
 
+def test_evaluations_on_different_rows_are_not_compared_without_a_word(tmp_path):
+    def run(name, **data):
+        events = synthetic_events(50)
+        for event in events:
+            if event["event"] == "start":
+                event["recipe"] = event["recipe"] | {"data": event["recipe"]["data"] | data}
+        return write_run(tmp_path / name, events)
+
+    one, fraction, rows, file_a, file_b = (run("one"), run("fraction", eval=0.1), run("rows", train=["other.jsonl"]),
+                                           run("a", eval="e.jsonl"), run("b", eval="e.jsonl", train=["other.jsonl"]))
+    assert compare([one, one])["warnings"] == compare([file_a, file_b])["warnings"] == []
+    for other, key in ((fraction, "data.eval"), (rows, "data.train"), (file_a, "data.eval")):
+        (warning,) = compare([one, other])["warnings"]
+        assert key in warning
+        console = Console(file=io.StringIO(), width=200)
+        console.print(comparison_table(compare([one, other])))
+        assert "not comparable" in console.file.getvalue()
+
+
 def test_compare_refuses_one_run_and_folders_that_are_none(tmp_path):
     run = write_run(tmp_path / "run", synthetic_events(20))
     with pytest.raises(CommandError, match="two"):

@@ -42,7 +42,9 @@ def test_a_forecast_needs_neither_gpu_nor_weights_nor_data(recipe_for: RecipeFor
     with pytest.raises(CommandError, match="no GPU is known as 'rtx4091'") as caught:
         forecast(recipe, gpu="rtx4091")
     assert "did you mean rtx4090?" in caught.value.fix
-    for wrong in ({"price": -1.0}, {"tokens": 0}):
+    (small,), (large,) = (forecast(recipe, gpu="h200", host=host) for host in ("32GB", "256GB"))
+    assert (small.plan.problem.host, large.plan.problem.host) == (19_200_000_000, 232_000_000_000)
+    for wrong in ({"price": -1.0}, {"tokens": 0}, {"host": "32"}, {"host": "50%"}):
         with pytest.raises(CommandError):
             forecast(recipe, gpu="h200", **wrong)  # type: ignore[arg-type]
 
@@ -66,8 +68,13 @@ def test_the_verb_says_it_to_people_and_to_machines(recipe_for: RecipeFor, tmp_p
     file.write_text(json.dumps(recipe_for().model_dump(mode="json")), encoding="utf-8")
     assert main(["plan", str(file), "--gpu", "a100-80"]) == 0
     text = capsys.readouterr().out
-    for part in ("A100 80 GB", "tokens/s", "peak", "USD", "█ keeps everything", "tokens unknown"):
+    for part in ("A100 80 GB", "tokens/s", "peak", "USD", "█ keeps everything", "the data has not been read", "fits: "):
         assert part in text
+    assert "recomputing" not in text
+    assert main(["plan", str(file), "--gpu", "a100-80", "--verbose", "--host", "32GB"]) == 0
+    text = capsys.readouterr().out
+    assert "recomputing" in text
+    assert "19.2 GB" in text
     assert main(["plan", str(file), "--gpu", "h200", "--tokens", "1000000", "--price", "2", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["tokens"] == 1_000_000

@@ -212,6 +212,16 @@ def test_a_talk_remembers_what_was_said(run: Path) -> None:
     assert [message["role"] for message in talk.messages] == ["system", "user", "assistant", "user", "assistant"]
     assert talk.messages[2]["content"] == first
     assert Chat(run, "last", max_tokens=6, system="be brief").answer("add 1 and 2") == first
+    talk.forget()
+    assert [message["role"] for message in talk.messages] == ["system"]
+    drawn: dict[float, set[str]] = {}
+    for talk.temperature in (1e-3, 3.0):
+        for seed in range(4):
+            torch.manual_seed(seed)
+            talk.forget()
+            drawn.setdefault(talk.temperature, set()).add(talk.answer("add 1 and 2"))
+    assert drawn[1e-3] == {first}  # almost no chance for any token but the likeliest
+    assert len(drawn[3.0]) > 1
 
 
 def test_the_answer_is_that_of_the_trained_model(run: Path) -> None:
@@ -247,9 +257,9 @@ def test_the_export_s_card_holds_the_run_s_figures(run: Path, tmp_path: Path) ->
     held_out = next(e["loss"] for e in events if e["event"] == "eval" and e["step"] == step)
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"| checkpoint | checkpoint-{step} |" in card
-    assert f"| held-out loss | {held_out} |" in card
+    assert f"| held-out loss | {held_out:.4f} |" in card
     trained = next(e for e in events if e["event"] == "step" and e["step"] == step)
-    assert f"| training loss at this step | {trained['loss']} |" in card
+    assert f"| training loss at this step | {trained['loss']:.4f} |" in card
     assert f"| tokens trained on | {trained['seen_tokens']} |" in card
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
 from pronghorn.cli import evaluating, run_script
+from pronghorn.cli.chat import chat_options, converse, require_chat, require_letters
 from pronghorn.cli.new import new, new_options
 from pronghorn.cli.output import (
     STARTING,
@@ -29,7 +30,8 @@ from pronghorn.cli.output import (
     show,
     show_error,
 )
-from pronghorn.errors import CommandError, EnvironmentFault, Interrupted, PronghornError, counted, printable
+from pronghorn.cli.words import require_verb, unknown_words
+from pronghorn.errors import CommandError, EnvironmentFault, Interrupted, PronghornError, counted
 from pronghorn.process import importing, offline_without_hub, set_defaults
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
     set_defaults()
     if words is None:
         make_printable()
-    arguments = argparse.Namespace()
+    arguments = argparse.Namespace(json="--json" in (sys.argv[1:] if words is None else words))
     try:
         arguments = _parse(words)
         arguments.verb(arguments)
@@ -62,8 +64,8 @@ def main(words: Sequence[str] | None = None) -> int:
         forget_output()
         return 0
     except PermissionError as error:  # of a file that nobody looked at before
-        denied = EnvironmentFault(what="no right to do this", where=str(error.filename or ""), why=error.strerror or str(error),
-                                  fix="change the rights, or the place, then run the same command again")
+        denied = EnvironmentFault(what="permission denied", where=str(error.filename or ""), why=error.strerror or str(error),
+                                  fix="change its permissions or choose another place, then run the same command again")
         show_error(denied, as_json=getattr(arguments, "json", False))
         return denied.exit_code
     except OSError as error:
@@ -81,14 +83,26 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     """argparse (3.11) takes key=value words only right after the recipe; people also write them after an option."""
     parser = build_parser()
     ours, of_script = run_script.split(sys.argv[1:] if words is None else words)
+    if ours[:1] == ["help"]:
+        ours = [*ours[1:], "--help"]
+    if not ours:
+        return argparse.Namespace(verb=lambda _: parser.print_help(), json=False)
+    verbs = _verbs(parser)
+    require_verb(ours, verbs, _verbs(verbs["data"]))
     arguments, left = parser.parse_known_args(ours)
     arguments.words, arguments.own_process = of_script, words is None
-    if hasattr(arguments, "overrides"):
+    takes_keys = hasattr(arguments, "overrides")
+    if takes_keys:
         arguments.overrides = arguments.overrides + [word for word in left if "=" in word and not word.startswith("-")]
         left = [word for word in left if word.startswith("-") or "=" not in word]
     if left:
-        parser.error(f"unrecognized arguments: {' '.join(left)}")
+        raise unknown_words(left, arguments.parser, takes_keys)
     return arguments
+
+
+def _verbs(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    choices = next(action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(choices)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -99,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     def verb(name: str, function: Any, text: str, group: Any = verbs) -> argparse.ArgumentParser:
         one: argparse.ArgumentParser = group.add_parser(name, help=text, description=text)
-        one.set_defaults(verb=function)
+        one.set_defaults(verb=function, parser=one)
         one.add_argument("--json", action="store_true", help="one JSON object a line on standard output, for machines")
         return one
 
@@ -108,23 +122,23 @@ def build_parser() -> argparse.ArgumentParser:
         one.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES)
         return one
 
-    one = verb("demo", demo, "teach a small model a skill in a few minutes, and see that it learned")
+    one = verb("demo", demo, "teach a small model one skill, measured before and after; minutes on a CPU")
     one.add_argument("--output", default="runs/demo", help="folder of the demo's run (default: %(default)s)")
-    new_options(verb("new", new, "write a commented recipe, or one out of a config of Axolotl or LLaMA-Factory"))
+    new_options(verb("new", new, "write a recipe with every key, or convert a config of Axolotl or LLaMA-Factory"))
     with_recipe(verb("check", check, "validate recipe, model and data without training"))
 
-    _plan_options(with_recipe(verb("plan", plan, "memory, speed, hours and cost of a run before it begins; needs no GPU")))
+    _plan_options(with_recipe(verb("plan", plan, "predict memory, speed, hours and cost of a run; needs no GPU")))
 
-    data = verbs.add_parser("data", help="look at the data: show, stats", description="look at the data")
+    data = verbs.add_parser("data", help="inspect the data: show, stats", description="inspect the data")
     data_verbs = data.add_subparsers(title="verbs", metavar="VERB", required=True)
-    one = with_recipe(verb("show", data_show, "a row's tokens, coloured by whether they carry loss", data_verbs))
-    one.add_argument("--row", type=int, default=0, metavar="N", help="which row, from 0 (default: %(default)s)")
-    with_recipe(verb("stats", data_stats, "lengths, what is dropped and why, duplicates, packing", data_verbs))
+    one = with_recipe(verb("show", data_show, "one row, token by token: which tokens are trained on", data_verbs))
+    one.add_argument("--row", type=int, default=1, metavar="N", help="which row; the first is 1 (default: %(default)s)")
+    with_recipe(verb("stats", data_stats, "lengths, dropped rows and why, duplicates, packing", data_verbs))
 
-    one = with_recipe(verb("train", train, "train; goes on by itself where the output folder's last checkpoint stands"))
-    one.add_argument("--fresh", action="store_true", help="start over; the old folder is kept aside")
+    one = with_recipe(verb("train", train, "train; resumes automatically from the last checkpoint in the output folder"))
+    one.add_argument("--fresh", action="store_true", help="start over; the old folder is renamed, not deleted")
     one.add_argument("--allow-change", action="append", default=[], metavar="KEY",
-                     help="go on although this key of the recipe changed, as in: train.lr=1e-5 --allow-change train.lr")
+                     help="resume with another value of this key: train.lr=1e-5 --allow-change train.lr")
     evaluating.own_metric(one)
 
     def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -133,23 +147,20 @@ def build_parser() -> argparse.ArgumentParser:
         return one
 
     evaluating.options(with_run(verb("eval", evaluate, evaluating.TEXT)))
-    one = with_run(verb("chat", chat, "talk to what was trained"))
-    one.add_argument("--prompt", help="answer this one message and leave")
-    one.add_argument("--system", help="a system message, as in the training data")
-    one.add_argument("--max-tokens", type=int, default=256, help="longest answer (default: %(default)s)")
-    one = with_run(verb("export", export, "write the adapter, or one merged model folder"))
-    one.add_argument("--to", choices=("adapter", "merged"), required=True, help="what to write")
+    chat_options(with_run(verb("chat", chat, "chat with the trained model")))
+    one = with_run(verb("export", export, "write the adapter, or a merged model folder"))
+    one.add_argument("--to", metavar="{adapter,merged}", required=True, help="what to write")
     one.add_argument("--target", help="the folder to write (default: RUN/export-adapter or RUN/export-merged)")
 
-    one = verb("verify", verify, "compare the fast layers with the model's own: loss and every trained gradient")
+    one = verb("verify", verify, "compare fast layers with the model's own: loss and every trained gradient")
     one.add_argument("model", help="hub name or local folder")
     one.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="(default: %(default)s)")
     one.add_argument("--method", choices=("lora", "full"), default="lora", help="(default: %(default)s)")
 
     run_script.options(verb("run", run_script.run_script, run_script.TEXT))
-    _bench_options(verb("bench", bench, "this machine: Pronghorn beside other systems, each where it is installed"))
-    one = verb("runs", runs, "list runs, or compare some")
-    one.add_argument("folders", nargs="*", help="compare these runs; without any, list all below --root")
+    _bench_options(verb("bench", bench, "measure this machine: Pronghorn beside other systems that are installed"))
+    one = verb("runs", runs, "list runs, or compare several")
+    one.add_argument("folders", nargs="*", help="compare these runs; without any, list all under --root")
     one.add_argument("--root", default="runs", help="where to look (default: %(default)s)")
     return parser
 
@@ -158,9 +169,12 @@ def _plan_options(one: argparse.ArgumentParser) -> None:
     from pronghorn.memory.gpus import GPUS
 
     one.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)} (default: this machine's, or all of them)")
-    one.add_argument("--longest", action="store_true", help="the longest document that fits, alone in its step, instead")
-    one.add_argument("--price", type=float, metavar="USD", help="of one GPU for an hour (default: a list price)")
-    one.add_argument("--tokens", type=int, metavar="N", help="of the whole run (default: counted, if the data was read before)")
+    one.add_argument("--host", metavar="SIZE", help="RAM of that machine, such as 32GB, for what is offloaded to it "
+                     "(default: this machine's, or enough to pin 64 GB)")
+    one.add_argument("--longest", action="store_true", help="find the longest document that fits, one per step")
+    one.add_argument("--price", type=float, metavar="USD", help="price of one GPU for an hour (default: a list price)")
+    one.add_argument("--tokens", type=int, metavar="N", help="tokens of the whole run (default: counted once the data is read)")
+    one.add_argument("--verbose", action="store_true", help="also show what each level of recomputing keeps and costs")
 
 
 def _bench_options(one: argparse.ArgumentParser) -> None:
@@ -198,15 +212,18 @@ def plan(arguments: argparse.Namespace) -> None:
     recipe = _recipe(arguments)
     with importing():
         from pronghorn.train.run_forecast import comparison, forecast
-    found = forecast(recipe, gpu=arguments.gpu, price=arguments.price, tokens=arguments.tokens, longest=arguments.longest)
+    found = forecast(recipe, gpu=arguments.gpu, price=arguments.price, tokens=arguments.tokens, longest=arguments.longest,
+                     host=arguments.host)
+    verbose = arguments.verbose
     if arguments.longest:
         tokens = found[0].step_tokens
-        say(arguments, found[0].as_dict(), f"{found[0].text()}\nlongest     one document of {tokens:,} tokens; to train it: "
-                                            f"data.max_length={tokens} train.capacity={tokens} train.batch_tokens={tokens}")
+        say(arguments, found[0].as_dict(),
+            f"{found[0].text(verbose=verbose)}\nlongest     one document of {tokens:,} tokens; to train it: "
+            f"data.max_length={tokens} train.capacity={tokens} train.batch_tokens={tokens}")
         return
     unknown = "" if found[0].tokens is not None else (
-        "\ntokens unknown: the data was not read yet; give --tokens, or run `pronghorn check` first")
-    text = (found[0].text() if len(found) == 1 else comparison(found)) + unknown
+        "\nhours and cost of the run are not known: the data has not been read. Give --tokens, or run `pronghorn check` first")
+    text = (found[0].text(verbose=verbose) if len(found) == 1 else comparison(found)) + unknown
     say(arguments, found[0].as_dict() if len(found) == 1 else {"gpus": [one.as_dict() for one in found]}, text)
 
 
@@ -216,10 +233,10 @@ def data_show(arguments: argparse.Namespace) -> None:
 
     tokenizer, prepared = _prepared(recipe, arguments)
     table = prepared.tokens
-    if not 0 <= arguments.row < len(table):
+    if not 1 <= arguments.row <= len(table):
         raise CommandError(what=f"there is no row {arguments.row}", why=f"the data has {counted(len(table), 'row')}",
-                           fix=f"choose --row from 0 to {len(table) - 1}")
-    row = (tokenizer, table, arguments.row)
+                           fix=f"choose --row from 1 to {len(table)}")
+    row = (tokenizer, table, arguments.row - 1)
     say(arguments, row_as_dict(*row), row_as_text(*row, coloured=coloured()))
 
 
@@ -255,13 +272,13 @@ def _show_summary(folder: Path) -> None:
     from pronghorn.report.summary import render, summary
 
     show(render(summary(history(read_log(folder)))))
-    print(f"report:     {folder / 'report.html'}\ntalk to it: pronghorn chat {quote(str(folder))}\n"
-          f"export it:  pronghorn export {quote(str(folder))} --to merged")
+    print(f"report:     {folder / 'report.html'}\nchat:       pronghorn chat {quote(str(folder))}\n"
+          f"export:     pronghorn export {quote(str(folder))} --to merged")
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
     evaluating.require_one_kind(arguments)
-    _require_letters(arguments.system or "")
+    require_letters(arguments.system or "")
     base = _base_of(Path(arguments.run))
     with displaying(arguments) as display:
         with _importing(base):
@@ -278,40 +295,25 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
 
 def chat(arguments: argparse.Namespace) -> None:
-    if arguments.max_tokens < 1:
-        raise CommandError(what=f"--max-tokens {arguments.max_tokens} leaves no room for an answer", fix="give 1 or more")
-    if arguments.json and arguments.prompt is None:
-        raise CommandError(what="--json needs --prompt", why="a talk is for people", fix="give one message: --prompt TEXT")
-    for text in (arguments.prompt, arguments.system):
-        _require_letters(text or "")
+    require_chat(arguments)
     base = _base_of(Path(arguments.run))
     with displaying(arguments, label="loading the model"):
         with _importing(base):
             from pronghorn.train.trained_run import Chat
-        talk = Chat(Path(arguments.run), arguments.checkpoint, max_tokens=arguments.max_tokens, system=arguments.system)
-    if arguments.prompt is not None:
-        answer = talk.answer(arguments.prompt)
-        say(arguments, {"answer": answer}, answer)
+        talk = Chat(Path(arguments.run), arguments.checkpoint, max_tokens=arguments.max_tokens, system=arguments.system,
+                    temperature=arguments.temperature)
+    if arguments.prompt is None:
+        converse(talk)
         return
-    print("an empty line or Ctrl-D ends the talk")
-    while True:
-        try:
-            message = input("you: ").strip()
-        except EOFError:
-            return
-        if not message:
-            return
-        _require_letters(message)
-        print(f"model: {printable(talk.answer(message))}")
-
-
-def _require_letters(text: str) -> None:
-    """Bytes that are no UTF-8 come in as halves of surrogate pairs, which no tokenizer takes."""
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise CommandError(what="the message is not UTF-8 text", fix="convert it (iconv), or set the terminal to UTF-8")
+    answer = talk.answer(arguments.prompt)
+    say(arguments, {"answer": answer}, answer)
 
 
 def export(arguments: argparse.Namespace) -> None:
+    if arguments.to not in ("adapter", "merged"):
+        gguf = "gguf" in arguments.to.lower()
+        raise CommandError(what=f"--to {arguments.to} is not a choice", fix="choose adapter or merged" + (
+            "; llama.cpp's convert_hf_to_gguf.py makes a GGUF file of a merged folder" if gguf else ""))
     target = Path(arguments.target or Path(arguments.run) / f"export-{arguments.to}")
     base = _base_of(Path(arguments.run))
     with displaying(arguments, label="exporting"):
@@ -373,7 +375,7 @@ def runs(arguments: argparse.Namespace) -> None:
         say(arguments, comparison, comparison_table(comparison))
         return
     found = list_runs(Path(arguments.root))
-    nothing = f"no runs below {arguments.root}"
+    nothing = f"no runs under {arguments.root}"
     say(arguments, {"runs": [run.as_dict() for run in found]}, runs_table(found) if found else nothing)
 
 

@@ -12,10 +12,13 @@ from pronghorn.errors import CommandError, EnvironmentFault
 
 def new_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("file", nargs="?", help="the file to write, or - for standard output")
+    one.add_argument("--model", help="hub name or local folder, written into the recipe")
+    one.add_argument("--data", action="append", default=[], metavar="FILE", help="training data; may be given several times")
+    one.add_argument("--method", choices=("lora", "qlora", "fp8", "full"), help="(default: lora)")
     one.add_argument("-o", "--output", metavar="FILE", help="the same, as an option")
     one.add_argument("--from", dest="config", metavar="CONFIG",
-                     help="a training config of Axolotl or LLaMA-Factory: what maps is in the recipe, what does not is listed")
-    one.add_argument("--format", choices=("axolotl", "llamafactory"), help="whose config it is (default: found out)")
+                     help="convert this config of Axolotl or LLaMA-Factory; keys that do not map are listed")
+    one.add_argument("--format", choices=("axolotl", "llamafactory"), help="whose config it is (default: detected)")
     one.add_argument("--dataset-info", metavar="FILE",
                      help="LLaMA-Factory's dataset_info.json (default: looked for beside the config and in its dataset_dir)")
 
@@ -27,12 +30,13 @@ def new(arguments: argparse.Namespace) -> None:
         return
     if target is None:
         raise CommandError(what="no file to write", fix="give one: pronghorn new my.yaml, or - for standard output")
-    from pronghorn.recipe_file import EXAMPLE
+    from pronghorn.recipe_file import example
 
+    text = example(model=arguments.model, data=arguments.data, method=arguments.method)
     if target == "-":
-        print(EXAMPLE, end="")
+        print(text, end="")
         return
-    _write(target, EXAMPLE)
+    _write(target, text)
     say(arguments, {"written": target}, f"wrote {target}; next: pronghorn check {quote(target)}")
 
 
@@ -43,6 +47,10 @@ def _target(arguments: argparse.Namespace) -> str | None:
     strange = [name for name in ("format", "dataset_info") if getattr(arguments, name) is not None]
     if strange and arguments.config is None:
         raise CommandError(what=f"--{strange[0].replace('_', '-')} goes with --from", fix="name the config: --from CONFIG")
+    filled = [name for name in ("model", "data", "method") if getattr(arguments, name)]
+    if filled and arguments.config is not None:
+        raise CommandError(what=f"--{filled[0]} does not go with --from", why="the config says it",
+                           fix=f"leave --{filled[0]} out, and change the recipe afterwards")
     return given[0] if given else None
 
 

@@ -68,12 +68,13 @@ class Forecast:
                 "price_per_hour": self.price, "cost": self.cost, "cost_per_billion_tokens": self.cost_of_a_billion,
                 "predicted": not self.plan.problem.costs.measured}
 
-    def text(self) -> str:
+    def text(self, *, verbose: bool = False) -> str:
+        """`verbose`: with the table of levels."""
         plan, job = self.plan, self.plan.problem.job
         length = "tokens a step" if self.micro_batches == 1 else f"tokens a step, {self.micro_batches} micro-batches"
         method = job.method + (", products in FP8" if job.compute == "fp8" and job.method != "fp8" else "")
         lines = [f"{self.model}, {method}, {self.step_tokens:,} {length}, on {self.gpu.title}", "",
-                 *level_table(plan), "", *picture(plan.levels), "", *memory_lines(plan), ""]
+                 *picture(plan.levels), "", *memory_lines(plan, self.gpu.memory), ""]
         lines += [f"step        {self.step_ms:,.1f} ms, {self.tokens_per_second:,.0f} tokens/s ({self._kind()})"]
         if self.hours is not None:
             about = "" if self.cost is None else f", about {self.cost:,.2f} USD"
@@ -84,6 +85,8 @@ class Forecast:
         known = "not known; give one with --price" if self.price is None else f"{self.price:.2f} USD an hour ({source})"
         lines += [f"price       {known}"]
         lines += [f"why         {reason}" for reason in plan.reasons]
+        if verbose:
+            lines += ["", *level_table(plan)]
         return "\n".join(lines)
 
     def _kind(self) -> str:
@@ -146,7 +149,7 @@ def job_of(recipe: Recipe, config: Any, *, attended: int | None = None, loss_sha
 def level_table(plan: Plan) -> list[str]:
     """One line a level: how many layers chose it, and what one layer at it keeps and takes."""
     problem, counts = plan.problem, plan.counts()
-    rows = [("level", "layers", "kept on the GPU", "in host memory", "computed again", "copy each way")]
+    rows = [("level", "layers", "kept on the GPU", "in host RAM", "recomputing", "copy each way")]
     for level in LEVELS:
         kept = kept_bytes(problem.job, level.recompute)
         copy = kept / problem.costs.to_host
@@ -167,26 +170,37 @@ def picture(levels: Sequence[Level]) -> list[str]:
         if any(level.offload for level in some):
             lines.append("      host  " + "".join(LEAVES if level.offload else STAYS for level in some).rstrip())
     shown = {level.recompute for level in levels}
-    names = {"nothing": "keeps everything", "gate_up": "gate and up again", "around_attention": "only attention kept",
-             "layer": "all again"}
+    names = {"nothing": "keeps everything", "gate_up": "recomputes gate and up", "around_attention": "keeps attention only",
+             "layer": "recomputes all"}
     legend = [f"{BLOCKS[kind]} {name}" for kind, name in names.items() if kind in shown]
     return [*lines, "            " + "  ".join(legend + ([f"{LEAVES} offloaded"] if any(x.offload for x in levels) else []))]
 
 
-def memory_lines(plan: Plan) -> list[str]:
-    """What the peak is made of, at its moment."""
+def memory_lines(plan: Plan, card: int | None = None) -> list[str]:
+    """What the peak is made of, at its moment. `card`: all of the GPU's memory, where it is known."""
     job, outcome = plan.problem.job, evaluate(plan.problem, plan.levels, plan.pieces)
     parts = {**static_parts(job), "kept by the layers": outcome.kept, f"{outcome.moment}": outcome.work,
              "offload buffers": POOL_SLOTS * plan.slot_bytes}
     told = ", ".join(f"{name} {amount / 1e9:.2f}" for name, amount in parts.items() if amount)
-    lines = [f"memory      peak {plan.peak_bytes / 1e9:.1f} GB ({told})",
-             f"            {plan.needed_bytes / 1e9:.1f} of {plan.problem.budget / 1e9:.1f} GB; with driver and fragments "
-             f"about {plan.device_bytes / 1e9:.1f}"]
+    lines = [f"memory      peak {plan.peak_bytes / 1e9:.1f} GB of tensors ({told})", f"            {fits(plan, card)}"]
     if moments := host_moments(job):
         lines.append(f"host        {moments / 1e9:.1f} GB pinned for the optimizer")
+    room = plan.problem.host / 1e9
     if plan.host_bytes:
-        lines.append(f"host        {plan.host_bytes / 1e9:.1f} GB pinned")
+        lines.append(f"host        {plan.host_bytes / 1e9:.1f} GB of RAM pinned; the plan counts on {room:.1f} GB that can be"
+                     + " (--host)" * (card is not None))
+    elif card is not None:
+        lines.append(f"host        nothing is offloaded; {room:.1f} GB of RAM could be pinned (--host)")
     return lines
+
+
+def fits(plan: Plan, card: int | None = None) -> str:
+    """fits: 24.1 GB of the card's 25.3 GB, driver and fragmentation included"""
+    budget = f"{plan.needed_bytes / 1e9:.1f} of {plan.problem.budget / 1e9:.1f} GB for tensors"
+    if card is None:
+        return f"fits: {budget}; {plan.device_bytes / 1e9:.1f} GB on the GPU, driver and fragmentation included"
+    whole = f"{plan.device_bytes / 1e9:.1f} GB of the card's {card / 1e9:.1f} GB, driver and fragmentation included"
+    return f"fits: {whole} ({budget})"
 
 
 def _mb(amount: int) -> str:
@@ -199,7 +213,7 @@ def _hours(hours: float) -> str:
 
 def comparison(forecasts: Sequence[Forecast]) -> str:
     """One line a GPU: what the same run would be on each."""
-    rows = [("GPU", "memory", "peak", "layers as they are kept", "tokens/s", "hours", "USD", "USD an hour")]
+    rows = [("GPU", "memory", "peak", "layers", "tokens/s", "hours", "USD", "USD an hour")]
     for one in forecasts:
         kept = ", ".join(f"{count} {level.name}" for level, count in one.plan.counts().items())
         rows.append((one.gpu.name, f"{one.gpu.memory_gb:.0f} GB", f"{one.plan.peak_bytes / 1e9:.1f} GB", kept,
@@ -208,5 +222,6 @@ def comparison(forecasts: Sequence[Forecast]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) if i in (0, 3) else cell.rjust(width)
                        for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
-    note = f"predicted from data sheets; measured on none of these machines but an H200. List prices of {PRICES_AS_OF}."
+    note = (f"Predicted from data sheets; only the H200 has been measured. List prices of {PRICES_AS_OF}. "
+            f"Counts on {forecasts[0].plan.problem.host / 1e9:.0f} GB of pinned host RAM (--host).")
     return "\n".join([*lines, "", note])

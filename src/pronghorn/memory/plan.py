@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pronghorn.errors import EnvironmentFault, RecipeError, counted
+from pronghorn.errors import CommandError, EnvironmentFault, RecipeError, counted
 from pronghorn.memory.levels import KEEP, LEVELS, Level, Problem, evaluate
 from pronghorn.memory.search import Found, fastest, smallest
-from pronghorn.memory.sizes import RECOMPUTES, device_bytes, peak_within, static_parts
+from pronghorn.memory.sizes import RECOMPUTES, Job, device_bytes, peak_within, static_parts
 
 NOTCH = 0.94  # after an allocation failed, the next plan uses no more than this of what the failed one expected
 UNITS = {"GB": 10**9, "MB": 10**6, "GiB": 2**30, "MiB": 2**20}
@@ -67,9 +67,10 @@ class Plan:
         chosen = _plan(found or smallest(lower))
         if found is None and chosen.peak_bytes >= self.peak_bytes:
             raise EnvironmentFault(
-                what=f"out of memory, and no plan takes less than this one ({_gb(self.needed_bytes)})",
-                why="every layer keeps as little as it can already", fix=_ways_out(self.problem))
-        return replace(chosen, reasons=(*chosen.reasons, f"one notch below a plan of {_gb(self.peak_bytes)} that did not fit"))
+                what=f"out of memory, and no plan needs less than this one ({_gb(self.needed_bytes)})",
+                why="every layer already keeps as little as it can", fix=_ways_out(self.problem))
+        smaller = f"a plan of {_gb(self.peak_bytes)} did not fit, so this one is smaller"
+        return replace(chosen, reasons=(*chosen.reasons, smaller))
 
     def as_dict(self) -> dict[str, Any]:
         return {"levels": [level.name for level in self.levels], "pieces": self.pieces,
@@ -91,7 +92,7 @@ def make_plan(problem: Problem) -> Plan:
         raise RecipeError(
             what=f"memory.budget: {_gb(problem.budget)} is too little; the smallest that works is {_gb_up(needed)}",
             why=f"at all times there are: {parts}; the rest is one layer's work on {problem.job.capacity:,} tokens",
-            fix=f"set memory.budget: {_gb_up(needed).replace(' ', '')}, or {_ways_out(problem)}")
+            fix=_ways_out(problem, needed))
     return _plan(found)
 
 
@@ -99,21 +100,25 @@ def smallest_budget(problem: Problem) -> int:
     return problem.budget_for(_plan(smallest(problem)).needed_bytes)
 
 
-def _ways_out(problem: Problem) -> str:
-    """Changes that make the same run smaller, with what each needs."""
-    job, ways, now = problem.job, [], smallest_budget(problem)
+def _ways_out(problem: Problem, needed: int | None = None) -> str:
+    """Changes that make the same run smaller, with what each needs: those that fit, or else those that help, and last a larger
+    budget (`needed`)."""
+    job, now = problem.job, smallest_budget(problem)
+    changes: dict[str, Job] = {}
     half = job.capacity // 2
     if half >= 512:
-        ways.append(f"train.capacity: {half} ({_gb_up(smallest_budget(replace(problem, job=job.with_capacity(half))))})")
+        changes[f"train.capacity: {half}"] = job.with_capacity(half)
     for optimizer in ("adamw_8bit", "paged_adamw_8bit") if job.method == "full" else ():
-        smaller = smallest_budget(replace(problem, job=replace(job, optimizer=optimizer)))
-        if smaller < now:
-            ways.append(f"train.optimizer: {optimizer} ({_gb_up(smaller)})")
+        changes[f"train.optimizer: {optimizer}"] = replace(job, optimizer=optimizer)
     if job.method in ("lora", "full"):
-        smaller = smallest_budget(replace(problem, job=replace(job, method="qlora")))
-        if smaller < now:
-            ways.append(f"method: qlora ({_gb_up(smaller)})")
-    return " or ".join(ways) or "use a smaller model"
+        changes["method: qlora"] = replace(job, method="qlora")
+    sizes = {change: smallest_budget(replace(problem, job=smaller)) for change, smaller in changes.items()}
+    fitting = [f"{change} ({_gb_up(size)})" for change, size in sizes.items() if size <= problem.budget]
+    others = [f"{change} ({_gb_up(size)})" for change, size in sizes.items() if problem.budget < size < now]
+    if not fitting and others and "method: qlora" in sizes:  # the one that saves most, with less in a step
+        others.sort(key=lambda change: not change.startswith("method"))
+    more = [] if needed is None else [f"memory.budget: {_gb_up(needed).replace(' ', '')} if the GPU has it"]
+    return "set " + ", or ".join([*(fitting or others), *more]) if fitting or others or more else "use a smaller model"
 
 
 def _plan(found: Found) -> Plan:
@@ -138,24 +143,24 @@ def _reasons(plan: Plan) -> tuple[str, ...]:
     problem, layers = plan.problem, len(plan.levels)
     said = []
     if plan.counts() == {KEEP: layers}:
-        said.append("everything fits: nothing is computed twice")
+        said.append("everything fits: nothing is recomputed")
     else:
         everything = evaluate(replace(problem, job=replace(problem.job, host_embeddings=False)), [KEEP] * layers)
         saved = plan.ms - everything.ms
-        said.append(f"to keep everything on the GPU would take {_gb_up(everything.peak + problem.aside)} and "
+        said.append(f"keeping all activations on the GPU would need {_gb_up(everything.peak + problem.aside)} and "
                     + (f"save {saved:.1f} of {plan.ms:.1f} ms" if saved > 0.05 else "be no faster"))
     if plan.offloaded:
         stalled = plan.ms - evaluate(replace(problem, costs=replace(problem.costs, to_host=1e18, from_host=1e18)),
                                      plan.levels, plan.pieces).ms
-        leave = counted(len(plan.offloaded), "layer leaves", "layers leave")
-        said.append(f"{leave} for {_gb(plan.host_bytes)} of pinned host memory; "
-                    + (f"the copies cost {stalled:.1f} ms" if stalled > 0.05 else "their copies hide behind the compute"))
+        layers_told = counted(len(plan.offloaded), "layer")
+        said.append(f"activations of {layers_told} are offloaded to host RAM ({_gb(plan.host_bytes)} pinned), which costs "
+                    + (f"{stalled:.1f} ms a micro-batch" if stalled > 0.05 else "no time: the copies run beside the compute"))
     if plan.pieces > 1 and any(level.recompute != "nothing" for level in plan.levels):
-        said.append(f"the MLP's rows are done in {plan.pieces} turns, so that less is held at once")
+        said.append(f"the MLP runs in {plan.pieces} chunks to save memory")
     elif plan.pieces > 1:
-        said.append("the head makes its logits for fewer rows at once, so that less is held")
+        said.append("logits are computed in smaller chunks to save memory")
     if problem.job.host_embeddings:
-        said.append(f"the embeddings wait in {_gb(problem.host_embeddings)} of pinned host memory and are read over the link")
+        said.append(f"embeddings stay in host RAM ({_gb(problem.host_embeddings)} pinned) and are read over PCIe")
     return tuple(said)
 
 
@@ -179,6 +184,19 @@ def parse_budget(text: str, total: int, free: int | None = None) -> int:
     return peak_within(asked) if unit == "%" else asked
 
 
+def pinnable(available: int) -> int:
+    """Of so much free host memory, what may be pinned."""
+    return max(int(available * SHARE_OF_HOST), available - LEFT_TO_HOST)
+
+
+def parse_host(text: str) -> int:
+    """`--host 32GB`: bytes that may be pinned on a machine with so much RAM."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB|MB|MiB)", text)
+    if not found:
+        raise CommandError(what=f"--host {text} is not an amount of memory", fix="write for example --host 32GB")
+    return pinnable(int(float(found[1]) * UNITS[found[2]]))
+
+
 def host_room(root: Path = Path("/")) -> int:
     """Bytes of this machine's memory that a pool may pin; 0 where the system does not tell."""
     try:
@@ -187,7 +205,7 @@ def host_room(root: Path = Path("/")) -> int:
         return 0
     available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
     available = min(available, _container_room(root / "sys/fs/cgroup", available))
-    return max(int(available * SHARE_OF_HOST), available - LEFT_TO_HOST)
+    return pinnable(available)
 
 
 def _container_room(folder: Path, otherwise: int) -> int:

@@ -214,28 +214,43 @@ def _copy(source: Path, target: Path, wanted: Any) -> None:
 
 
 def model_card(recipe: Recipe, to: str, figures: dict[str, Any], kind: str = "AutoModelForCausalLM") -> str:
-    """`kind`: transformers' class that loads the base."""
-    library = "peft" if to == "adapter" else "transformers"
-    rows = "\n".join(f"| {name} | {value} |" for name, value in figures.items())
-    load = (
-        f"model = {kind}.from_pretrained(BASE)\nmodel = PeftModel.from_pretrained(model, FOLDER)"
-        if to == "adapter" else f"model = {kind}.from_pretrained(FOLDER)"
-    )
+    """`kind`: transformers' class that loads the base. Names of files and folders stand without the way to them."""
+    adapter = to == "adapter"
+    base, local = _public_name(recipe.model), _is_local(recipe.model)
+    data = ", ".join(_public_name(named(one)) for one in recipe.data.train)
+    rows = "\n".join(f"| {name} | {f'{value:.4f}' if isinstance(value, float) else value} |" for name, value in figures.items())
+    imports = f"from peft import PeftModel\nfrom transformers import {kind}, AutoTokenizer\n" if adapter else (
+        f"from transformers import {kind}, AutoTokenizer\n")
+    load = """\
+folder = "path/to/this/folder"
+tokenizer = AutoTokenizer.from_pretrained(folder)
+""" + (f"""\
+base = {kind}.from_pretrained("{f"path/to/{base}" if local else base}")
+model = PeftModel.from_pretrained(base, folder)""" if adapter else f"model = {kind}.from_pretrained(folder)")
     return f"""---
-base_model: {recipe.model}
-library_name: {library}
+{"" if local else f"base_model: {base}{chr(10)}"}library_name: {"peft" if adapter else "transformers"}
 pipeline_tag: text-generation
 tags: [pronghorn, {recipe.method}]
 ---
 # {Path(recipe.output).name}
 
-{recipe.model}, fine-tuned with Pronghorn ({recipe.method}) on {", ".join(map(named, recipe.data.train))}.
+{base}, fine-tuned with Pronghorn ({recipe.method}) on {data}.
 
 | | |
 |---|---|
 {rows}
 
 ```python
+{imports}
 {load}
 ```
 """
+
+
+def _is_local(name: str) -> bool:
+    return Path(name).exists() or name.startswith(("/", "./", "../", "~"))
+
+
+def _public_name(name: str) -> str:
+    """The last part of a local name, whose folders are nobody else's business; a hub name as it is."""
+    return Path(name).resolve().name if _is_local(name) else name

@@ -105,3 +105,16 @@ def _generated(model: Any, prompts: Sequence[Sequence[int]], stops: list[int], p
 def _empty_cache(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def sample_answer(model: Any, tokenizer: Any, prompt: Sequence[int], *, max_new_tokens: int, temperature: float) -> str:
+    """One answer drawn from the model's own probabilities, flattened (above 1) or sharpened by the temperature."""
+    stops = end_tokens(model, tokenizer)
+    ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
+    out = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=temperature, top_k=0, top_p=1.0,
+        max_new_tokens=max_new_tokens, use_cache=True, eos_token_id=stops or None,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0],
+    )  # fmt: skip
+    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()

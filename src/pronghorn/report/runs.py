@@ -15,7 +15,7 @@ from rich.text import Text
 
 from pronghorn.errors import CommandError, DataError
 from pronghorn.report import run_log, wording
-from pronghorn.report.figures import figures, flat
+from pronghorn.report.figures import Figures, figures, flat
 from pronghorn.report.run_log import as_number, history, plain, read_log
 
 MARKS = (0.1, 0.25, 0.5, 0.75, 1.0)  # where losses are compared: shares of the tokens that every run has seen
@@ -111,6 +111,7 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
         {
             "runs": [str(folder) for folder in folders],
             "differences": {key: values for key, values in differences.items() if key != "output"},
+            "warnings": _warnings(runs, recipes),
             "loss_at_tokens": _losses_at_equal_tokens(logs),
             **{
                 name: [getattr(run, name) for run in runs]
@@ -120,6 +121,19 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
         }
     )  # fmt: skip
     return result
+
+
+def _warnings(runs: Sequence[Figures], recipes: Sequence[dict[str, Any]]) -> list[str]:
+    """What makes figures that stand side by side not comparable."""
+    if sum(run.best_eval is not None for run in runs) < 2:
+        return []
+    decides = ["data.eval", "data.max_length"]
+    if any(not isinstance(recipe.get("data.eval"), str) for recipe in recipes):  # a share of the training rows is held out
+        decides += ["data.train", "data.max_rows", "train.seed"]
+    different = [key for key in decides if _differ([recipe.get(key) for recipe in recipes])]
+    if not different:
+        return []
+    return [f"evaluated on different held-out data ({', '.join(different)}): the best evaluations are not comparable"]
 
 
 def comparison_table(comparison: dict[str, Any]) -> RenderableType:
@@ -140,21 +154,21 @@ def comparison_table(comparison: dict[str, Any]) -> RenderableType:
     evals = [None if value is None else float(value) for value in comparison["best_eval"]]
     row("best evaluation", [wording.figure(value) for value in evals], _extreme(evals, -1))
     rates = [float(value) for value in comparison["tokens_per_second"]]
-    row("tokens a second", [wording.count(value) for value in rates], _extreme(rates, 1))
+    row("tokens per second", [wording.count(value) for value in rates], _extreme(rates, 1))
     row("tokens", [wording.count(value) for value in comparison["tokens"]])
     row("time", [wording.duration(float(value)) for value in comparison["seconds"]])
     row("state", comparison["state"])
     if _differ(comparison["device"]):
         row("device", comparison["device"])
     if comparison["loss_at_tokens"]:
-        section("loss after as many tokens")
+        section("training loss at equal token counts")
     for mark in comparison["loss_at_tokens"]:
         losses = [None if value is None else float(value) for value in mark["losses"]]
         row(wording.count(mark["tokens"]), [wording.figure(value) for value in losses], _extreme(losses, -1))
     section("recipe keys that differ" if comparison["differences"] else "the recipes are the same")
     for key, values in comparison["differences"].items():
         row(key, [wording.MISSING if value is None else str(value) for value in values])
-    return table
+    return Group(table, *(Text(f"! {warning}", style="yellow") for warning in comparison["warnings"]))
 
 
 def _log_of(folder: Path) -> list[dict[str, Any]]:
@@ -177,7 +191,10 @@ def _losses_at_equal_tokens(logs: Sequence[Sequence[dict[str, Any]]]) -> list[di
         return []
     common = min(curve[-1][0] for curve in curves)
     marks = [round(share * common) for share in MARKS]
-    return [{"tokens": mark, "losses": [_loss_at(curve, mark, WINDOW * common) for curve in curves]} for mark in marks]
+    found: list[dict[str, Any]] = [
+        {"tokens": mark, "losses": [_loss_at(curve, mark, WINDOW * common) for curve in curves]} for mark in marks
+    ]
+    return [row for row in found if any(loss is not None for loss in row["losses"])]  # none has a step that early
 
 
 def _loss_at(curve: Sequence[tuple[float, float]], mark: float, window: float) -> float | None:

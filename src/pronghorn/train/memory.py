@@ -22,7 +22,7 @@ from pronghorn.errors import EnvironmentFault, RecipeError
 from pronghorn.kernels.attention import gradients_in_place, pick_backend
 from pronghorn.memory.calibrate import calibrate
 from pronghorn.memory.costs import predicted_costs
-from pronghorn.memory.forecast import job_of, level_table, memory_lines, picture, problem_of
+from pronghorn.memory.forecast import job_of, memory_lines, picture, problem_of
 from pronghorn.memory.gpus import local_gpu, reckoned_with
 from pronghorn.memory.host_embeddings import move_embeddings, why_embeddings_stay
 from pronghorn.memory.levels import KEEP
@@ -59,7 +59,7 @@ def plan_memory(recipe: Recipe, config: Any, shapes: Shapes, device: torch.devic
     if why := why_no_plan(recipe, config, device):
         if recipe.memory.budget != "auto":
             raise RecipeError(what=f"memory.budget: {recipe.memory.budget} cannot be planned for this run", why=why,
-                              fix="set memory.budget: auto, or change what stands against it")
+                              fix="set memory.budget: auto, or remove the blocker named above")
         return None
     job = run_job(recipe, config, shapes, device, precision)
     aside = evaluation_bytes(job, evaluation_capacity(recipe)) if evaluates and job.graphed else 0
@@ -235,12 +235,12 @@ class RunMemory:
     def text(self) -> list[str]:
         plan, seconds = self.plan, self.step_seconds
         kind = "from times measured here" if plan.problem.costs.measured else "predicted"
-        step = f"{seconds:.3f} s a step ({kind})" if seconds is not None else "step time not known before it is measured"
+        step = f"{seconds:.3f} s a step ({kind})" if seconds is not None else "step time is measured first"
         if self.keeps_everything:
-            return [f"memory: everything fits, nothing is computed twice; peak {plan.peak_bytes / 1e9:.2f} GB predicted, "
-                    f"{plan.needed_bytes / 1e9:.2f} of {plan.problem.budget / 1e9:.2f} GB, with driver and fragments about "
-                    f"{plan.device_bytes / 1e9:.2f}; {step}"]
-        lines = ["memory:", *level_table(plan), *picture(plan.levels), *memory_lines(plan)]
+            return [f"memory: everything fits, nothing is recomputed; peak {plan.peak_bytes / 1e9:.2f} GB predicted, "
+                    f"{plan.needed_bytes / 1e9:.2f} of {plan.problem.budget / 1e9:.2f} GB for tensors, about "
+                    f"{plan.device_bytes / 1e9:.2f} GB with driver and fragmentation; {step}"]
+        lines = ["memory:", *picture(plan.levels), *memory_lines(plan)]
         if self.pool is not None:
             lines.append(f"pool        {self.pool.host_bytes / 1e9:.2f} GB of host memory in {self.pool.slots - 1} slots")
         return [*lines, f"step        {step}", *(f"why         {reason}" for reason in plan.reasons)]
@@ -255,7 +255,7 @@ class RunMemory:
             facts["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
             facts["device_bytes"] = torch.cuda.max_memory_reserved(self.device) + CONTEXT_BYTES
             told = [f"peak {facts['peak_bytes'] / 1e9:.2f} GB ({plan.peak_bytes / 1e9:.2f} planned)",
-                    f"budget {plan.problem.budget / 1e9:.2f}", f"with driver and fragments about "
+                    f"budget {plan.problem.budget / 1e9:.2f}", f"with driver and fragmentation about "
                     f"{facts['device_bytes'] / 1e9:.2f} GB ({plan.device_bytes / 1e9:.2f} planned)", *told]
         return facts | {"text": [f"memory measured: {', '.join(told)}"]}
 

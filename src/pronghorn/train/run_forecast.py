@@ -10,9 +10,10 @@ import torch
 from pronghorn.data.prepare import hold_out, prepare
 from pronghorn.data.tokens import TokenizerFiles
 from pronghorn.errors import CommandError, PronghornError, RecipeError
-from pronghorn.memory.forecast import Forecast, comparison, longest_report, plan_report
+from pronghorn.memory.forecast import HOST_BYTES, Forecast, comparison, longest_report, plan_report
 from pronghorn.memory.gpus import GPUS, find_gpu
 from pronghorn.memory.moe_sizes import why_not_planned
+from pronghorn.memory.plan import host_room, parse_host
 from pronghorn.model.config import read_config
 from pronghorn.model.families import FAMILIES, why_not_fast
 from pronghorn.recipe import Recipe
@@ -68,26 +69,30 @@ def cached_data(recipe: Recipe) -> DataFacts | None:
 
 
 def forecast(recipe: Recipe, *, gpu: str | None, price: float | None = None, tokens: int | None = None,
-             longest: bool = False) -> list[Forecast]:
+             longest: bool = False, host: str | None = None) -> list[Forecast]:
     """On the GPU that is named, on this machine's, or, where there is none, on each of the table that the run fits into.
-    `longest`: of the same run on the longest document that fits."""
+    `longest`: of the same run on the longest document that fits. `host`: the RAM of that machine, such as 32GB."""
     if price is not None and price < 0:
         raise CommandError(what=f"--price {price:g} is negative", fix="give the price of one GPU for an hour, in USD")
     if tokens is not None and tokens < 1:
-        raise CommandError(what=f"--tokens {tokens} is no amount", fix="give the tokens of the whole run, over all epochs")
+        raise CommandError(what=f"--tokens {tokens} is not a number of tokens",
+                           fix="give the tokens of the whole run, over all epochs")
     chosen = find_gpu(gpu) if gpu else None  # refused before anything is read
+    room = HOST_BYTES if host is None else parse_host(host)
     if chosen is None and torch.cuda.is_available():
         chosen = find_gpu(torch.cuda.get_device_name())
+        room = host_room() if host is None else room  # as a run here would
     config, data = read_config(recipe.model), cached_data(recipe)
     if why := why_no_plan(recipe, config, torch.device("cuda")):
-        raise RecipeError(what="this run cannot be planned", why=why, fix="change what stands against it")
+        raise RecipeError(what="this run cannot be planned", why=why, fix="remove the blocker named above")
     known = data.tokens if data and not recipe.train.steps else None
     if longest:
         if chosen is None:
             raise CommandError(what="--longest needs a GPU to plan for",
                                fix="name one with --gpu, and memory.budget if not all of its memory is to be used")
-        return [longest_report(recipe, config, gpu=chosen, price=price, loss_share=data.loss_share if data else 1.0)]
-    options: dict[str, Any] = {"tokens": tokens or known, "price": price}
+        return [longest_report(recipe, config, gpu=chosen, price=price, host=room,
+                               loss_share=data.loss_share if data else 1.0)]
+    options: dict[str, Any] = {"tokens": tokens or known, "price": price, "host": room}
     if data is not None:
         options |= {"attended": data.attended, "loss_share": data.loss_share}
     if chosen is not None:

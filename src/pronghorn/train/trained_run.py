@@ -12,7 +12,7 @@ from pronghorn.data.tokens import load_tokenizer
 from pronghorn.errors import CommandError
 from pronghorn.model.export import export, trained_model
 from pronghorn.model.fingerprint import require_same_base
-from pronghorn.model.generate import generate_answers
+from pronghorn.model.generate import generate_answers, sample_answer
 from pronghorn.model.load import DTYPES, pick_device, resolve_precision
 from pronghorn.recipe import Data, Recipe
 from pronghorn.report.run_log import FILE_NAME, history, read_log
@@ -84,11 +84,11 @@ def _found_again(recipe: Recipe, run: Path) -> Recipe:
 
 
 class Chat:
-    """A conversation, answered greedily."""
+    """A conversation. `temperature` 0: always the likeliest token."""
 
-    def __init__(self, run: Path, which: str, *, max_tokens: int, system: str | None = None) -> None:
+    def __init__(self, run: Path, which: str, *, max_tokens: int, system: str | None = None, temperature: float = 0.0) -> None:
         self.model, self.tokenizer, _ = TrainedRun(run, which).load()
-        self.max_tokens = max_tokens
+        self.max_tokens, self.temperature = max_tokens, temperature
         self.messages = [{"role": "system", "content": system}] if system else []
         if self.tokenizer.chat_template is None:
             raise CommandError(what="this model's tokenizer has no chat template", where=str(run),
@@ -98,9 +98,17 @@ class Chat:
         self.messages.append({"role": "user", "content": message})
         ids = within_limits(lambda: self.tokenizer.apply_chat_template(
             self.messages, add_generation_prompt=True, tokenize=True, return_dict=False), self.messages, "")
-        answer = generate_answers(self.model, self.tokenizer, [ids], max_new_tokens=self.max_tokens)[0]
+        if self.temperature > 0:
+            answer = sample_answer(self.model, self.tokenizer, ids, max_new_tokens=self.max_tokens,
+                                   temperature=self.temperature)
+        else:
+            answer = generate_answers(self.model, self.tokenizer, [ids], max_new_tokens=self.max_tokens)[0]
         self.messages.append({"role": "assistant", "content": answer})
         return answer
+
+    def forget(self) -> None:
+        """All but the system message."""
+        self.messages = [message for message in self.messages[:1] if message["role"] == "system"]
 
 
 def export_run(run: Path, which: str, target: Path, to: Literal["adapter", "merged"]) -> None:
