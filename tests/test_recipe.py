@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -138,3 +139,14 @@ def test_which_keys_a_resumed_run_can_follow() -> None:
     assert not any(why_fixed(key) for key in ("train.lr", "train.clip", "precision", "lora.dropout", "data.workers", "output"))
     assert all(why_fixed(key) for key in ("model", "method", "lora.r", "data.train", "data.eval", "train.capacity"))
     assert {"train.lr", "lora.r", "data.train", "model"} <= set(recipe().keys)
+
+
+def test_sources_of_a_checkpoint_are_those_of_the_recipe() -> None:
+    train = ["a.jsonl", {"path": "b", "weight": 2, "columns": {"prompt": "q"}, "roles": {"user": ["x"]}}]
+    recipe = Recipe(model="m", data={"train": train})
+    again = Recipe.model_validate(json.loads(json.dumps(recipe.model_dump(mode="json"))))
+    assert again == recipe
+    assert not again.differences(recipe)
+    other = Recipe(model="m", data={"train": [train[0], train[1] | {"weight": 3}]})
+    assert list(other.differences(recipe)) == ["data.train"]
+    assert why_fixed("data.train")

@@ -113,6 +113,20 @@ def require_data_set(name: str) -> None:
             raise told from error
 
 
+def data_set_revision(name: str) -> str:
+    """The commit that a data set's name stands for now."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise DataError(what="a data set is streamed from the hub, and HF_HUB_OFFLINE is set", where=name,
+                        fix="unset it, or give the data set's files")
+    with quiet():
+        try:
+            return str(_tried(lambda: _api(None).dataset_info(name, timeout=PATIENCE)).sha)
+        except hub_errors() as error:
+            raise refusal(error, name, kind="data set") from error
+
+
 def _from_cache(name: str) -> Path:
     if (folder := _whole_in_cache(name)) is not None:
         return folder

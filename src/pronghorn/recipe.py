@@ -93,6 +93,7 @@ class DataSource(Section):
     weight: Positive = 1.0  # how often each row comes in an epoch: 2 twice, 0.5 every second one, chosen once and for all
     max_rows: PositiveInt | None = None  # at most the first so many rows, of all its files together
     text_by: Literal["file", "line"] = "file"  # what of a .txt file is one document
+    stream: bool = False  # of a hub data set: read it as it comes, without a copy on the disk
     format: RowFormat | None = None
     columns: Fields | None = None  # as `data.fields`
     message_fields: dict[Name, Name] | None = None

@@ -452,3 +452,61 @@ def test_a_file_is_called_what_it_is(here: Path, name: str, content: bytes, said
     with pytest.raises(DataError, match=said) as caught:
         list(read(resolve(name)[0], lambda _: None))
     assert caught.value.fix
+
+
+STREAM_SCRIPT = """
+import datasets
+from pronghorn.data import arrow_rows
+from pronghorn.data.sources import Wish, fingerprint, read, resolve
+from pronghorn.errors import PronghornError
+
+load = datasets.load_dataset
+arrow_rows.data_set_revision = lambda name: f"commit of {name}"
+
+def from_the_hub(name, config, split, streaming, revision):
+    if name == "someone/full":
+        raise OSError("Not enough disk space. Needed: 9 TB")
+    assert (name, config, streaming, revision) == ("someone/large", None, True, "commit of someone/large")
+    return load("hub", split=split, streaming=True)
+
+datasets.load_dataset = from_the_hub
+(source,) = resolve("someone/large", Wish(stream=True))
+print(fingerprint(source), [(row.where, row.fields) for row in read(source, print)])
+for name in ("someone/large:train[:5]", "someone/full", "hub"):
+    try:
+        (source,) = resolve(name, Wish(stream=True))
+        fingerprint(source), list(read(source, print))
+    except PronghornError as error:
+        print(error.what, "|", error.fix)
+
+def broken(*_, **__):
+    yield from load("hub", split="train", streaming=True).with_format("arrow").iter(1)
+    raise ConnectionResetError("gone")
+
+(source,) = resolve("someone/large", Wish(stream=True))
+arrow_rows.hub_dataset(source).with_format = lambda _: type("Data", (), {"iter": broken})()
+try:
+    list(read(source, print))
+except PronghornError as error:
+    print(error.exit_code, error.what, "|", error.why, "|", error.fix)
+"""
+
+
+def test_a_hub_data_set_is_streamed_without_a_copy(here: Path) -> None:
+    """Shards in a folder stand for those of the hub; in a new process, with a cache of its own."""
+    (here / "hub").mkdir()
+    rows = [{"prompt": str(n), "completion": "b"} for n in range(3)]
+    pq.write_table(pa.Table.from_pylist(rows[:2]), here / "hub" / "train-00000-of-00002.parquet")
+    pq.write_table(pa.Table.from_pylist(rows[2:]), here / "hub" / "train-00001-of-00002.parquet")
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(here / "home")}
+    command = [sys.executable, "-c", STREAM_SCRIPT]
+    done = subprocess.run(command, env=environment, cwd=here, capture_output=True, text=True, check=True)
+    read_, sliced, full, local, broken = done.stdout.splitlines()
+    assert read_ == "commit of someone/large " + str([(f"someone/large[{i}]", row) for i, row in enumerate(rows)])
+    assert sliced.startswith("a slice of a split cannot be streamed | name the whole split, and set max_rows")
+    assert "does not fit on the disk" in full
+    assert "stream: true" in full
+    assert local.startswith("`stream` is for data sets of the hub")
+    assert broken == ("3 the hub stopped sending | gone | run the same command again: it goes on behind the rows that are"
+                      " tokenized")
+    assert not list((here / "home").rglob("*.arrow"))

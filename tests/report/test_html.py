@@ -169,12 +169,14 @@ def with_data(**data):
 def test_the_data_section_tells_rows_drops_lengths_sources_and_columns():
     page = render_page(with_data(
         read=500, format="messages", dropped={"too long": 14, "bad row": 3}, unused_columns=["label", EVIL],
-        sources=[{"name": "a/train.jsonl", "format": "messages", "rows": 500}],
+        sources=[{"name": "a/train.jsonl", "format": "messages", "rows": 500, "weight": 1.0},
+                 {"name": "b.jsonl", "format": "text", "rows": 20, "weight": 2.5}],
         lengths={"shortest": 3, "median": 204, "mean": 230.4, "p95": 510, "longest": 900,
                  "bins": [[0, 100, 20], [100, 200, 480], [200, None, 1]]}))  # fmt: skip
     told = words(page)
-    for word in ("rows read 500", "dropped: too long 14", "dropped: bad row 3", "columns not used label", "a/train.jsonl",
-                 "median 204", "held out 982 documents", "36 % carry loss"):  # fmt: skip
+    for word in ("rows read 500", "dropped: too long 14", "dropped: bad row 3", "columns not used label",
+                 "a/train.jsonl messages 500 b.jsonl text 20 × 2.5", "median 204",
+                 "held out 982 documents", "36 % carry loss"):  # fmt: skip
         assert word in told, word
     assert 'title="100 to 199 tokens: 480 rows"' in page
     assert 'title="200 or more tokens: 1 rows"' in page

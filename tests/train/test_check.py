@@ -16,7 +16,7 @@ from pronghorn.report.display import JsonDisplay
 from pronghorn.report.run_log import read_log
 from pronghorn.train.check import Facts, check_run
 from pronghorn.train.loop import train
-from samples import make_model, make_tokenizer
+from samples import chat_rows, make_model, make_tokenizer, write_rows
 
 RecipeFor = Callable[..., Recipe]
 
@@ -132,3 +132,23 @@ def test_counting_the_steps_of_many_epochs_shows_how_far_it_is(recipe_for: Recip
     check_run(recipe_for(train={"epochs": 3}), report=lambda *how_far: shown.append(how_far))
     assert [how_far for how_far in shown if "steps" in how_far[0]] == [
         ("counting steps of epochs", done, 3) for done in (1, 2, 3)]
+
+
+def test_sources_unused_columns_and_empty_answers_are_told_by_check_and_train(recipe_for: RecipeFor, tmp_path: Path) -> None:
+    rows = chat_rows(12)
+    rows[3]["messages"][1]["content"] = ""
+    one = write_rows(tmp_path / "one.jsonl", [row | {"label_id": 7} for row in rows])
+    two = write_rows(tmp_path / "two.jsonl", chat_rows(4, seed=5))
+    recipe = recipe_for(data={"train": [{"path": str(one), "weight": 2}, str(two)]}, train={"steps": 1})
+    facts = check(recipe)
+    told = [f"columns not used: label_id ({one})", f"{one}: weight 2, so 24 rows an epoch from 12",
+            "1 row with an empty answer"]
+    assert facts.sources == (f"{one}: 12 rows, messages, weight 2", f"{two}: 4 rows, messages")
+    assert facts.documents == 28
+    log = read_log(train(recipe, display=JsonDisplay()).folder)
+    notices = [event["text"] for event in log if event["event"] == "notice"]
+    for sentence in told:
+        assert any(notice.startswith(sentence) for notice in facts.notices)
+        assert any(notice.startswith(sentence) for notice in notices)
+    assert log[0]["data"]["unused_columns"] == ["label_id"]
+    assert [source["weight"] for source in log[0]["data"]["sources"]] == [2, 1]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from pronghorn.data.source_files import BadRow, RawRow, Source, content_of, neighbours
-from pronghorn.errors import CommandError, DataError
-from pronghorn.hub import quiet, require_data_set
+from pronghorn.errors import CommandError, DataError, EnvironmentFault
+from pronghorn.hub import data_set_revision, hub_errors, quiet, require_data_set
 
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 BATCH_ROWS = 1024  # rows turned into Python values at a time; bounds memory, and larger is no faster
@@ -78,8 +79,39 @@ def _require_end(source: Source) -> None:
 
 
 def read_hub(source: Source) -> Iterator[RawRow | BadRow]:
+    if source.stream:
+        yield from _streamed(source)
+        return
     batches = hub_dataset(source).with_format("arrow").iter(BATCH_ROWS)
     yield from _arrow_rows(batches, lambda index: f"{source.name}[{index}]")
+
+
+def _streamed(source: Source) -> Iterator[RawRow | BadRow]:
+    """As it comes over the network, some rows at a time: nothing of it is put on the disk. Always the revision that the
+    fingerprint names. A network that fails leaves what is tokenized; the same command goes on behind it (partial_table.py)."""
+    data = hub_dataset(source)
+    try:
+        yield from _arrow_rows(data.with_format("arrow").iter(BATCH_ROWS), lambda index: f"{source.name}[{index}]")
+    except hub_errors() as error:
+        raise EnvironmentFault(what="the hub stopped sending", where=source.name, why=_first_line(error),
+                               fix="run the same command again: it goes on behind the rows that are tokenized") from error
+
+
+def hub_fingerprint(source: Source) -> str:
+    return _revision(source) if source.stream else str(hub_dataset(source)._fingerprint)
+
+
+@functools.lru_cache(maxsize=8)  # one for a run: what is read is what the cache's key says
+def _revision(source: Source) -> str:
+    assert source.hub is not None
+    if "[" in source.hub[2]:
+        raise DataError(what="a slice of a split cannot be streamed", where=source.name,
+                        fix="name the whole split, and set max_rows for its first rows")
+    return data_set_revision(source.hub[0])
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n", 1)[0]
 
 
 def _arrow_rows(batches: Iterable[Any], where: Callable[[int], str]) -> Iterator[RawRow | BadRow]:
@@ -115,19 +147,21 @@ def hub_dataset(source: Source) -> Any:
         raise CommandError(what="no file of this name, and data sets from the hub need the `datasets` library",
                            where=source.name, fix="check the path, or pip install 'pronghorn[hub]'") from error
     try:
-        require_data_set(name)
+        how = {"streaming": True, "revision": _revision(source)} if source.stream else {}
+        if not source.stream:
+            require_data_set(name)
         with quiet():
-            return datasets.load_dataset(name, config, split=split)
+            return datasets.load_dataset(name, config, split=split, **how)
     except DataError as error:
         fix = f"if it is a file: {neighbours(name, Path(name))}; if it is a hub data set: {error.fix}"
         raise DataError(what=f"neither a file nor a hub data set: {error.what}", where=source.name, why=error.why,
                         fix=fix) from error
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0]
+        reason = _first_line(error)
+        if isinstance(error, OSError) and (error.errno == errno.ENOSPC or "disk space" in reason):
+            raise DataError(what="the data set does not fit on the disk", where=source.name, why=reason, fix="read it as it"
+                            f" comes, without a copy: data.train: [{{path: {name}, stream: true}}]; or set HF_HOME to a larger"
+                            " disk") from error
         raise DataError(what=f"neither a file nor a hub data set whose split `{split}` loads", where=source.name,
                         why=reason, fix=f"if it is a file: {neighbours(name, Path(name))}; if it is a hub data set, check"
                         " name:config:split, the network and your login") from error
-
-
-def hub_fingerprint(source: Source) -> str:
-    return str(hub_dataset(source)._fingerprint)

@@ -34,6 +34,10 @@ class SourceCount:
     unused: tuple[str, ...] = ()  # columns that hold something and are not trained on
     weight: float = 1.0  # how often each row comes in an epoch; not of the cache, but of the recipe
 
+    def __str__(self) -> str:
+        more = f", weight {self.weight:g}" if self.weight != 1 else ""
+        return f"{self.name}: {counted(self.read, 'row')}, {self.format or 'none needed'}{more}"
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -63,7 +67,7 @@ def parts_of(names: Sequence[Name], spec: Data) -> list[Part]:
         most = own.max_rows or spec.max_rows
         found += [
             Part(source, entry, own.format or spec.format, renaming, most, own.max_rows is not None, own.weight)
-            for source in sources.resolve(own.path, sources.Wish(own.name, own.split, own.text_by == "line"))
+            for source in sources.resolve(own.path, sources.Wish(own.name, own.split, own.text_by == "line", own.stream))
         ]
     return found
 

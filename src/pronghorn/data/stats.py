@@ -146,7 +146,7 @@ def _headline(stats: Stats) -> Text:
     rows = counted(counts.read, "row")
     text.append(f" of {rows} ({counts.format}), {counts.tokens:,} tokens, {stats.loss_share:.1%} carry loss")
     for source in counts.sources if len(counts.sources) > 1 else ():
-        text.append(f"\n  {source.name}: {counted(source.read, 'row')}, {source.format}", style="dim")
+        text.append(f"\n  {source}", style="dim")
     return text
 
 

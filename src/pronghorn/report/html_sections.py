@@ -87,11 +87,17 @@ def _sources(sources: Any) -> str:
         return ""
     rows = "".join(
         f'<tr><td class="path">{escape(str(one.get("name", ""))[:MOST_TEXT])}</td><td>{escape(str(one.get("format", "")))}</td>'
-        f'<td class="n">{_count(one.get("rows"))}</td></tr>'
+        f'<td class="n">{_count(one.get("rows"))}{_weight(one.get("weight"))}</td></tr>'
         for one in found[:MOST_SOURCES]
     )
     more = f'<p class="note">and {len(found) - MOST_SOURCES:,} more</p>' if len(found) > MOST_SOURCES else ""
     return f'<table class="spaced"><tr><th>source</th><th>format</th><th class="n">rows read</th></tr>{rows}</table>{more}'
+
+
+def _weight(weight: Any) -> str:
+    """How often each row comes in an epoch, where that is not once."""
+    times = _number(weight)
+    return f" × {times:g}" if math.isfinite(times) and times != 1 else ""
 
 
 # ---- evaluations and answers ---------------------------------------------------------------------------------------------

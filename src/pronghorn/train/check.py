@@ -42,6 +42,7 @@ class Facts:
     memory_training: int
     memory_activations: int
     notices: tuple[str, ...]
+    sources: tuple[str, ...] = ()  # where there are several
     plan: tuple[str, ...] = ()  # how the layers would be kept, where there is a GPU or a budget
 
     @property
@@ -60,6 +61,7 @@ class Facts:
             ("model", f"{self.model} ({self.model_type}, {self.parameters:,} parameters)"),
             ("trained", f"{self.trainable:,} parameters, {self.precision} on {self.device}"),
             ("data", f"{counted(self.documents, 'document')}, {self.tokens:,} tokens, {share:.0%} of them carry loss"),
+            *(("", text) for text in self.sources),
             ("held out", counted(self.eval_documents, "document")),
             ("packing", f"{counted(self.packs, 'pack')} an epoch, {self.packing_efficiency:.1%} full"),
             ("steps", f"{self.steps:,} of {counted(self.micro_batches_per_step, 'micro-batch', 'micro-batches')}"),
@@ -92,6 +94,7 @@ def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Fac
         memory_weights=weights, memory_training=training,
         # the planner's peak where it has one: activations, and whatever else there is beside weights and training
         memory_activations=planned.plan.peak_bytes - weights - training if planned else _activations(recipe, facts, precision),
+        sources=tuple(map(str, data.counts.sources)) if len(data.counts.sources) > 1 else (),
         plan=tuple(planned.text()) if planned else (),
         notices=tuple(notices(recipe, data, device, precision, facts)),
     )

@@ -24,7 +24,9 @@ def data_facts(counts: Counts, train: TokenTable) -> dict[str, Any]:
     return {
         "read": counts.read, "format": counts.format, "dropped": {why: number for why, number in dropped.items() if number},
         "truncated": counts.truncated, "split_into": counts.split_into,
-        "sources": [{"name": one.name, "format": one.format, "rows": one.read} for one in counts.sources[:MOST_SOURCES]],
+        "sources": [{"name": one.name, "format": one.format, "rows": one.read, "weight": one.weight}
+                    for one in counts.sources[:MOST_SOURCES]],
+        "unused_columns": sorted({column for one in counts.sources for column in one.unused}),
         "lengths": {"shortest": low, "median": median, "mean": float(lengths.mean()), "p95": p95, "longest": high,
                     "bins": [[one.low, one.high, one.rows] for one in length_bins(lengths)]},
     }  # fmt: skip
