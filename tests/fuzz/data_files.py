@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 import os
 import random
 import shutil
@@ -27,6 +29,7 @@ from samples import chat_rows, make_tokenizer
 Rows = list[dict[str, Any]]
 SPEAKERS = {"user": "human", "assistant": "gpt"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+OLD_CALL = {"name": "add", "arguments": '{"a": 1}'}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
@@ -42,6 +45,12 @@ def _rows(chance: random.Random) -> Rows:
         [{"text": f"{row[0][1]} {row[1][1]}"} for row in turns],
         [{"messages": [*row["messages"], {"role": "assistant", "content": None, "tool_calls": [CALL]}], "tools": [TOOL]}
          for row in chats],
+        [{"messages": [*row["messages"], {"role": "assistant", "content": "", "function_call": OLD_CALL},
+                       {"role": "function", "name": "add", "content": "2"}], "functions": [TOOL["function"]], "system": "be"}
+         for row in chats],
+        [{"prompt": row[0][1], "completion": row[1][1], "system": "be kind", "id": 3} for row in turns],
+        [{"instruction": row[0][1], "output": row[1][1], "history": [["a", "b"]]} for row in turns],
+        [{"prompt": row[0][1], "chosen": row[1][1], "rejected": "no"} for row in turns],
         [{"messages": [turn | {"train": turn["role"] == "assistant"} for turn in row["messages"]]} for row in chats],
     )
     return chance.choice(kinds)
@@ -79,10 +88,33 @@ def _parquet(rows: Rows) -> bytes:
     return sink.getvalue()
 
 
+def _arrow(rows: Rows) -> bytes:
+    return _ipc(rows, pa.ipc.new_file)
+
+
+def _stream(rows: Rows) -> bytes:
+    return _ipc(rows, pa.ipc.new_stream)
+
+
+def _ipc(rows: Rows, new: Callable[..., Any]) -> bytes:
+    sink, table = io.BytesIO(), pa.Table.from_pylist(rows)
+    with new(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+    return sink.getvalue()
+
+
+def _zstd(rows: Rows) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as packed:
+        packed.write(_jsonl(rows))
+    return bytes(sink.getvalue().to_pybytes())
+
+
 WRITERS: dict[str, Callable[[Rows], bytes]] = {
     "jsonl": _jsonl, "ndjson": _jsonl, "json": _json, "JSON": _list, "csv": _table(","), "tsv": _table("\t"), "txt": _jsonl,
     "jsonl.gz": lambda rows: gzip.compress(_jsonl(rows)), "csv.gz": lambda rows: gzip.compress(_table(",")(rows)),
-    "parquet": _parquet,
+    "parquet": _parquet, "arrow": _arrow, "ARROW": _stream, "jsonl.zst": _zstd,
+    "jsonl.xz": lambda rows: lzma.compress(_jsonl(rows)), "json.bz2": lambda rows: bz2.compress(_list(rows)),
 }
 ENCODINGS = ("utf-16", "utf-16-le", "utf-32", "latin-1", "cp1252", "utf-8-sig", "gb18030", "shift-jis", "utf-7")
 
@@ -95,7 +127,7 @@ def _spoilt(chance: random.Random) -> tuple[str, bytes, str]:
         changed, what = mutated_value(rows, chance)
         try:
             return ending, WRITERS[ending](changed), what  # type: ignore[arg-type]
-        except (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError):  # no such file can be
+        except (pa.ArrowException, TypeError, ValueError, LookupError, AttributeError, OverflowError):  # no such file can be
             ending = "jsonl"
             return ending, json.dumps(changed).encode() + b"\n", what
     content = WRITERS[ending](rows)

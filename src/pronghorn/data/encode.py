@@ -65,7 +65,7 @@ class Encoder:
                 rows.append(self.encode(example))
             except RowError as error:
                 why = error.what if not error.why else f"{error.what}; {error.why}"
-                bad.append(BadRow(example.where, why, excerpt(example_to_json(example))))
+                bad.append(BadRow(example.where, why, excerpt(example_to_json(example)), error.fix))
         return record_batch(rows), bad
 
     def prompt_ids(self, question: Example) -> list[int]:
