@@ -137,6 +137,9 @@ class Data(Section):
     eot_tokens: Annotated[tuple[Name, ...], BeforeValidator(_one_or_many)] = ()  # also end a turn of the chat template
     loss_on: Literal["auto", "assistant", "completion", "all"] = "auto"  # auto: what the format carries
     bad_rows: Literal["stop", "skip"] = "stop"
+    lost: Literal["refuse", "allow"] = "refuse"  # rows of which the chat template leaves something out: bad rows, or trained on
+    # control tokens (<|im_end|>) inside a message: text as any other, or a bad row, or control tokens
+    control_tokens: Literal["escape", "refuse", "keep"] = "escape"
     duplicates: Literal["keep", "drop-exact", "drop-near"] = "keep"
     junk: Literal["keep", "drop"] = "keep"
     workers: NonNegativeInt = 2  # threads that build packed batches ahead of the step

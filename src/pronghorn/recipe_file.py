@@ -57,6 +57,8 @@ data:
   # eot_tokens: [<|im_end|>]                 # end a turn too, where the tokenizer does not mark them as special
   loss_on: auto                              # auto | assistant | completion | all
   bad_rows: stop                             # stop | skip
+  lost: refuse                               # refuse | allow: rows of which the chat template leaves something out
+  control_tokens: escape                     # escape | refuse | keep: <|im_end|> and the like inside a message
   duplicates: keep                           # keep | drop-exact | drop-near
   junk: keep                                 # keep | drop
   workers: 2                                 # threads that build packed batches ahead of the step

@@ -37,8 +37,8 @@ def encoded(pool: EncodingPool) -> tuple[list[list[int]], int]:
         for at in range(0, len(ROWS), 8):
             done += list(pool.give(ROWS[at : at + 8]))
         done += list(pool.rest())
-    ids = [row.values.to_numpy().tolist() for batch, _ in done for row in batch.column("ids")]
-    return ids, sum(len(bad) for _, bad in done)
+    ids = [row.values.to_numpy().tolist() for batch, _, _ in done for row in batch.column("ids")]
+    return ids, sum(len(bad) for _, bad, _ in done)
 
 
 def test_all_cores_give_what_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_a_slow_worker_is_not_a_stopped_one(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(EncodingPool, "_cpu_ticks", lambda self: [next(looks)])  # at every look it has worked
     pool = EncodingPool(Encoder(make_tokenizer(CHATML)), cores=2)
     with pool:
-        assert sum(batch.num_rows for batch, _ in [*pool.give(ROWS[:8]), *pool.rest()]) == 8
+        assert sum(batch.num_rows for batch, _, _ in [*pool.give(ROWS[:8]), *pool.rest()]) == 8
 
 
 def test_an_interrupt_does_not_wait_for_a_stopped_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pronghorn.data.rendering import RowError
-from pronghorn.data.templates import ChatTemplate, render_chat
+from pronghorn.data.templates import ChatTemplate, chat_template, render_chat
 from pronghorn.errors import DataError
 from samples import CHATML, make_tokenizer
 
@@ -106,8 +106,8 @@ def tokenizer_for(template: str | None, eos: str = "<|im_end|>") -> Any:
     return tokenizer
 
 
-def said(template: str, messages: list[dict[str, Any]], eos: str = "<|im_end|>") -> list[str]:
-    rendered = render_chat(tokenizer_for(template, eos), messages)
+def said(template: str, messages: list[dict[str, Any]], eos: str = "<|im_end|>", allow_lost: bool = False) -> list[str]:
+    rendered = chat_template(tokenizer_for(template, eos)).render(messages, allow_lost=allow_lost)
     return [rendered.text[start:stop] for start, stop in rendered.spans]
 
 
@@ -199,18 +199,22 @@ def test_calls_are_said_up_to_their_end_token() -> None:
     assert said(QWEN3, CALLING) == [first, "<think>\n\n</think>\n\nRain.<|im_end|>"]
     # Another question makes the template drop the thinking; no prefix of the conversation is rendered the same now.
     later = [*CALLING, {"role": "user", "content": "Thanks"}, {"role": "assistant", "content": "Bye"}]
-    assert said(QWEN3, later) == [call, "Rain.<|im_end|>", "<think>\n\n</think>\n\nBye<|im_end|>"]
+    with pytest.raises(RowError, match="does not write its reasoning in message 2") as caught:
+        said(QWEN3, later)
+    assert "only behind the last question" in caught.value.why
+    assert "data.lost: allow" in caught.value.fix
+    assert said(QWEN3, later, allow_lost=True) == [call, "Rain.<|im_end|>", "<think>\n\n</think>\n\nBye<|im_end|>"]
 
     analysis = "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant"
     command = ' to=functions.f<|channel|>commentary json<|message|>{"city": "Oslo", "days": 3}<|call|>'
     assert said(HARMONY, CALLING[:2]) == [analysis + command]
-    assert said(HARMONY, CALLING) == [command, "<|channel|>final<|message|>Rain.<|return|>"]
+    assert said(HARMONY, CALLING, allow_lost=True) == [command, "<|channel|>final<|message|>Rain.<|return|>"]
 
 
 def test_calls_without_any_end_token() -> None:
     call = ' [{"type": "function", "function": {"name": "f", "arguments": {"city": "Oslo", "days": 3}}}]'
-    assert said(NO_END_WITH_CALLS, CALLING) == [call, " Rain.\n<|im_end|>"]
-    assert said(NO_END_WITH_CALLS, CALLING[:2]) == [call + "\n<|im_end|>"]
+    assert said(NO_END_WITH_CALLS, CALLING, allow_lost=True) == [call, " Rain.\n<|im_end|>"]
+    assert said(NO_END_WITH_CALLS, CALLING[:2], allow_lost=True) == [call + "\n<|im_end|>"]
 
 
 def test_a_call_that_the_template_leaves_out_is_an_error() -> None:
@@ -220,7 +224,11 @@ def test_a_call_that_the_template_leaves_out_is_an_error() -> None:
 
 def test_thinking_inside_the_content() -> None:
     answer = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes"}
-    assert said(QWEN3, [TALK[0], answer, TALK[2], answer]) == ["Yes<|im_end|>", "<think>\nhm\n</think>\n\nYes<|im_end|>"]
+    assert said(QWEN3, [TALK[0], answer]) == ["<think>\nhm\n</think>\n\nYes<|im_end|>"]
+    talk = [TALK[0], answer, TALK[2], answer]
+    with pytest.raises(RowError, match="does not write part of its content in message 2"):
+        said(QWEN3, talk)
+    assert said(QWEN3, talk, allow_lost=True) == ["Yes<|im_end|>", "<think>\nhm\n</think>\n\nYes<|im_end|>"]
 
 
 def test_a_template_that_looks_at_how_the_users_text_begins() -> None:
@@ -229,12 +237,14 @@ def test_a_template_that_looks_at_how_the_users_text_begins() -> None:
     asks = {"role": "assistant", "content": "Ask.", "reasoning_content": "hm"}
     messages = [TALK[0], asks, response, TALK[1]]
     assert said(QWEN3, messages) == ["<think>\nhm\n</think>\n\nAsk.<|im_end|>", "<think>\n\n</think>\n\nHello<|im_end|>"]
-    assert said(QWEN3, messages * 2) == ["Ask.<|im_end|>", "Hello<|im_end|>", *said(QWEN3, messages)]
+    assert said(QWEN3, messages * 2, allow_lost=True) == ["Ask.<|im_end|>", "Hello<|im_end|>", *said(QWEN3, messages)]
 
 
-def test_a_rewritten_content_is_found_by_prefixes() -> None:
+def test_a_rewritten_content_is_told() -> None:
     shouting = CHATML.replace("message['content']", "message['content'] | replace('l', 'L') | upper")
-    assert said(shouting, TALK) == ["HELLO<|im_end|>", "THINK<|im_end|>"]
+    with pytest.raises(RowError, match="the template rewrites it"):
+        said(shouting, TALK)
+    assert said(shouting, TALK, allow_lost=True) == ["HELLO<|im_end|>", "THINK<|im_end|>"]
 
 
 @pytest.mark.parametrize(

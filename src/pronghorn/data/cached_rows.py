@@ -22,7 +22,7 @@ from typing import Any
 
 from pronghorn.data import sources
 from pronghorn.data.encode import Encoder
-from pronghorn.data.encoding_pool import CHUNK, EncodingPool
+from pronghorn.data.encoding_pool import CHUNK, Encoded, EncodingPool
 from pronghorn.data.partial_table import Note, PartialTable
 from pronghorn.data.reading import (
     FIRST_BAD_ROWS,
@@ -51,7 +51,7 @@ from pronghorn.errors import EnvironmentFault, counted
 from pronghorn.folders import cache_folder
 from pronghorn.recipe import Data
 
-CACHE_VERSION = 6  # raise it when the same input is tokenized or laid out differently
+CACHE_VERSION = 7  # raise it when the same input is tokenized or laid out differently
 
 Progress = Callable[[str, int, int], None]
 Stage = Callable[[str], AbstractContextManager[Any]]
@@ -75,6 +75,8 @@ class Rows:
     bad: int
     empty: int  # with an answer that says nothing: junk, whether it is dropped or not
     sources: tuple[SourceCount, ...]
+    lost: int = 0  # of which the chat template left something out, which data.lost allowed
+    controls: int = 0  # whose texts hold control tokens
     remarks: tuple[str, ...] = ()  # what became of the cache, if there is something to tell
 
     @property
@@ -101,12 +103,13 @@ def tokenized_rows(
     if cached is not None:
         return replace(cached, remarks=tuple(told_of(found)))
     with stage("load"):
-        encoder = Encoder(loaded(tokenizer), spec.loss_on)
+        encoder = Encoder(loaded(tokenizer), spec.loss_on, spec.lost, spec.control_tokens)
     with PartialTable(path) as partial:
         work = _Tokenizing(found, states, spec, encoder, progress, stage)
         work.into(partial)
         counts, aside = work.counts, path.with_suffix(".bad.jsonl") if work.counts.bad else None
-        meta = {"read": counts.read, "bad": counts.bad, "empty": counts.empty, "sources": list(map(asdict, counts.sources)),
+        meta = {"read": counts.read, "bad": counts.bad, "empty": counts.empty, "lost": counts.lost,
+                "controls": counts.controls, "sources": list(map(asdict, counts.sources)),
                 "seal": asdict(partial.finish()), "aside": bytes_digest(partial.aside) if aside else ""}
         write_note(path.with_suffix(".json"), json.dumps(meta))
         partial.publish(aside)
@@ -124,7 +127,7 @@ def tokenized_rows(
 
 def _key(found: Sequence[Part], spec: Data, tokenizer: str) -> str:
     parts: list[Any] = [CACHE_VERSION, CHUNK, version("transformers"), version("tokenizers"), tokenizer]
-    parts += [spec.loss_on, spec.bad_rows, key_of(found)]
+    parts += [spec.loss_on, spec.bad_rows, spec.lost, spec.control_tokens, key_of(found)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
@@ -139,7 +142,8 @@ def _open(path: Path, found: Sequence[Part]) -> Rows | None:
     # JSON has lists where a count has tuples; how often rows come is the recipe's to say, and not kept here
     given = zip(meta["sources"], found, strict=True)
     counts = tuple(SourceCount(**source | {"unused": tuple(source["unused"]), "weight": part.weight}) for source, part in given)
-    return Rows(open_table(path, Seal(**meta["seal"])), path, meta["read"], meta["bad"], meta["empty"], counts)
+    return Rows(open_table(path, Seal(**meta["seal"])), path, meta["read"], meta["bad"], meta["empty"], counts,
+                meta["lost"], meta["controls"])
 
 
 @dataclass(slots=True)
@@ -149,11 +153,14 @@ class _Counts:
     read: int = 0
     bad: int = 0
     empty: int = 0
+    lost: int = 0
+    controls: int = 0
     sources: list[SourceCount] = field(default_factory=list)  # of all parts, also of those without a row
 
     def add(self, note: Note) -> None:
         """Of one chunk more."""
         self.read, self.bad, self.empty = self.read + note["read"], self.bad + note["bad"], self.empty + note["empty"]
+        self.lost, self.controls = self.lost + note["lost"], self.controls + note["controls"]
         before = self.sources[note["part"]]
         self.sources[note["part"]] = replace(
             before, format=note["format"], read=before.read + note["read"], rows=before.rows + note["rows"],
@@ -206,18 +213,18 @@ class _Tokenizing:
             raise bad_rows(first, counts.bad, counts.read)
         self._tell("tokenizing", counts.read, counts.read)
 
-    def _write(self, partial: PartialTable, done: Sequence[tuple[Any, list[BadRow]]]) -> None:
+    def _write(self, partial: PartialTable, done: Sequence[Encoded]) -> None:
         """What is done comes in the order in which it was given; chunks without an example were not given."""
         results = iter(done)
         while self._waiting:
             chunk = self._waiting[0]
-            result = next(results, None) if chunk.examples else (None, [])
+            result = next(results, None) if chunk.examples else (None, [], {"lost": 0, "controls": 0})
             if result is None:
                 break
             self._waiting.popleft()
-            batch, bad = result
+            batch, bad, told = result
             self._any_bad = self._any_bad or bool(bad)
-            note = chunk.note() | {"bad": len(chunk.bad) + len(bad), "rows": batch.num_rows if batch is not None else 0}
+            note = chunk.note() | {"bad": len(chunk.bad) + len(bad), "rows": batch.num_rows if batch is not None else 0, **told}
             partial.add(batch, [*chunk.bad, *bad], note)
             self.counts.add(note)
         self._progress()

@@ -23,14 +23,15 @@ from pronghorn.data.tokens import Ints, Span, TokenRow, record_batch
 from pronghorn.errors import DataError
 
 LossOn = Literal["auto", "assistant", "completion", "all"]
-
-
+Lose = Literal["refuse", "allow"]  # recipe.Data.lost
+Controls = Literal["escape", "refuse", "keep"]  # recipe.Data.control_tokens
+Told = dict[str, int]  # rows of which the template left something out (lost), rows whose texts hold control tokens (controls)
 
 class Encoder:
     """One tokenizer and one choice of what carries loss."""
 
-    def __init__(self, tokenizer: Any, loss_on: LossOn = "auto") -> None:
-        self._tokenizer, self._loss_on = tokenizer, loss_on
+    def __init__(self, tokenizer: Any, loss_on: LossOn = "auto", lost: Lose = "refuse", controls: Controls = "escape") -> None:
+        self._tokenizer, self._loss_on, self._lost, self._controls = tokenizer, loss_on, lost, controls
         self._backend = tokenizer.backend_tokenizer
         self._chat: ChatTemplate | None = None
         # What the tokenizer itself puts before a plain text: [<bos>] or nothing.
@@ -44,29 +45,31 @@ class Encoder:
 
     def encode(self, example: Example) -> TokenRow:
         """Raises RowError when this row cannot be encoded exactly."""
-        text, spans = self._text_and_spans(example)
+        text, spans, literal, lost = self._text_and_spans(example)
         before = self._before_text if example.kind != "chat" else []
         if before and text.startswith(self._tokenizer.bos_token):
             before = []
-        ids, runs = self._tokens(text, spans, example.where)
+        ids, runs = self._tokens(text, spans, example.where, literal if self._controls == "escape" else ())
         if self._loss_on == "all" or example.kind == "text":
             runs = [(0, len(ids))]
         if before:
             ids = np.concatenate([np.array(before, np.int32), ids])
             runs = [(start + len(before), stop + len(before)) for start, stop in runs]
-        return TokenRow(ids, tuple(runs), example.where, example_to_json(example))
+        return TokenRow(ids, tuple(runs), example.where, example_to_json(example), lost, len(literal))
 
-    def encode_many(self, examples: Sequence[Example]) -> tuple[Any, list[BadRow]]:
-        """A record batch of the rows that could be encoded, and the others."""
+    def encode_many(self, examples: Sequence[Example]) -> tuple[Any, list[BadRow], Told]:
+        """A record batch of the rows that could be encoded, the others, and how many of the first are not as given."""
         rows: list[TokenRow] = []
         bad: list[BadRow] = []
+        told = {"lost": 0, "controls": 0}
         for example in examples:
             try:
-                rows.append(self.encode(example))
+                rows.append(row := self.encode(example))
+                told = {"lost": told["lost"] + bool(row.lost), "controls": told["controls"] + bool(row.controls)}
             except RowError as error:
                 why = error.what if not error.why else f"{error.what}; {error.why}"
                 bad.append(BadRow(example.where, why, excerpt(example_to_json(example)), error.fix))
-        return record_batch(rows), bad
+        return record_batch(rows), bad, told
 
     def prompt_ids(self, question: Example) -> list[int]:
         """What the model is given to answer: a conversation and the generation prompt, or a prompt."""
@@ -78,20 +81,10 @@ class Encoder:
             text, before = question.prompt, self._before_text
         return [*before, *self._backend.encode(text, add_special_tokens=False).ids]
 
-    def _text_and_spans(self, example: Example) -> tuple[str, Sequence[Span]]:
-        """The text, and the characters of it that carry loss."""
+    def _text_and_spans(self, example: Example) -> tuple[str, Sequence[Span], Sequence[Span], str]:
+        """The text, the characters of it that carry loss, those that only look like control tokens, and what it lost."""
         if example.kind == "chat":
-            self.prepare_for(example)
-            assert self._chat is not None
-            if self._loss_on == "all":
-                return self._chat.plain(example.messages, example.tools, example.where), ()
-            _refuse_others_trained(example)
-            rendered = self._chat.render(example.messages, example.tools, example.where)
-            turns = [turn for turn in rendered.turns if turn.message >= example.prompt_messages]
-            if self._loss_on == "completion" and not example.prompt_messages:
-                turns = turns[-1:]
-            trained = [turn for turn in turns if not only_read(example.messages[turn.message])]
-            return rendered.text, [(turn.start, turn.stop) for turn in trained]
+            return self._chat_text(example)
         if example.kind == "text" and self._loss_on not in {"auto", "all"}:
             raise DataError(
                 f"loss on the {self._loss_on} is asked for, and the rows are plain text", where=example.where,
@@ -100,7 +93,35 @@ class Encoder:
         said = example.prompt + example.completion if example.kind == "completion" else example.text
         end = self._end_token(example.where)
         text = said if said.endswith(end) else said + end
-        return text, [(len(example.prompt), len(text))] if example.kind == "completion" else ()
+        return text, [(len(example.prompt), len(text))] if example.kind == "completion" else (), (), ""
+
+    def _chat_text(self, example: Example) -> tuple[str, Sequence[Span], Sequence[Span], str]:
+        self.prepare_for(example)
+        assert self._chat is not None
+        messages, allowed = example.messages, self._lost == "allow"
+        if self._loss_on == "all":
+            rendered = self._chat.plain(messages, example.tools, example.where, allow_lost=allowed)
+            trained = []
+        else:
+            _refuse_others_trained(example)
+            read_only = {i for i, message in enumerate(messages) if i < example.prompt_messages or only_read(message)}
+            rendered = self._chat.render(messages, example.tools, example.where, allow_lost=allowed, read_only=read_only)
+            turns = [turn for turn in rendered.turns if turn.message >= example.prompt_messages]
+            if self._loss_on == "completion" and not example.prompt_messages:
+                turns = turns[-1:]
+            trained = [turn for turn in turns if turn.message not in read_only]
+        literal = self._chat.control_tokens(rendered, messages)
+        if literal and self._controls == "refuse":
+            raise RowError(
+                f"a message holds the control token {rendered.text[slice(*literal[0])]}", where=example.where,
+                why="in a text it would open or end a turn, as if the template had written it",
+                fix="take it out of the row, or set data.control_tokens: escape (it stays text) or keep",
+            )  # fmt: skip
+        spans: list[Span] = []
+        for turn in trained:  # a template may write two turns in a row as one
+            joined = spans and spans[-1][1] == turn.start
+            spans[-1:] = [(spans[-1][0], turn.stop)] if joined else [*spans[-1:], (turn.start, turn.stop)]
+        return rendered.text, spans, literal, rendered.lost[0].what if rendered.lost else ""
 
     def _end_token(self, where: str) -> str:
         if not self._tokenizer.eos_token:
@@ -112,15 +133,19 @@ class Encoder:
 
     # Characters to tokens
 
-    def _tokens(self, text: str, spans: Sequence[Span], where: str) -> tuple[Ints, list[Span]]:
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        ids = np.array(encoding.ids, np.int32)
-        if not spans:
-            return ids, []
-        runs = runs_of(encoding, spans, len(text))
-        if self._first_wrong(ids, runs, text, spans) is None:
-            return ids, runs
-        ids, runs = self._tokens_of_parts(text, spans)
+    def _tokens(self, text: str, spans: Sequence[Span], where: str, literal: Sequence[Span] = ()) -> tuple[Ints, list[Span]]:
+        """`literal`: parts of the text that look like control tokens and are none."""
+        if literal:
+            ids, runs = self._tokens_of_parts(text, spans, literal)
+        else:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+            ids = np.array(encoding.ids, np.int32)
+            if not spans:
+                return ids, []
+            runs = runs_of(encoding, spans, len(text))
+            if self._first_wrong(ids, runs, text, spans) is None:
+                return ids, runs
+            ids, runs = self._tokens_of_parts(text, spans)
         wrong = self._first_wrong(ids, runs, text, spans)
         if wrong is not None:
             start, stop = spans[wrong]
@@ -132,15 +157,27 @@ class Encoder:
             )  # fmt: skip
         return ids, runs
 
-    def _tokens_of_parts(self, text: str, spans: Sequence[Span]) -> tuple[Ints, list[Span]]:
-        borders = [0, *itertools.chain.from_iterable(spans), len(text)]
-        parts = [
-            self._backend.encode(text[start:stop], add_special_tokens=False).ids
-            for start, stop in itertools.pairwise(borders)
-        ]
-        ends = list(itertools.accumulate(len(part) for part in parts))
-        runs = [(ends[2 * i], ends[2 * i + 1]) for i in range(len(spans))]
-        return np.array(list(itertools.chain.from_iterable(parts)), np.int32), runs
+    def _tokens_of_parts(self, text: str, spans: Sequence[Span], literal: Sequence[Span] = ()) -> tuple[Ints, list[Span]]:
+        borders = sorted({0, len(text), *itertools.chain.from_iterable(spans), *itertools.chain.from_iterable(literal)})
+        plain = {start for start, _ in literal}
+        ids: list[int] = []
+        before = {0: 0}  # border -> how many tokens stand before it
+        for start, stop in itertools.pairwise(borders):
+            ids += self._as_text(text[start:stop]) if start in plain else self._backend.encode(
+                text[start:stop], add_special_tokens=False).ids
+            before[stop] = len(ids)
+        return np.array(ids, np.int32), [(before[start], before[stop]) for start, stop in spans]
+
+    def _as_text(self, part: str) -> list[int]:
+        """The tokens of a text that looks like a control token, none of which is one."""
+        self._backend.encode_special_tokens = True
+        try:
+            ids = list(self._backend.encode(part, add_special_tokens=False).ids)
+            if len(ids) == 1:  # not marked as special, so still found whole
+                ids = [i for piece in (part[:1], part[1:]) for i in self._backend.encode(piece, add_special_tokens=False).ids]
+            return ids
+        finally:
+            self._backend.encode_special_tokens = False
 
     def _decode(self, ids: Ints) -> str:
         return str(self._backend.decode(ids.tolist(), skip_special_tokens=False))

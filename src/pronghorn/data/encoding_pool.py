@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pronghorn.data.encode import Encoder
+from pronghorn.data.encode import Encoder, Told
 from pronghorn.data.formats import Example
 from pronghorn.data.source_files import BadRow
 from pronghorn.errors import EnvironmentFault
@@ -34,7 +34,7 @@ STANDING_STILL = 60  # looks in a row without any CPU time of any worker. Looks,
 # its workers, by Ctrl-Z, has not looked meanwhile
 STATES = {"T": "stopped, by a signal", "t": "stopped, by a debugger", "D": "waiting for a disk", "Z": "ended", "S": "waiting"}
 
-Encoded = tuple[Any, list[BadRow]]  # a record batch, and the rows that are not in it
+Encoded = tuple[Any, list[BadRow], Told]  # a record batch, the rows that are not in it, and how many are not as they were
 
 
 class EncodingPool:

@@ -156,6 +156,12 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
     if rows.empty and spec.junk == "keep":
         remarks.append(f"{counted(rows.empty, 'row')} with an empty answer: junk, of which only the end is learned;"
                        " data.junk: drop leaves them out")
+    if rows.lost:
+        remarks.append(f"{counted(rows.lost, 'row')} of which the chat template leaves something out, trained without it"
+                       " (data.lost: allow)")
+    if rows.controls:
+        fate = "kept as text" if spec.control_tokens == "escape" else "trained as such (data.control_tokens: keep)"
+        remarks.append(f"{counted(rows.controls, 'row')} with control tokens inside a message: {fate}")
     limit, affected = spec.max_length, int((table.lengths > spec.max_length).sum())
     if spec.long is None and affected > SILENT_SHARE * len(table):
         problem = _too_many_long(table, limit, affected)

@@ -9,6 +9,7 @@ process's own limit, which is lowered while the template runs. Both need the mai
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import threading
@@ -22,6 +23,7 @@ import jinja2
 from pronghorn.errors import DataError
 
 T = TypeVar("T")
+CHANGING = re.compile(r"attribute '([a-z]\w*)' of '(list|dict|set)' object")
 SECONDS = 10.0  # of CPU time, for one rendering
 MEMORY = 1 << 30  # bytes beyond what the process has
 MEMORY_A_LETTER = 64  # and for each letter of the conversation: texts are copied, and letters may take 4 bytes
@@ -36,6 +38,10 @@ TEMPLATE_ERRORS = (
 
 class RowError(DataError):
     """Something is wrong with one row; others may be fine."""
+
+
+class SandboxError(RowError):
+    """The template changes a list or a dictionary, which the sandbox that transformers runs it in does not allow."""
 
 
 class _TimeIsUpError(BaseException):
@@ -113,7 +119,14 @@ def _beyond(what: str, why: str, where: str) -> DataError:
 
 def _template_fault(error: Exception, where: str) -> DataError:
     broken = isinstance(error, (jinja2.TemplateSyntaxError, SyntaxError))
-    if broken or isinstance(error, jinja2.exceptions.SecurityError):
+    unsafe = isinstance(error, jinja2.exceptions.SecurityError)
+    if unsafe and (changing := CHANGING.search(str(error))):
+        return SandboxError(
+            f"the chat template calls {changing[2]}.{changing[1]}, which its sandbox does not allow", where=where,
+            why="transformers renders templates in a sandbox where they cannot change lists and dictionaries",
+            fix="set data.chat_template to a version of the template that adds lists (a + [b]), or leave such rows out",
+        )  # fmt: skip
+    if broken or unsafe:
         return DataError(
             "the chat template is not valid Jinja" if broken else "the chat template tries to leave its sandbox",
             where="chat template", why=str(error), fix="set data.chat_template to a template you trust",

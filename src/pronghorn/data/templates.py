@@ -1,16 +1,16 @@
 """A conversation through the tokenizer's chat template, and exactly which characters of it the assistant says.
 
-A turn's span is what the model has to produce: everything after the generation prompt, up to and including the
-end-of-turn token (not the newline after it). Where it lies is never guessed:
+A turn's span is what the model has to produce: everything after the generation prompt, up to and including what closes the
+turn (not the newline after it). Where it lies is never guessed:
 
-1. A template with `{% generation %}` blocks says it itself.
-2. Otherwise the conversation is rendered twice, plainly and with private-use characters set around every text in it.
-   When taking them out again gives the plain text, they show where each text went; what stands between two texts
-   comes from the template alone, and is compared with what the same template writes around a probe. Two renders a
-   row, whatever its number of turns.
-3. Where the marks disturb the template, each turn is rendered as a prefix of the conversation; the prefix that ends
-   with the generation prompt must be a prefix of the whole.
+1. The conversation is rendered twice, plainly and with marks around every text in it (marks.py). They show where each text
+   went, and what the template leaves out; what stands between two texts is split once for all rows (turn_borders.py).
+2. A template with `{% generation %}` blocks says itself what of a turn is trained: never the turn's header, always its end.
+3. Where the marks disturb the template, each turn is rendered as a prefix of the conversation; the prefix that ends with the
+   generation prompt must be a prefix of the whole.
 4. Otherwise it is an error that names the row.
+
+What a message holds must be in the text: a row of which the template leaves something out is refused, or counted (data.lost).
 
 A template without any end-of-turn token teaches no model to stop: the tokenizer's end token is appended to such a
 conversation when it ends with the assistant; turns inside it end with the text that closes them.
@@ -18,25 +18,25 @@ conversation when it ends with the assistant; turns inside it end with the text 
 
 from __future__ import annotations
 
+import datetime
+import itertools
+import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from pronghorn.data.marks import MARKS, Lost, Marks, Message, lost_values
 from pronghorn.data.rendering import RowError, within_limits
+from pronghorn.data.spellings import Spelling, kind, spelling, spellings
 from pronghorn.data.tokens import Span, render_tracked
+from pronghorn.data.turn_borders import Borders, Row
 from pronghorn.errors import DataError
 
-Message = dict[str, Any]
-
-# Marks: a start and an end character for each text, from the private-use plane 15, which chat data does not use.
-FIRST_MARK, LAST_MARK = 0xF0000, 0xFFFFD
-MARKS = re.compile(f"[{chr(FIRST_MARK)}-{chr(LAST_MARK)}]")
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-PROBE = chr(LAST_MARK)  # a message that is nothing but a mark
-ASK = {"role": "user", "content": "?"}
-CALL_ID = {"tool_call_id": "call00000", "name": "f"}  # nine characters: Mistral's templates insist
+LOOKS_SPECIAL = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜<>\s]+｜>|</?s>|</?[a-z]+_of_[a-z]+>|\[/?[A-Z_]{3,}\]")
+ASK, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +52,12 @@ class Turn:
 class Rendered:
     text: str
     turns: tuple[Turn, ...]
+    lost: tuple[Lost, ...] = ()  # what the messages hold and the text does not
+    contents: tuple[Span, ...] = ()  # where the text is the messages' own, and not the template's
 
     @property
     def spans(self) -> tuple[Span, ...]:
         return tuple((turn.start, turn.stop) for turn in self.turns)
-
-
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """How turns end, as a probe shows it; "" where there is no such token."""
-
-    last: str  # the token after the last turn
-    inside: str  # the token after a turn that others follow
-    closing: str  # the text after any turn, up to where it depends on what follows
-    call: str  # the token after a turn that calls a tool
 
 
 @lru_cache(maxsize=4)
@@ -83,7 +75,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Message], tools: Any = None, 
 
 
 class ChatTemplate:
-    """A template and what probing it once tells: its generation prompt, what precedes and what ends a turn."""
+    """A template and what probing it once tells: how it wants to be called, its generation prompt, what ends a turn."""
 
     def __init__(self, tokenizer: Any) -> None:
         if not tokenizer.chat_template:
@@ -101,365 +93,350 @@ class ChatTemplate:
         specials |= set(getattr(tokenizer, "pronghorn_eot_tokens", ()))  # data.eot_tokens
         longest_first = sorted((token for token in specials if token), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # (?!) matches nothing
-        self._before: dict[str, tuple[str, ...]] = {}  # role -> what follows its message when the assistant is to speak
-        self._generation_prompt = self._probe_generation_prompt()
-        self._ends = self._probe_ends()
+        self._no_tools, self._options = self._how_to_call()
+        self._borders = Borders(self._attempt, self._special, str(tokenizer.bos_token or ""))
+        self._liked: dict[tuple[bool, bool, bool], tuple[int, int]] = {}  # kind of conversation -> spelling that lost nothing
+        self._closings = self._probe_closings()
+        self._require_tokens()
 
     # Rendering
 
-    def _render(self, messages: Sequence[Message], tools: Any, where: str, prompt: bool = False) -> str:
+    def _render(self, messages: Sequence[Message], said: Spelling, where: str, prompt: bool = False) -> str:
+        tools = said.tools or self._no_tools
+        options = self._options(tools) | said.options
+
         def render() -> str:
-            return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt))
+            return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False,
+                                                           add_generation_prompt=prompt, **options))
 
         return within_limits(render, messages, where)
 
-    def _attempt(self, messages: Sequence[Message], tools: Any = None, prompt: bool = False) -> str | None:
-        """For probes and prefixes, which a template may refuse (a lone system message, two users in a row)."""
+    def _attempt(self, messages: Sequence[Message], said: Spelling, prompt: bool = False) -> str | None:
+        """For probes, marks and prefixes, which a template may refuse (a lone system message, two users in a row)."""
         try:
-            return self._render(messages, tools, "", prompt)
+            return self._render(messages, said, "", prompt)
         except RowError:
             return None
 
+    def _how_to_call(self) -> tuple[Any, Callable[[Any], dict[str, Any]]]:
+        """Some templates fail without a list of tools, some want it under another name."""
+        today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+
+        def other_names(tools: Any) -> dict[str, Any]:
+            return {"functions": json.dumps(tools or [], ensure_ascii=False, indent=4), "datetime": today}
+
+        ways: list[tuple[Any, Callable[[Any], dict[str, Any]]]]
+        ways = [(None, lambda _: {}), ([], lambda _: {}), (None, other_names)]
+        for way in ways:
+            self._no_tools, self._options = way
+            if self._attempt([ASK, ANSWER], Spelling([], None)) is not None:
+                return way
+        return ways[0]
+
     def prompt_text(self, messages: Sequence[Message], tools: Any = None, where: str = "") -> str:
         """The conversation so far, and the generation prompt."""
-        return self._render(_with_text(messages), list(tools) if tools else None, where, prompt=True)
+        said = spelling(messages, list(tools) if tools else None, {}, self._liked.get(kind(messages), (0, 0)))
+        return self._render(said.messages, said, where, prompt=True)
 
-    def plain(self, messages: Sequence[Message], tools: Any = None, where: str = "") -> str:
+    def plain(self, messages: Sequence[Message], tools: Any = None, where: str = "", allow_lost: bool = False) -> Rendered:
         """The whole conversation, when nobody asks who says what."""
-        text = self._render(_with_text(messages), list(tools) if tools else None, where)
-        ends_open = self._ends is not None and not self._ends.last and messages[-1].get("role") == "assistant"
-        return text + str(self._tokenizer.eos_token or "") if ends_open else text
+        try:
+            rendered = self.render(messages, tools, where, allow_lost=allow_lost)
+        except CannotTellError as error:
+            rendered = error.rendered
+        return replace(rendered, turns=())
 
-    def render(self, messages: Sequence[Message], tools: Any = None, where: str = "") -> Rendered:
-        messages, tools = _with_text(messages), (list(tools) if tools else None)
-        rendered = self._from_generation_tags(messages, tools, where) if self._tracked else None
-        rendered = rendered or self._derived(messages, tools, where)
-        _require_calls(rendered, messages, where)
-        return rendered
+    def render(self, messages: Sequence[Message], tools: Any = None, where: str = "", *, allow_lost: bool = False,
+               read_only: Collection[int] = ()) -> Rendered:
+        """`read_only`: messages that are not trained on, whose reasoning a template may drop."""
+        kind_of = kind(messages)
+        tools = list(tools) if tools else None
+        first: Rendered | None = None
+        problem: RowError | None = None
+        for said in self._spellings(messages, tools, kind_of):
+            try:
+                rendered = self._spoken(said, where)
+            except RowError as error:
+                problem = problem or error
+                continue
+            lost = tuple(one for one in rendered.lost if one.message not in read_only or one.what != "its reasoning")
+            if not lost:
+                if said.name != (0, 0):
+                    self._liked[kind_of] = said.name
+                return replace(rendered, lost=())
+            first = first or replace(rendered, lost=lost)
+        if first is None or (problem is not None and not isinstance(problem, CannotTellError) and not first.lost):
+            assert problem is not None
+            raise problem
+        if not allow_lost:
+            raise _loses(first.lost, messages, where)
+        return first
 
-    def _derived(self, messages: list[Message], tools: Any, where: str) -> Rendered:
-        text = self._render(messages, tools, where)
-        speaking = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-        if not speaking:
-            return Rendered(text, ())
-        turns = None
-        if self._ends and not MARKS.search(text):
-            turns = self._from_marks(text, _Marks(messages), messages, tools)
-            # A template may look at how the user's text begins and ends; marks in its middle do not show there.
-            turns = turns or self._from_marks(text, _Marks(messages, in_the_middle=True), messages, tools)
-        turns = turns or self._from_prefixes(text, messages, tools, where)
-        return self._with_end(Rendered(text, turns), messages, where)
+    def _spellings(self, messages: Sequence[Message], tools: Any, kind_of: tuple[bool, bool, bool]) -> Any:
+        liked = self._liked.get(kind_of)
+        if liked is not None:
+            yield spelling(messages, tools, {}, liked)
+        yield from (said for said in spellings(messages, tools, {}) if said.name != liked)
 
-    # What the template does around a probe
+    def control_tokens(self, rendered: Rendered, messages: Sequence[Message]) -> list[Span]:
+        """Where the texts of the messages hold control tokens of the tokenizer. Tags of thinking are none: templates read them
+        in a content."""
+        if not any(isinstance(text, str) and self._special.search(text) for text in _texts(messages)):
+            return []
+        found = (token.span() for start, stop in sorted(set(rendered.contents))
+                 for token in self._special.finditer(rendered.text, start, stop) if "think" not in token[0].lower())
+        return sorted(set(found))
 
-    def _probe(self, *messages: Message, prompt: bool = False) -> str | None:
-        """The text that holds PROBE once; some templates want a system message first."""
-        for before in ([], [{"role": "system", "content": "."}]):
-            text = self._attempt([*before, *messages], prompt=prompt)
-            if text is not None and text.count(PROBE) == 1:
-                return text
+    # One spelling
+
+    def _spoken(self, said: Spelling, where: str) -> Rendered:
+        """Raises RowError where the template refuses it, or where a turn cannot be found."""
+        if self._tracked:
+            tools = said.tools or self._no_tools
+            options = self._options(tools) | said.options
+            text, blocks = within_limits(lambda: render_tracked(self._tokenizer, said.messages, tools, **options),
+                                         said.messages, where)
+        else:
+            text, blocks = self._render(said.messages, said, where), []
+        speaking = [i for i, message in enumerate(said.messages) if message.get("role") == "assistant"]
+        row = self._marked(said, text)
+        if row is None and said.name != (0, 0):
+            raise RowError("the chat template does not know this spelling", where=where)
+        if row is None:
+            turns = self._from_prefixes(text, said, speaking, where)
+            rendered = self._with_end(text, turns, said, where, ended=self._closings[1])
+            return replace(rendered, lost=tuple(self._lost_by_text(rendered, said)))
+        lost = [*row.placed.lost(), *self._lost_tools(said, text)]
+        contents = tuple(place for place in row.placed.at if place is not None)
+        turns, missing, ended = self._turns(row, speaking, where, Rendered(text, (), tuple(lost), contents))
+        if _misspelt(row, turns):
+            raise RowError("the chat template does not know this spelling", where=where)
+        if blocks:
+            turns = _within_blocks(turns, blocks, row)
+        rendered = self._with_end(text, turns, said, where, missing, ended)
+        lost += lost_values(said.messages, [(turn.message, turn.start, turn.stop) for turn in turns], rendered.text)
+        return replace(rendered, lost=tuple(dict.fromkeys(lost)), contents=contents)
+
+    def _marked(self, said: Spelling, text: str) -> Row | None:
+        """None where every way of marking disturbs the template."""
+        if MARKS.search(text):
+            return None
+        for middle, empty in ((False, True), (False, False), (True, False)):
+            marks = Marks(said.messages, in_the_middle=middle, empty=empty)
+            marked = None if marks.too_many else self._attempt(marks.messages, said)
+            if marked is not None and MARKS.sub("", marked) == text:
+                row = Row(said, marks, marks.placed(marked, text))
+                if row.placed.repeated:
+                    self._borders.count_repeats(row)
+                return row
         return None
 
-    def _probe_generation_prompt(self) -> str:
-        user = {"role": "user", "content": PROBE}
-        plain, prompted = self._probe(user), self._probe(user, prompt=True)
-        if plain is None or prompted is None or not prompted.startswith(plain):
-            return ""
-        return prompted[len(plain) :]
-
-    def _probe_ends(self) -> Ends | None:
-        """None when the template refuses a question and an answer."""
-        last, inside = self._after({"role": "assistant", "content": PROBE}, ASK)
-        if last is None:
-            return None
-        end_last, end_inside = self._special.search(last), self._special.search(inside or "")
-        closing = _common_start(last, inside or "").rstrip()
-        response = {"role": "tool", "content": "."} | CALL_ID
-        call_last, call_inside = self._after(_calling({"a": PROBE}), response)
-        if call_last is None:  # DeepSeek's templates want the arguments as text
-            call_last, call_inside = self._after(_calling(f'{{"a": "{PROBE}"}}'), response)
-        call_ends = self._special.findall(_common_start(call_last or "", call_inside or ""))
-        return Ends(
-            last=end_last[0] if end_last else "",
-            # Without an end after the last turn, the token after an inner one opens the next turn.
-            inside=end_inside[0] if end_last and end_inside else "",
-            closing=closing,
-            call=call_ends[-1] if call_ends else "",
-        )
-
-    def _after(self, answer: Message, following: Message) -> tuple[str | None, str | None]:
-        """What the template writes after PROBE when this answer is the last message, and when another follows."""
-        texts = self._probe(ASK, answer), self._probe(ASK, answer, following)
-        last, inside = (text.split(PROBE)[1] if text is not None else None for text in texts)
-        return last, inside
-
-    def _lead_ins(self, role: str) -> tuple[str, ...]:
-        """What the template writes after a message of this role up to where the assistant starts; () when it refuses."""
-        if role not in self._before:
-            ahead: list[list[Message]] = [[], [ASK, {"role": "assistant", "content": "!"}]]
-            probe = {"role": role, "content": PROBE}
-            if role == "assistant":
-                ahead = [[ASK]]
-            elif role == "tool":
-                ahead, probe = [[ASK, _calling({})], [ASK, _calling("{}")]], probe | CALL_ID
-            texts = [self._probe(*before, probe, prompt=True) for before in ahead]
-            tails = {text.split(PROBE)[1] for text in texts if text is not None}
-            self._before[role] = tuple(sorted(tails, key=len, reverse=True))
-        return self._before[role]
-
-    # Way 1: the template's own {% generation %} blocks
-
-    def _from_generation_tags(self, messages: list[Message], tools: Any, where: str) -> Rendered | None:
-        """None when the tracked ranges do not hold what the assistant says (a block inside a macro is tracked wrongly)."""
-        text, spans = within_limits(lambda: render_tracked(self._tokenizer, messages, tools), messages, where)
+    def _turns(self, row: Row, speaking: Sequence[int], where: str, so_far: Rendered) -> tuple[list[Turn], str, bool]:
+        """The turns, what is missing behind the last one, and whether it has an end."""
         turns: list[Turn] = []
-        ahead = iter([i for i, message in enumerate(messages) if message.get("role") == "assistant"])
-        done = 0
-        for start, stop in spans:
-            said = text[start:stop]
-            message = next((i for i in ahead if _could_say(messages[i], said)), None)
-            if message is None or start < done:
-                return None
-            done = self._past_end_token(text, start, stop)
-            turns.append(Turn(message, start, done))
-        return self._with_end(Rendered(text, tuple(turns)), messages, where) if turns else None
+        missing, ended = "", True
+        gone = {one.message for one in so_far.lost}
+        for i in speaking:
+            if row.placed.mixed(i):
+                raise _cannot_tell(i, where, "the template writes part of it behind the message that follows it", so_far)
+            repeated = [row.marks.slots[number] for number in row.placed.repeated]
+            if any(slot.message == i and slot.what != "name" for slot in repeated):
+                raise _cannot_tell(i, where, "the template writes it more than once", so_far)
+            start, stop = self._borders.start(row, i), self._borders.stop(row, i)
+            if start is None or stop is None:
+                found = self._by_prefix(so_far.text, row.spelling, i)
+                if found is None and i in gone and row.placed.first[i] is None:
+                    continue  # nothing of it is there; told as lost
+                if found is None:
+                    raise _cannot_tell(i, where, "the template writes no generation prompt before it, or the conversation up to"
+                                       " it in another way than the whole" if start is None else "nothing shows where it ends",
+                                       so_far)
+                turns.append(Turn(i, *found))
+                missing, ended = "", self._closings[1]
+            else:
+                turns.append(Turn(i, start, stop[0]))
+                missing, ended = stop[1].missing, stop[1].ended
+            if len(turns) > 1 and turns[-1].start < turns[-2].stop:
+                raise _cannot_tell(i, where, "the template writes it before the end of the turn before", so_far)
+        return turns, missing, ended
 
-    def _past_end_token(self, text: str, start: int, stop: int) -> int:
-        """A block may end before the end token, at it, or after the newline behind it; a span ends at it."""
-        stop = start + len(text[start:stop].rstrip())
-        inside = [found.end() for found in self._special.finditer(text, start, stop)]
-        if inside and inside[-1] == stop:
-            return stop
-        space = re.compile(r"\s*").match(text, stop)
-        after = self._special.match(text, space.end() if space else stop)
-        known = (self._ends.last, self._ends.inside, self._ends.call) if self._ends else ()
-        return after.end() if after and after[0] in known else stop
+    # Without marks: prefixes of the conversation
 
-    # Way 2: marks around every text
+    def _probe_closings(self) -> tuple[tuple[str, ...], bool]:
+        """What closes plain answers, and whether the last one has an end."""
+        for before in ([], [{"role": "system", "content": "."}]):
+            said = Spelling([*before, ASK, ANSWER, ASK, ANSWER], None)
+            text = self._attempt(said.messages, said)
+            row = self._marked(said, text) if text is not None else None
+            stops = [self._borders.stop(row, i) for i in (len(before) + 1, len(before) + 3)] if row is not None else [None]
+            if row is not None and all(stops):
+                found = []
+                for i, stop in zip((len(before) + 1, len(before) + 3), stops, strict=True):
+                    said_at = row.placed.stop[i]
+                    assert stop is not None
+                    assert said_at is not None
+                    found.append(row.placed.text[said_at : stop[0]])
+                last = stops[-1]
+                assert last is not None
+                return tuple(dict.fromkeys(found)), last[1].ended
+        return (), True
 
-    def _from_marks(self, text: str, marks: _Marks, messages: list[Message], tools: Any) -> tuple[Turn, ...] | None:
-        marked = None if marks.too_many else self._attempt(marks.messages, tools)
-        if marked is None or MARKS.sub("", marked) != text:
-            return None
-        starts, stops, repeated = marks.places(marked, text)
-        following = [len(text)] * len(messages)  # the first mark of any later message
-        for i in range(len(messages) - 1, 0, -1):
-            following[i - 1] = min(following[i], starts.get(i, len(text)), stops.get(i, len(text)))
+    def _from_prefixes(self, text: str, said: Spelling, speaking: Sequence[int], where: str) -> list[Turn]:
         turns: list[Turn] = []
-        for i, message in enumerate(messages):
-            if message.get("role") != "assistant":
-                continue
-            if i not in stops or (i in repeated and not message.get("tool_calls")):
-                return None  # the template dropped or cut what this turn says, or repeats it; or the turn says nothing
-            previous_stop = turns[-1].stop if turns else 0
-            before = (str(messages[i - 1].get("role")), stops[i - 1]) if i - 1 in stops else ("", previous_stop)
-            start = self._start(text, *before, first=starts.get(i))
-            stop = self._stop(text, message, stops[i], following[i], last=i == len(messages) - 1)
-            if start is None or stop is None or not previous_stop <= start <= stops[i] <= stop:
-                return None
-            turns.append(Turn(i, start, stop))
-        return tuple(turns)
+        for i in speaking:
+            found = self._by_prefix(text, said, i)
+            if found is None or (turns and found[0] < turns[-1].stop):
+                raise _cannot_tell(i, where, "the conversation up to it is not how the whole conversation starts, or nothing"
+                                   " shows where it ends", Rendered(text, ()))
+            turns.append(Turn(i, *found))
+        return turns
 
-    def _start(self, text: str, role: str, before: int, first: int | None) -> int | None:
-        """Where the generation prompt ends, before a turn whose own text starts at `first` (None: not known).
-
-        The text of the message before it ends at `before` and is of this role; role "" when that is not known.
-        """
-        lead_ins = self._lead_ins(role) if role else ()
-        for lead_in in lead_ins:
-            if text.startswith(lead_in, before):
-                return before + len(lead_in)
-        # A generation prompt that opens the thinking, before a turn whose thinking the template dropped.
-        if first is not None and any(lead_in.startswith(text[before:first]) for lead_in in lead_ins):
-            return first
-        prompt = self._generation_prompt
-        if first is None or not prompt.strip() or text.count(prompt, before, first) != 1:
+    def _by_prefix(self, text: str, said: Spelling, i: int) -> tuple[int, int] | None:
+        before = self._attempt(said.messages[:i], said, prompt=True) if i else self._borders.prompt
+        whole = self._attempt(said.messages[: i + 1], said)
+        if not before or not text.startswith(before):
             return None
-        return text.index(prompt, before, first) + len(prompt)
+        last = i == len(said.messages) - 1
+        content = str(said.messages[i].get("content") or "").strip()
+        for closing in sorted(self._closings[0], key=len, reverse=True):
+            # What it says and then what closes it: `<think>` before an answer "think" is not that.
+            pattern = re.compile(rf"{re.escape(content)}\s*{re.escape(closing)}" if closing.strip() else re.escape(content))
+            found = pattern.search(text, len(before)) if content else pattern.match(text, len(before))
+            behind = text if last else whole
+            if found and behind is not None and text.startswith(behind) and not behind[found.end() :].strip():
+                return len(before), found.end()
+            if found and not last and whole is not None and not text.startswith(whole) and closing.strip():
+                return len(before), found.end()
+        return None
 
-    def _stop(self, text: str, message: Message, said: int, following: int, last: bool) -> int | None:
-        """Where the turn ends whose own text ends at `said`; no text of a marked message stands in said:following."""
-        assert self._ends is not None
-        if message.get("tool_calls"):
-            at = text.find(self._ends.call, said, following) if self._ends.call else -1
-            return at + len(self._ends.call) if at >= 0 else None
-        if not (self._ends.last if last else self._ends.inside):
-            return said + len(self._ends.closing) if text.startswith(self._ends.closing, said) else None
-        end = self._special.search(text, said, following)
-        return end.end() if end and end[0] in (self._ends.last, self._ends.inside) else None
+    def _lost_by_text(self, rendered: Rendered, said: Spelling) -> list[Lost]:
+        """Without marks: what of the messages cannot be read in the text."""
+        lost = self._lost_tools(said, rendered.text)
+        for i, message in enumerate(said.messages):
+            content = message.get("content")
+            if isinstance(content, str) and content.strip() not in rendered.text:
+                lost.append(Lost(i, "its content as it is (the template rewrites it)"))
+            for key in ("reasoning_content", "thinking"):
+                if isinstance(message.get(key), str) and message[key].strip() not in rendered.text:
+                    lost.append(Lost(i, "its reasoning"))
+            for call in message.get("tool_calls") or []:
+                if str((call.get("function") or call).get("name")) not in rendered.text:
+                    lost.append(Lost(i, f"the call of `{(call.get('function') or call).get('name')}`"))
+        return lost
 
-    # Way 3: prefixes of the conversation
-
-    def _from_prefixes(self, text: str, messages: list[Message], tools: Any, where: str) -> tuple[Turn, ...]:
-        turns: list[Turn] = []
-        for i, message in enumerate(messages):
-            if message.get("role") != "assistant":
-                continue
-            before = self._attempt(messages[:i], tools, prompt=True) if i else self._generation_prompt
-            start = len(before) if before and text.startswith(before) else None
-            if start is None or (turns and start < turns[-1].stop):
-                raise _cannot_derive(i, where, "the conversation up to it is not how the whole conversation starts")
-            stop = self._stop_by_prefix(text, messages[: i + 1], tools, start, last=i == len(messages) - 1)
-            if stop is None:
-                raise _cannot_derive(i, where, "no end-of-turn token follows what it says")
-            turns.append(Turn(i, start, stop))
-        return tuple(turns)
-
-    def _stop_by_prefix(self, text: str, messages: list[Message], tools: Any, start: int, last: bool) -> int | None:
-        message, said = messages[-1], _text_of(messages[-1]).strip()
-        upto = text if last else self._attempt(messages, tools)
-        whole = len(upto) if upto is not None and text.startswith(upto) else None  # the turn, its end and what follows that
-        if self._ends is None or message.get("tool_calls"):
-            ends = list(self._special.finditer(text, start, whole)) if whole is not None else []
-            if ends or whole is None or self._ends is None or self._ends.last:
-                return ends[-1].end() if ends and not text[ends[-1].end() : whole].strip() else None
-            return max(start, len(text[:whole].rstrip()))
-        if not (self._ends.last if last else self._ends.inside):
-            certain = whole is not None and (not said or text.count(said, start, whole) == 1)
-            return max(start, len(text[:whole].rstrip())) if certain else None
-        end = "|".join(sorted({re.escape(token) for token in (self._ends.last, self._ends.inside) if token}))
-        # What it says and then an end token: `<think>` before an answer "think" is not that.
-        pattern = re.compile(rf"{re.escape(said)}\s*(?:{end})")
-        found = pattern.search(text, start) if said else pattern.match(text, start)
-        if found is None and whole is not None:  # rewritten by the template: then there must be just one end token
-            ends = list(re.compile(end).finditer(text, start, whole))
-            found = ends[0] if len(ends) == 1 else None
-        if found is None or (whole is not None and text[found.end() : whole].strip()):
-            return None
-        return found.end()
+    def _lost_tools(self, said: Spelling, text: str) -> list[Lost]:
+        names = [str((tool.get("function") or tool).get("name") or "") for tool in said.tools or [] if isinstance(tool, dict)]
+        gone = [name for name in names if name not in text]
+        return [Lost(-1, f"the tool `{gone[0]}`")] if gone else []
 
     # The end of a conversation
 
-    def _with_end(self, rendered: Rendered, messages: list[Message], where: str) -> Rendered:
-        """Append the end token to a conversation that ends with the assistant and without any end-of-turn token."""
-        text, turns = rendered.text, rendered.turns
-        if self._ends is None or self._ends.last or not turns or turns[-1].message != len(messages) - 1:
-            return rendered
-        if self._ends.call and messages[-1].get("tool_calls"):
-            return rendered
-        end = self._tokenizer.eos_token
+    def _with_end(self, text: str, turns: Sequence[Turn], said: Spelling, where: str, missing: str = "",
+                  ended: bool = True) -> Rendered:
+        """Append the end to a conversation that ends with the assistant and without one."""
+        if not turns or turns[-1].message != len(said.messages) - 1 or (ended and not missing):
+            return Rendered(text, tuple(turns))
+        end = missing or self._tokenizer.eos_token
         if not end:
             raise RowError(
                 "neither the chat template nor the tokenizer has an end token", where=where,
                 why="a model trained on this would never stop",
                 fix="set data.chat_template to a template that ends each turn, or the tokenizer's eos_token",
             )  # fmt: skip
-        return Rendered(text + end, (*turns[:-1], Turn(turns[-1].message, turns[-1].start, len(text) + len(end))))
+        last = turns[-1]
+        if missing or text[last.stop :].strip():  # what the template writes behind it is not the turn's
+            text = text[: last.stop]
+        return Rendered(text + end, (*turns[:-1], Turn(last.message, last.start, len(text) + len(end))))
+
+    def _require_tokens(self) -> None:
+        """A template of the recipe's must fit the tokenizer: what ends a turn is one token."""
+        if not getattr(self._tokenizer, "pronghorn_own_template", False):
+            return
+        vocabulary = self._tokenizer.get_vocab()
+        for closing in self._closings[0]:
+            if missing := [text for text in LOOKS_SPECIAL.findall(closing) if text not in vocabulary]:
+                raise DataError(
+                    f"the chat template ends turns with {missing[0]}, and this tokenizer has no such token",
+                    where="data.chat_template",
+                    why="as plain text it would be several tokens, and generation would not stop there",
+                    fix="use the model's own template, data.template: chatml, or a template for this model",
+                )  # fmt: skip
+
+
+def _within_blocks(turns: Sequence[Turn], blocks: Sequence[Span], row: Row) -> list[Turn]:
+    """A template's own {% generation %} blocks choose what of a turn is trained. A block may begin with the role's header,
+    which the model never says, and end before the end; transformers tracks a block inside a macro at the wrong place, so blocks
+    count only when they hold what the assistant says."""
+    chosen: list[Turn] = []
+    for turn in turns:
+        said = row.placed.stop[turn.message]
+        block = next((block for block in blocks if said is not None and block[0] < said <= block[1]), None)
+        if block is not None:
+            chosen.append(Turn(turn.message, max(turn.start, block[0]), turn.stop))
+    return chosen if len(chosen) == len(blocks) else list(turns)
+
+
+def _misspelt(row: Row, turns: Sequence[Turn]) -> bool:
+    """Whether the template wrote the spelling itself: the word None, parts as Python shows them, JSON in quotes."""
+    think, call = row.spelling.name
+    slots, at, text = row.marks.slots, row.placed.at, row.placed.text
+    if call >= 2 and any(slot.what == "argument" and place is not None
+                         and (text[slice(*place)] != slot.core or text[place[0] - 1 : place[0]] == '"')
+                         for slot, place in zip(slots, at, strict=True)):
+        return True
+    wrong = "None" * (call in (1, 3)) or "'type'" * (think == 4)
+    for turn in turns if wrong else ():
+        own = sorted(place for slot, place in zip(slots, at, strict=True) if slot.message == turn.message and place is not None)
+        borders = [turn.start, *itertools.chain.from_iterable(own), turn.stop]
+        if any(wrong in text[start:stop] for start, stop in zip(borders[::2], borders[1::2], strict=True)):
+            return True
+    return False
+
+
+def _texts(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _texts(item)
+    else:
+        yield value
 
 
 def _template_texts(template: Any) -> list[str]:
     return [template] if isinstance(template, str) else [str(text) for text in dict(template).values()]
 
 
-def _cannot_derive(message: int, where: str, why: str) -> RowError:
-    return RowError(
+class CannotTellError(RowError):
+    """The text is known, and not which of it the assistant says."""
+
+    rendered: Rendered
+
+
+def _cannot_tell(message: int, where: str, why: str, rendered: Rendered) -> CannotTellError:
+    error = CannotTellError(
         f"cannot tell which tokens the assistant says in message {message + 1}", where=where, why=why,
         fix="put {% generation %} blocks into the template (data.chat_template), or set data.loss_on: all",
     )  # fmt: skip
+    error.rendered = rendered
+    return error
 
 
-def _with_text(messages: Sequence[Message]) -> list[Message]:
-    """Content None beside a call becomes "": of the templates that matter some fail on None, some write the word None."""
-    return [message if message.get("content") is not None else message | {"content": ""} for message in messages]
-
-
-def _require_calls(rendered: Rendered, messages: list[Message], where: str) -> None:
-    """A template that knows no tools writes the empty content of a calling turn and leaves out the call."""
-    for turn in rendered.turns:
-        for call in messages[turn.message].get("tool_calls") or []:
-            name = str((call.get("function") or call).get("name"))
-            if name not in rendered.text[turn.start : turn.stop]:
-                raise RowError(
-                    f"the chat template does not write the call of `{name}` in message {turn.message + 1}", where=where,
-                    why="the model would learn to say what is left of the turn without it",
-                    fix="use a model whose template knows tools, or drop the row (data.bad_rows: skip)",
-                )  # fmt: skip
-
-
-# Marks ----------------------------------------------------------------------------------------------------------------
-
-
-def _text_of(message: Message) -> str:
-    """The text of the content; of a call, its function's name."""
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
-    if isinstance(content, str) and content.strip():
-        return content
-    calls = message.get("tool_calls") or []
-    return str((calls[-1].get("function") or calls[-1]).get("name") or "") if calls else ""
-
-
-def _calling(arguments: dict[str, str] | str) -> Message:
-    call = {"type": "function", "id": CALL_ID["tool_call_id"], "function": {"name": "f", "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-def _common_start(one: str, other: str) -> str:
-    same = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return one[: next(same, min(len(one), len(other)))]
-
-
-def _could_say(message: Message, said: str) -> bool:
-    text = _text_of(message).strip()
-    return text in said or text.rsplit("</think>", 1)[-1].strip() in said
-
-
-# Not the reasoning: templates drop it from earlier turns, and then its mark would stand in for the content's.
-MARKED_FIELDS = ("content", "tool_calls")
-
-
-class _Marks:
-    """Messages with a start and an end mark inside the outer whitespace of every text in them, each text its own pair.
-
-    `in_the_middle`: what others than the assistant say has its end mark in the middle instead.
-    """
-
-    def __init__(self, messages: Sequence[Message], *, in_the_middle: bool = False) -> None:
-        self._texts: list[tuple[int, str]] = []  # of each pair of marks: its message, and what of its text follows the end mark
-        self._in_the_middle = in_the_middle
-        self.messages = [self._marked(message, i) for i, message in enumerate(messages)]
-
-    @property
-    def too_many(self) -> bool:
-        return 2 * len(self._texts) >= LAST_MARK - FIRST_MARK
-
-    def _marked(self, message: Message, i: int) -> Message:
-        edges = message.get("role") == "assistant" or not self._in_the_middle
-        return message | {key: self._around(message[key], i, edges) for key in MARKED_FIELDS if key in message}
-
-    def _around(self, value: Any, i: int, edges: bool) -> Any:
-        if isinstance(value, str) and value.strip() and not self.too_many:
-            core, mark = value.strip(), FIRST_MARK + 2 * len(self._texts)
-            at = value.find(core)
-            half = len(core) if edges else len(core) // 2
-            self._texts.append((i, core[half:]))
-            start = chr(mark) if edges else ""
-            return f"{value[:at]}{start}{core[:half]}{chr(mark + 1)}{core[half:]}{value[at + len(core) :]}"
-        if isinstance(value, list):
-            return [self._around(item, i, edges) for item in value]
-        if isinstance(value, dict):
-            return {key: item if key in {"type", "id"} else self._around(item, i, edges) for key, item in value.items()}
-        return value
-
-    def places(self, marked: str, text: str) -> tuple[dict[int, int], dict[int, int], set[int]]:
-        """For each message, where its first text starts and its last one ends, in the text without marks.
-
-        Where a text is repeated the first place counts (Harmony names a call again in its response); the third value
-        is the messages it happens to.
-        """
-        starts: dict[int, int] = {}
-        stops: dict[int, int] = {}
-        seen: set[str] = set()
-        repeated: set[int] = set()
-        for before, found in enumerate(MARKS.finditer(marked)):
-            number, is_stop = divmod(ord(found[0]) - FIRST_MARK, 2)
-            (message, rest), at = self._texts[number], found.start() - before
-            if found[0] in seen:
-                repeated.add(message)
-            elif not is_stop:
-                starts.setdefault(message, at)
-            elif text.startswith(rest, at):
-                stops[message] = at + len(rest)
-            seen.add(found[0])
-        return starts, stops, repeated
+def _loses(lost: Sequence[Lost], messages: Sequence[Message], where: str) -> RowError:
+    one = lost[0]
+    if one.message < 0:
+        return RowError(f"the chat template does not write {one.what}", where=where,
+                        why="it knows no tools, so the model would learn calls without having seen them",
+                        fix="use a model whose template knows tools, leave the tools out, or set data.lost: allow to train"
+                        " without them")
+    role, later = str(messages[one.message].get("role")), any(m.get("role") == "user" for m in messages[one.message + 1 :])
+    why = "the template leaves it out, so the model would learn something else than the row says"
+    if one.what == "its reasoning" and later:
+        why = "this template writes reasoning only behind the last question, or not at all"
+    elif one.what == "its reasoning":
+        why = "this template has no place for reasoning"
+    more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+    return RowError(f"the chat template does not write {one.what} in message {one.message + 1} ({role}){more}", where=where,
+                    why=why, fix="use a template that writes it, take it out of the row, set data.lost: allow to train without"
+                    " it, or data.bad_rows: skip to leave the row out")

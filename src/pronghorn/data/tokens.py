@@ -113,6 +113,7 @@ def load_tokenizer(name: str, spec: Data | None = None) -> Any:
         )  # fmt: skip
     if chat_template is not None:
         tokenizer.chat_template = template
+        tokenizer.pronghorn_own_template = True  # which must fit this tokenizer (templates.py)
     elif isinstance(tokenizer.chat_template, dict):
         require_template_names(list(tokenizer.chat_template), name)
     # A tokenizer.json may carry a truncation of its own; rows are cut by the recipe, and never silently.
@@ -175,7 +176,7 @@ def loaded(tokenizer: Any) -> Any:
     return tokenizer.load() if isinstance(tokenizer, TokenizerFiles) else tokenizer
 
 
-def render_tracked(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+def render_tracked(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any, **options: Any) -> tuple[str, list[Span]]:
     """Text, and the character ranges inside `{% generation %}` blocks as transformers tracks them.
 
     `apply_chat_template` gives this only as a token mask, which is too wide where a token straddles the border.
@@ -184,7 +185,7 @@ def render_tracked(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: An
 
     texts, spans = render_jinja_template(
         conversations=[list(messages)], tools=tools, chat_template=tokenizer.get_chat_template(None, tools),
-        return_assistant_tokens_mask=True, **tokenizer.special_tokens_map,
+        return_assistant_tokens_mask=True, **(tokenizer.special_tokens_map | options),
     )  # fmt: skip
     return texts[0], [(start, stop) for start, stop in spans[0]]
 
@@ -209,6 +210,8 @@ class TokenRow:
     runs: tuple[Span, ...]
     where: str
     example: str = ""
+    lost: str = ""  # what of the row is not in its text, told where data.lost allows it
+    controls: int = 0  # control tokens inside its texts
 
 
 def _list_column(pieces: Sequence[Ints]) -> Any:

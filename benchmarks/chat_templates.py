@@ -1,0 +1,149 @@
+"""Chat templates × kinds of conversations: is what carries loss exactly what the assistant says?
+
+    python -m benchmarks.chat_templates FOLDER_OF_JINJA_FILES --tokenizer FOLDER [--only NAME] [--verbose] [--write]
+
+Each template is judged by `template_oracle.py` on every kind of conversation, with its own special strings added to the
+tokenizer: exact, refused (with the reason: the template raises, or leaves out part of the row), refused without need, or wrong.
+The exit code is 1 when anything is wrong or refused without need. `--write` puts the table into results/chat-templates.md and
+every verdict into results/chat-templates.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.template_facts import FACTS
+from benchmarks.template_oracle import Answer, Chat, Facts, Message, Refusal, Verdict, chats, judge
+from pronghorn.data.encode import Encoder
+from pronghorn.data.formats import Example
+from pronghorn.data.templates import chat_template
+from pronghorn.data.tokens import load_tokenizer
+from pronghorn.errors import DataError
+
+SPECIAL = re.compile(r"<\|[^|<>\s\"'{}]{1,40}\|>|<｜[^｜<>{}]{1,40}｜>|\[/?[A-Z][A-Z_]+\]|<(?:start|end)_of_turn>")
+RESULTS = Path(__file__).parent / "results"
+PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def fitted(tokenizer: Any, template: str, facts: Facts) -> Any:
+    """The tokenizer as a model with this template would have it: its special strings are tokens."""
+    tokenizer.chat_template = template
+    tokenizer.bos_token, tokenizer.eos_token = facts.bos, facts.eos or facts.end.split("\n")[-1] or "</s>"
+    texts = [template]
+    for prompt in (False, True):
+        try:
+            texts.append(tokenizer.apply_chat_template(PROBE, tokenize=False, add_generation_prompt=prompt))
+        except Exception:  # noqa: BLE001 - a template that refuses a probe shows nothing
+            continue
+    found = {token for text in texts for token in SPECIAL.findall(text) if token != "[BEGIN FINAL RESPONSE]"}
+    tokenizer.add_tokens(sorted({*found, *facts.specials}), special_tokens=True)
+    return tokenizer
+
+
+class Under:
+    """Pronghorn, as the oracle asks it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._encoder = Encoder(tokenizer)
+        special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+        self._special = np.array([*special, *tokenizer.all_special_ids])
+
+    def __call__(self, messages: list[Message], tools: Any) -> Answer | Refusal:
+        example = Example("chat", "row", messages=tuple(messages), tools=tuple(tools) if tools else None)
+        try:
+            rendered = self._rendered(messages, tools)
+            row = self._encoder.encode(example)
+        except DataError as error:
+            return Refusal(f"{error.what}: {error.why}" if error.why else error.what)
+        decoded = tuple(self._tokenizer.decode(row.ids[a:b], clean_up_tokenization_spaces=False) for a, b in row.runs)
+        spans = tuple((turn.message, turn.start, turn.stop) for turn in rendered.turns)
+        return Answer(rendered.text, spans, decoded, int(np.isin(row.ids, self._special).sum()))
+
+    def _rendered(self, messages: list[Message], tools: Any) -> Any:
+        return chat_template(self._tokenizer).render(messages, tools)
+
+
+def judged(tokenizer: Any, facts: Facts, more: list[Chat]) -> dict[str, Verdict]:
+    def render(messages: list[Message], tools: Any) -> str:
+        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
+
+    under = Under(tokenizer)
+    controls = [token for token in dict.fromkeys((facts.end.split("\n")[-1], facts.opens[0], facts.bos))
+                if token in tokenizer.get_vocab()]
+    return {chat.kind: judge(chat, facts, render, under) for chat in [*chats(controls), *more]}
+
+
+def markdown(table: dict[str, dict[str, Verdict]]) -> str:
+    """A row a template, a column a kind of conversation; reasons of refusals below."""
+    kinds = list(dict.fromkeys(_kind(kind) for row in table.values() for kind in row))
+    lines = ["# Chat templates", "", "Made by `python -m benchmarks.chat_templates`: what carries loss, judged by"
+             " `benchmarks/template_oracle.py`. ✓ exact; a number: refused, for that reason below; ✗ wrong.", "",
+             "| template | " + " | ".join(kinds) + " |", "|---" * (len(kinds) + 1) + "|"]
+    reasons: dict[str, int] = {}
+    for name, row in table.items():
+        cells: dict[str, str] = {}
+        for kind, verdict in row.items():
+            number = reasons.setdefault(_reason(verdict.why), len(reasons) + 1) if verdict.result == "refused" else 0
+            sign = {"exact": "✓", "refused": str(number)}.get(verdict.result, "✗")
+            cells[_kind(kind)] = sign if cells.get(_kind(kind), sign) == sign else "✗"
+        lines.append(f"| {name} | " + " | ".join(cells.get(kind, "") for kind in kinds) + " |")
+    return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items()), ""])
+
+
+def _kind(kind: str) -> str:
+    return "control tokens" if kind.startswith("control ") else kind
+
+
+def _reason(why: str) -> str:
+    said = re.sub(r"w\d{3}x(, w\d{3}x)*", "a text", why.split(". Said: ", maxsplit=1)[0])
+    return re.sub(r"\s+", " ", said).replace("|", "\\|")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--only", default="", help="templates whose name holds this")
+    parser.add_argument("--verbose", action="store_true", help="also the reasons of refusals")
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    table: dict[str, dict[str, Verdict]] = {}
+    began = time.perf_counter()
+    for path in sorted(arguments.folder.glob("*.jinja")):
+        if arguments.only not in path.stem:
+            continue
+        if path.stem not in FACTS:
+            print(f"{path.stem}: not in template_facts.py, so nobody can judge it")
+            continue
+        facts = FACTS[path.stem]
+        tokenizer = fitted(load_tokenizer(arguments.tokenizer, None), path.read_text(encoding="utf-8"), facts)
+        table[path.stem] = judged(tokenizer, facts, [])
+        counts = Counter(verdict.result for verdict in table[path.stem].values())
+        print(f"{path.stem:50}", ", ".join(f"{count} {result}" for result, count in sorted(counts.items())), flush=True)
+        for kind, verdict in table[path.stem].items():
+            if verdict.result not in ("exact", "refused") or (arguments.verbose and verdict.result == "refused"):
+                print(f"    {kind}: {verdict.result}: {verdict.why[:300]}")
+    total = Counter(verdict.result for row in table.values() for verdict in row.values())
+    print(", ".join(f"{count} {result}" for result, count in sorted(total.items())), f"in {time.perf_counter() - began:.0f} s")
+    if arguments.write:
+        (RESULTS / "chat-templates.md").write_text(markdown(table), encoding="utf-8")
+        found = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "templates": len(table), "total": dict(total),
+                 "verdicts": {name: {kind: [one.result, one.why] for kind, one in row.items() if one.result != "exact"}
+                              for name, row in table.items()}}
+        (RESULTS / "chat-templates.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return 1 if total["wrong"] or total["refused without need"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

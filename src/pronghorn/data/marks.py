@@ -1,0 +1,229 @@
+"""Where a template puts each text of a conversation, and which it leaves out: found by private-use characters around them.
+
+The conversation is rendered twice, plainly and with a start and an end mark around every text in it. When taking the marks out
+again gives the plain text, they show where each text went, and a text whose marks are gone is not in it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any, Literal
+
+Message = dict[str, Any]
+What = Literal["content", "reasoning", "name", "argument"]
+
+FIRST_MARK, LAST_MARK = 0xF0000, 0xFFFFD  # private-use plane 15, which chat data does not use
+MARKS = re.compile(f"[{chr(FIRST_MARK)}-{chr(LAST_MARK)}]")
+PROBE = chr(LAST_MARK)  # a message that is nothing but a mark
+REASONING = ("reasoning_content", "thinking", "reasoning")  # what models' templates call it
+THINK_TAG = re.compile(r"(</?think>)")  # templates take a content apart there
+# What a template may write differently without losing it: escapes of JSON, of Python's repr and of HTML, and whitespace.
+ESCAPED = re.compile(r"\\u[0-9a-fA-F]{4}|\\[nrtbf]|&#?\w+;|[\s\\\"'<>&]+|[^\x00-\x7f]")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One text of a message."""
+
+    message: int
+    what: What
+    core: str  # without the whitespace around it
+    call: int = 0  # of the message's calls, which
+    before: int = 0  # letters of the core before its end mark (all of them, but for marks in the middle)
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Something that a message holds and its rendered turn does not."""
+
+    message: int
+    what: str  # "its reasoning", "the call of `f`", ...
+
+
+class Marks:
+    """Messages with marks inside the outer whitespace of every text, each text its own pair.
+
+    `in_the_middle`: what others than the assistant say has one mark in its middle instead, where templates do not look.
+    `empty`: texts without a letter are marked, too.
+    """
+
+    def __init__(self, messages: Sequence[Message], *, in_the_middle: bool = False, empty: bool = True) -> None:
+        self.slots: list[Slot] = []
+        self._in_the_middle, self._empty = in_the_middle, empty
+        self.messages = [self._marked(message, i) for i, message in enumerate(messages)]
+
+    @property
+    def too_many(self) -> bool:
+        return 2 * len(self.slots) >= LAST_MARK - FIRST_MARK
+
+    def _marked(self, message: Message, i: int) -> Message:
+        edges = message.get("role") == "assistant" or not self._in_the_middle
+        changed = dict(message)
+        for key in REASONING:
+            if isinstance(message.get(key), str):
+                changed[key] = self._around(message[key], i, "reasoning", edges=edges)
+        if "content" in message:
+            changed["content"] = self._content(message["content"], i, edges)
+        if message.get("tool_calls"):
+            changed["tool_calls"] = [self._call(call, i, number) for number, call in enumerate(message["tool_calls"])]
+        return changed
+
+    def _content(self, value: Any, i: int, edges: bool) -> Any:
+        if isinstance(value, list):
+            return [part | {key: self._around(part[key], i, "reasoning" if key == "thinking" else "content", edges=edges)
+                            for key in ("text", "thinking") if isinstance(part.get(key), str)} for part in value]
+        if not isinstance(value, str):
+            return value
+        if not edges or "</think>" not in value:
+            return self._around(value, i, "content", edges=edges)
+        parts = THINK_TAG.split(value)
+        return "".join(part if THINK_TAG.fullmatch(part) or not part.strip() else self._around(part, i, "content")
+                       for part in parts)
+
+    def _call(self, call: Message, i: int, number: int) -> Message:
+        inner = call.get("function")
+        called: Message = inner if isinstance(inner, dict) else call
+        marked = dict(called)
+        if isinstance(called.get("name"), str):
+            marked["name"] = self._around(called["name"], i, "name", number)
+        if "arguments" in called:
+            marked["arguments"] = self._argument(called["arguments"], i, number)
+        return call | {"function": marked} if called is not call else marked
+
+    def _argument(self, value: Any, i: int, number: int) -> Any:
+        if isinstance(value, str):
+            return self._around(value, i, "argument", number) if value.strip() else value
+        if isinstance(value, list):
+            return [self._argument(item, i, number) for item in value]
+        return {key: self._argument(item, i, number) for key, item in value.items()} if isinstance(value, dict) else value
+
+    def _around(self, value: str, i: int, what: What, call: int = 0, *, edges: bool = True) -> str:
+        core = value.strip()
+        if self.too_many or not (core or self._empty):
+            return value
+        at = value.find(core) if core else len(value)
+        half = len(core) if edges else len(core) // 2
+        start, stop = (chr(FIRST_MARK + 2 * len(self.slots) + k) for k in (0, 1))
+        self.slots.append(Slot(i, what, core, call, half))
+        return f"{value[:at]}{start if edges else ''}{core[:half]}{stop}{core[half:]}{value[at + len(core) :]}"
+
+    def placed(self, marked: str, text: str) -> Placed:
+        """Where the slots are in `text`, which is `marked` without its marks. Where a text is repeated the first place counts
+        (Harmony names a call again in its response)."""
+        starts: dict[int, int] = {}
+        stops: dict[int, list[int]] = {}
+        for before, found in enumerate(MARKS.finditer(marked)):
+            number, is_stop = divmod(ord(found[0]) - FIRST_MARK, 2)
+            if is_stop:
+                stops.setdefault(number, []).append(found.start() - before)
+            else:
+                starts.setdefault(number, found.start() - before)
+        at: list[tuple[int, int] | None] = []
+        for number, slot in enumerate(self.slots):
+            at.append(None)
+            if number in stops:
+                stop = stops[number][0]
+                whole = slot.before == len(slot.core)
+                start = starts.get(number) if whole else stop - slot.before
+                if start is not None and (whole or text.startswith(slot.core, start)):
+                    at[-1] = (start, stop + len(slot.core) - slot.before)
+        placed = Placed(self, text, at)
+        placed.repeated = {number: places for number, places in stops.items() if len(places) > 1 and at[number]}
+        return placed
+
+
+class Placed:
+    """The places of a conversation's texts in its rendering."""
+
+    def __init__(self, marks: Marks, text: str, at: list[tuple[int, int] | None]) -> None:
+        self.marks, self.text, self.at = marks, text, at
+        self.repeated: dict[int, list[int]] = {}  # slots that stand there more than once: where each time ends
+        self.times: dict[int, int] = {}  # of those, how often in their own turn
+        self.settle()
+
+    def settle(self) -> None:
+        count = len(self.marks.messages)
+        self.first: list[int | None] = [None] * count  # where a message's first text starts
+        self.stop: list[int | None] = [None] * count  # where its last one ends
+        for number, (slot, place) in enumerate(zip(self.marks.slots, self.at, strict=True)):
+            if place is not None:
+                first, stop = self.first[slot.message], self.stop[slot.message]
+                self.first[slot.message] = place[0] if first is None else min(first, place[0])
+                ends = [place[1], *self.repeated.get(number, [])[1 : self.times.get(number, 1)]]
+                self.stop[slot.message] = max(ends if stop is None else [stop, *ends])
+
+    @cached_property
+    def _in_order(self) -> list[tuple[int, int]]:
+        """(start, message) of every text that was found."""
+        return sorted((place[0], slot.message) for slot, place in zip(self.marks.slots, self.at, strict=True) if place)
+
+    @cached_property
+    def _mixed(self) -> set[int]:
+        runs = [message for message, _ in groupby(message for _, message in self._in_order)]
+        return {message for message, count in Counter(runs).items() if count > 1}
+
+    def following(self, i: int) -> tuple[int, int | None]:
+        """Where the next text begins that is not of message i, and whose it is; the end of the text where there is none."""
+        at = bisect_left(self._in_order, (self.stop[i] or 0, -1))
+        later = (self._in_order[k] for k in range(at, len(self._in_order)))
+        return next(((start, message) for start, message in later if message != i), (len(self.text), None))
+
+    def mixed(self, i: int) -> bool:
+        """Whether a text of another message stands between two of this one."""
+        return i in self._mixed
+
+    def lost(self) -> Iterator[Lost]:
+        reasoned: dict[int, list[bool]] = {}
+        for slot, place in zip(self.marks.slots, self.at, strict=True):
+            kept = place is not None and self._same(slot, place)
+            if slot.what == "reasoning":
+                reasoned.setdefault(slot.message, []).append(kept)
+            elif not kept and slot.core:
+                yield Lost(slot.message, self._name(slot, place))
+        for message, kept_ones in reasoned.items():
+            if sum(kept_ones) != 1 and any(slot.core for slot in self.marks.slots
+                                           if slot.message == message and slot.what == "reasoning"):
+                yield Lost(message, "its reasoning")
+
+    def _same(self, slot: Slot, place: tuple[int, int]) -> bool:
+        written = self.text[slice(*place)]
+        return written == slot.core or ESCAPED.sub("", written) == ESCAPED.sub("", slot.core)
+
+    def _name(self, slot: Slot, place: tuple[int, int] | None) -> str:
+        if slot.what in ("name", "argument"):
+            calls = self.marks.messages[slot.message]["tool_calls"]
+            called = calls[slot.call].get("function") or calls[slot.call]
+            name = MARKS.sub("", str(called.get("name")))
+            return f"the call of `{name}`" if slot.what == "name" else f"an argument of the call of `{name}`"
+        several = sum(other.message == slot.message and other.what == "content" for other in self.marks.slots) > 1
+        return "its content as it is (the template rewrites it)" if place is not None else (
+            "part of its content" if several else "its content")
+
+
+def lost_values(messages: Sequence[Message], spans: Sequence[tuple[int, int, int]], text: str) -> Iterator[Lost]:
+    """Names and numbers among the arguments of calls, which carry no marks; `spans`: (message, start, stop)."""
+    for i, start, stop in spans:
+        for call in messages[i].get("tool_calls") or []:
+            called = call.get("function") or call
+            said = text[start:stop]
+            if any(not any(form in said for form in forms) for forms in _leaves(called.get("arguments"))):
+                yield Lost(i, f"an argument of the call of `{called.get('name')}`")
+
+
+def _leaves(value: Any) -> Iterator[tuple[str, ...]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield (str(key), json.dumps(str(key))[1:-1])
+            yield from _leaves(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _leaves(item)
+    elif value is not None and not isinstance(value, str):
+        yield (json.dumps(value), str(value))
