@@ -1,4 +1,4 @@
-"""The demo's data: the same on every machine, held-out requests really unseen, and a judge that cannot be fooled."""
+"""The demo's data: the same on every machine, held-out requests really unseen."""
 
 from __future__ import annotations
 
@@ -124,44 +124,3 @@ def test_every_process_writes_the_same_files(tmp_path: Path) -> None:
 def test_a_count_that_cannot_be_is_refused(count: int) -> None:
     with pytest.raises(CommandError, match=str(count)):
         hotel.generate(count, seed=0)
-
-
-EXPECTED = '{"command":"room_service","room":412,"items":["green tea","apple pie"]}'
-
-
-@pytest.mark.parametrize(
-    ("given", "right"),
-    [
-        (EXPECTED, True),
-        (f"  {EXPECTED}\n", True),
-        ('{ "room": 412, "command": "room_service", "items": ["green tea", "apple pie"] }', True),
-        (f"Sure! {EXPECTED}", False),
-        (f"{EXPECTED} Enjoy!", False),
-        (f"```json\n{EXPECTED}\n```", False),
-        (EXPECTED + EXPECTED, False),
-        (EXPECTED.replace("412", '"412"'), False),
-        (EXPECTED.replace("412", "412.0"), False),
-        (EXPECTED.replace("412", "413"), False),
-        (EXPECTED.replace("412", "NaN"), False),
-        (EXPECTED.replace('"room":412', '"room":413,"room":412'), False),
-        (EXPECTED.replace("green tea", "Green tea"), False),
-        (EXPECTED.replace('"green tea",', ""), False),
-        (EXPECTED[:-1] + ',"note":"quick"}', False),
-        (EXPECTED.replace('"', "'"), False),
-        (EXPECTED[:-1], False),
-        ("[" * 100_000, False),
-        ("", False),
-    ],
-)
-def test_only_the_command_and_nothing_else_counts(given: str, right: bool) -> None:
-    rows: list[hotel.Row] = [{"messages": [{"role": "user", "content": "tea"}, {"role": "assistant", "content": EXPECTED}]}]
-    assert hotel.exact_match([given], rows) == (int(right), [right])
-
-
-def test_verdicts_come_in_order_and_a_missing_answer_is_an_error() -> None:
-    rows = hotel.generate(14, seed=5, split="held_out")
-    answers = [answer(row) for row in rows]
-    answers[3] = "I will see to it."
-    assert hotel.exact_match(answers, rows) == (13, [index != 3 for index in range(14)])
-    with pytest.raises(ValueError, match="zip"):
-        hotel.exact_match(answers[:-1], rows)

@@ -53,3 +53,34 @@ def test_one_judge_gives_every_score_that_is_asked_for_and_no_other() -> None:
 def test_every_metric_of_a_recipe_is_known_here() -> None:
     assert set(METRICS) == {*TEXT_METRICS, "regex"}
     assert set(NEED_JSON) < set(TEXT_METRICS)
+
+
+EXPECTED = '{"command":"room_service","room":412,"items":["green tea","apple pie"]}'
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        (EXPECTED, True),
+        (f"  {EXPECTED}\n", True),
+        ('{ "room": 412, "command": "room_service", "items": ["green tea", "apple pie"] }', True),
+        (f"Sure! {EXPECTED}", False),
+        (f"{EXPECTED} Enjoy!", False),
+        (f"```json\n{EXPECTED}\n```", False),
+        (EXPECTED + EXPECTED, False),
+        (EXPECTED.replace("412", '"412"'), False),
+        (EXPECTED.replace("412", "412.0"), False),
+        (EXPECTED.replace("412", "413"), False),
+        (EXPECTED.replace("412", "NaN"), False),
+        (EXPECTED.replace('"room":412', '"room":413,"room":412'), False),
+        (EXPECTED.replace("green tea", "Green tea"), False),
+        (EXPECTED.replace('"green tea",', ""), False),
+        (EXPECTED[:-1] + ',"note":"quick"}', False),
+        (EXPECTED.replace('"', "'"), False),
+        (EXPECTED[:-1], False),
+        ("[" * 100_000, False),
+        ("", False),
+    ],
+)
+def test_only_the_json_and_nothing_else_counts(given: str, right: bool) -> None:
+    assert judge_of(["json_match"])("tea", EXPECTED, given) == {"json_match": float(right)}

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pronghorn.errors import CommandError
 
@@ -391,47 +391,3 @@ def write(folder: Path, *, train: int, held_out: int, seed: int = 0) -> tuple[Pa
     for path, rows in zip(paths, (generate(train, seed), generate(held_out, seed, "held_out")), strict=True):
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return paths
-
-
-# ---- judging -----------------------------------------------------------------------------------------------
-
-
-def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len({key for key, _ in pairs}) < len(pairs):
-        raise ValueError("a key appears twice")
-    return dict(pairs)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _strict_json(text: str) -> object:
-    """The value of a text that is JSON and nothing else; raises ValueError for anything more, less or ambiguous."""
-    return json.loads(text, object_pairs_hook=_refuse_repeated_keys, parse_constant=_refuse_constant)
-
-
-def _same(one: object, other: object) -> bool:
-    """Equal in value and in type: Python's own `==` would take 1 for true and 412.0 for 412."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return one == other
-
-
-def exact_match(answers: Sequence[str], rows: Sequence[Row]) -> tuple[int, list[bool]]:
-    """How many answers are the expected command, and the verdict of each row.
-
-    An answer counts only when the whole of it, apart from white space around it, is the JSON; key order is free.
-    """
-    verdicts = []
-    for answer, row in zip(answers, rows, strict=True):
-        expected = json.loads(row["messages"][-1]["content"])
-        try:
-            verdicts.append(_same(_strict_json(answer), expected))
-        except (ValueError, RecursionError):  # not JSON, or nested too deep to be a command
-            verdicts.append(False)
-    return sum(verdicts), verdicts
