@@ -309,7 +309,8 @@ def test_every_commented_key_of_the_example_is_one() -> None:
     ("metrics: [regex]", "eval.regex: the metric `regex` needs a pattern", "set eval.regex"),
     ("regex: x", "eval.regex: nothing uses the pattern", "add regex to eval.metrics"),
     ("{metrics: regex, regex: '('}", "is not a regular expression", "correct it"),
-    ("best: rouge_l", "eval.best: rouge_l is not measured", "add it to eval.metrics"),
+    ("best: rouge_l", "eval.best: rouge_l is not measured", "add rouge_l to eval.metrics"),
+    ("best: multiple_choice_norm", "is not measured", "add multiple_choice to eval.metrics"),
 ])
 def test_metrics_are_judged_and_no_recipe_runs_code(text: str, what: str, fix: str) -> None:
     section = text if text.startswith("{") else f"{{{text}}}"

@@ -78,6 +78,7 @@ class Fields(Section):
     output: Name | None = None
     system: Name | None = None
     text: Name | None = None
+    choices: Name | None = None  # of the metric multiple_choice
 
 
 Roles = dict[Literal["system", "user", "assistant", "tool"], Names]
@@ -189,14 +190,15 @@ class Stop(Section):
     min_delta: NonNegative = 0.002
 
 
-MetricName = Literal["exact_match", "json_valid", "json_match", "json_fields", "regex", "rouge_l"]  # evaluation/metrics.py
+# What they measure: evaluation/metrics.py
+MetricName = Literal["exact_match", "json_valid", "json_match", "json_fields", "regex", "rouge_l", "multiple_choice"]
 METRICS: tuple[str, ...] = get_args(MetricName)
 ON_THE_COMMAND_LINE = "code only ever runs when it is named on the command line"
 
 
 def figures_of(metrics: Sequence[str]) -> list[str]:
     """What these metrics measure, by name."""
-    return list(metrics)
+    return [figure for name in metrics for figure in ((name, f"{name}_norm") if name == "multiple_choice" else (name,))]
 
 
 def _known_metric(name: Any) -> Any:
@@ -241,8 +243,8 @@ class Eval(Section):
         if ("regex" in self.metrics) != (self.regex is not None):
             problems.append("eval.regex: the metric `regex` needs a pattern; set eval.regex" if self.regex is None else
                             "eval.regex: nothing uses the pattern; add regex to eval.metrics")
-        if self.best in METRICS and self.best not in self.metrics:
-            problems.append(f"eval.best: {self.best} is not measured; add it to eval.metrics")
+        if self.best in figures_of(METRICS) and self.best not in figures_of(self.metrics):
+            problems.append(f"eval.best: {self.best} is not measured; add {self.best.removesuffix('_norm')} to eval.metrics")
         return problems
 
 

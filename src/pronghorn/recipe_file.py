@@ -82,7 +82,7 @@ checkpoint: {every: 200, keep: 3}            # every: steps, or a fraction of al
 eval:
   every: 200                                 # likewise
   generations: 3                             # answers to held-out prompts that are shown, beside the base model's
-  # metrics: [exact_match, regex]            # exact_match | json_valid | json_match | json_fields | regex | rouge_l
+  # metrics: [exact_match, regex]            # json_valid | json_match | json_fields | rouge_l | multiple_choice
   samples: 100                               # held-out rows that are answered for the metrics
   # max_new_tokens: 256                      # of an answer (default: 16 more than the longest expected one)
   # system: Answer in JSON.                  # in the place of the rows' own system message

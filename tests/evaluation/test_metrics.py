@@ -51,7 +51,7 @@ def test_one_judge_gives_every_score_that_is_asked_for_and_no_other() -> None:
 
 
 def test_every_metric_of_a_recipe_is_known_here() -> None:
-    assert set(METRICS) == {*TEXT_METRICS, "regex"}
+    assert set(METRICS) == {*TEXT_METRICS, "regex", "multiple_choice"}
     assert set(NEED_JSON) < set(TEXT_METRICS)
 
 

@@ -20,7 +20,7 @@ def options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--data", help="another file to evaluate on")
     answers = one.add_argument_group("answers", "to held-out rows; by default as the run's recipe says under eval:")
     answers.add_argument("--metrics", metavar="A,B",
-                         help="exact_match, json_valid, json_match, json_fields, regex, rouge_l")
+                         help="exact_match, json_valid, json_match, json_fields, regex, rouge_l, multiple_choice")
     answers.add_argument("--regex", metavar="PATTERN", help="of the metric regex")
     answers.add_argument("--samples", type=int, metavar="N", help="rows to answer")
     answers.add_argument("--max-new-tokens", type=int, metavar="N", help="of an answer")

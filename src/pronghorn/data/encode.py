@@ -218,7 +218,7 @@ def example_to_json(example: Example) -> str:
 
 def example_from_json(text: str, where: str) -> Example:
     fields = json.loads(text)
-    for name in ("messages", "tools"):
+    for name in ("messages", "tools", "choices"):
         if name in fields:
             fields[name] = tuple(fields[name])
     return Example(where=where, **fields)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pronghorn.data.chat_messages import UnfitError, asks_to_train, from_json, only_read, to_messages, to_tools
+from pronghorn.data.choices import COLUMN, choices_of
 from pronghorn.data.preferences import preference, refused
 from pronghorn.data.source_files import BadRow, RawRow, excerpt
 from pronghorn.errors import DataError
@@ -58,6 +59,7 @@ class Example:
     completion: str = ""
     text: str = ""
     prompt_messages: int = 0  # chat: the first so many messages are a given prompt and never carry loss
+    choices: tuple[str, ...] = ()  # answers to choose from, of which one is the right one: for evaluation alone
 
 
 # The format of a file ---------------------------------------------------------------------------------------------------
@@ -157,6 +159,8 @@ def unused_columns(fields: dict[str, Any], row_format: Format) -> set[str]:
     if row_format != "text":
         read += SYSTEM_COLUMNS + TOOL_COLUMNS
     chat = _chat_column(fields) if row_format in ("messages", "sharegpt") else None
+    if row_format != "text" and choices_of(fields):
+        read += (COLUMN,)
     return {column for column in fields if column not in read and column != chat and _holds(fields[column])}
 
 
@@ -173,7 +177,9 @@ def to_example(row: RawRow, row_format: Format) -> Example | BadRow:
     try:
         if told:
             raise UnfitError(*told)
-        return BUILDERS[row_format](row)
+        example = BUILDERS[row_format](row)
+        choices = choices_of(row.fields)
+        return replace(example, choices=choices) if choices and row_format != "text" else example
     except UnfitError as error:
         shown = excerpt(json.dumps(row.fields, ensure_ascii=False, default=str))
         return BadRow(row.where, str(error), shown, error.fix)

@@ -14,6 +14,7 @@ from typing import Any
 from pronghorn.data.tokens import TokenTable
 from pronghorn.errors import CommandError, DataError, EnvironmentFault, RecipeError, counted
 from pronghorn.evaluation import strict_json
+from pronghorn.evaluation.choices import ask_choices
 from pronghorn.evaluation.metrics import NEED_JSON, Scores, final_part, found, judge_of
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.evaluation.questions import Question, held_out_questions
@@ -21,6 +22,7 @@ from pronghorn.model.generate import generate
 from pronghorn.recipe import Eval, figures_of
 
 SHORT_ANSWER = 64  # tokens of an answer that only people read: enough to see what the model does, and nobody waits for it
+CHOICE = "multiple_choice"
 MORE_TOKENS = 16  # than the longest expected answer, so that one that goes on is seen to
 BASE_ANSWERS = "base_answers.json"  # in a run's folder
 
@@ -53,6 +55,7 @@ class HeldOut:
         self.measured = bool(spec.metrics) or own is not None
         longest = max((question.answer_tokens for question in questions), default=0)
         self.max_new_tokens = spec.max_new_tokens or (longest + MORE_TOKENS if self.measured else SHORT_ANSWER)
+        self._says = any(name != CHOICE for name in spec.metrics) or own is not None or not self.measured
         self._judge = judge_of(spec.metrics, spec.regex)
         _require_expected(self.questions, spec)
         if own is not None and self.questions:
@@ -71,10 +74,15 @@ class HeldOut:
         return cls(questions, spec, tokenizer, own)
 
     def ask(self, model: Any, progress: Progress | None = None) -> list[Answer]:
-        """Greedily, many at a time."""
+        """Greedily, many at a time; multiple choice without a word, where nothing else is asked for."""
+        chosen = None
+        if CHOICE in self.spec.metrics:
+            chosen = ask_choices(model, self.tokenizer, self.questions, progress)
+            if not self._says:
+                return [Answer(text, chosen=scores) for text, scores in chosen]
         prompts = [question.ids for question in self.questions]
-        found = generate(model, self.tokenizer, prompts, max_new_tokens=self.max_new_tokens, progress=progress)
-        return [Answer(one.text, one.cut) for one in found]
+        said = generate(model, self.tokenizer, prompts, max_new_tokens=self.max_new_tokens, progress=progress)
+        return [Answer(one.text, one.cut, chosen[i][1] if chosen else {}) for i, one in enumerate(said)]
 
     def judge(self, answers: Sequence[Answer]) -> Judged:
         rows: list[Scores] = []
@@ -105,12 +113,15 @@ class HeldOut:
 
     def key(self, model: str) -> str:
         """All that decides what this model answers."""
-        asked = [model, self.max_new_tokens, [question.ids for question in self.questions]]
+        choices = [question.choices for question in self.questions] if CHOICE in self.spec.metrics else None
+        asked = [model, self.max_new_tokens, [question.ids for question in self.questions], choices, self._says]
         return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
 def _require_expected(questions: Sequence[Question], spec: Eval) -> None:
     """A metric that could never be met is refused, not counted as 0."""
+    if CHOICE in spec.metrics:
+        _require_choices(questions)
     pattern = re.compile(spec.regex) if spec.regex else None
     for question in questions:
         expected = final_part(question.expected)
@@ -120,6 +131,19 @@ def _require_expected(questions: Sequence[Question], spec: Eval) -> None:
         if pattern is not None and pattern.groups and found(pattern, expected) is None:
             raise DataError("eval.regex: it finds nothing in the expected answer", where=question.where,
                             why=f"it is {expected[:80]!r}", fix="correct the pattern, or the row")
+
+
+def _require_choices(questions: Sequence[Question]) -> None:
+    for question in questions:
+        choices = [choice.strip() for choice in question.choices]
+        if not choices:
+            raise DataError(f"eval.metrics: {CHOICE}: the row has no choices", where=question.where,
+                            why="the column `choices` holds them: a list of two or more texts",
+                            fix="add it, or name it as it is called: data.fields.choices")
+        if len(set(choices)) < len(choices) or question.expected.strip() not in choices:
+            why = f"it is {question.expected[:80]!r}, the choices are {', '.join(map(repr, choices))[:200]}"
+            raise DataError(f"eval.metrics: {CHOICE}: the expected answer is not one of the choices", where=question.where,
+                            why=why, fix="write both alike, and each choice once")
 
 
 def _require_best(spec: Eval, own: OwnMetric | None) -> None:

@@ -26,6 +26,7 @@ class Question:
     prompt: str  # the last thing said before the answer
     expected: str
     answer_tokens: int  # how many the expected answer takes, its end included
+    choices: tuple[str, ...] = ()
 
 
 def held_out_questions(table: TokenTable, tokenizer: Any, count: int, *, system: str | None = None) -> list[Question]:
@@ -52,7 +53,7 @@ def held_out_questions(table: TokenTable, tokenizer: Any, count: int, *, system:
         prompt = str(question.messages[-1].get("content") or "") if question.messages else question.prompt
         expected = _expected(example, table, i, tokenizer)
         tokens = len(tokenizer.backend_tokenizer.encode(expected, add_special_tokens=False).ids) + 1
-        asked[i] = Question(question.where, encoder.prompt_ids(question), prompt, expected, tokens)
+        asked[i] = Question(question.where, encoder.prompt_ids(question), prompt, expected, tokens, example.choices)
     return [asked[i] for i in sorted(asked)]
 
 
