@@ -160,7 +160,8 @@ class Train(Section):
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.0
     clip: Positive = 1.0
-    graph: Literal["auto", "on", "off"] = "auto"  # a step as CUDA graphs: where it can be, or an error, or never
+    # a step as CUDA graphs: where it can be, or an error, or never; answers to held-out rows where they can be, or never
+    graph: Literal["auto", "on", "off"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 3407
 
 

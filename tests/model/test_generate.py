@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.model.generate import end_tokens, generate_answers
+from pronghorn.model.generate import batches, end_tokens, generate, generate_answers
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from samples import make_model, make_tokenizer
@@ -103,3 +103,39 @@ def test_no_prompts_no_answers_and_progress_to_the_end(model: Any, tokenizer: An
     prompts = [tokenizer.encode(text) for text in TEXTS]
     generate_answers(model, tokenizer, prompts, max_new_tokens=1, batch_size=4, progress=lambda *a: told.append(a))
     assert told == [("answering", 4, 6), ("answering", 6, 6)]
+
+
+def test_an_answer_that_does_not_end_is_known_to_be_cut(model: Any, tokenizer: Any) -> None:
+    prompts = [tokenizer.encode(text) for text in TEXTS[:2]]
+    before = model.generation_config.eos_token_id
+    first = int(model.generate(torch.tensor(prompts[:1]), max_new_tokens=1, do_sample=False, pad_token_id=0)[0, -1])
+    model.generation_config.eos_token_id = first
+    try:
+        short, longer = generate(model, tokenizer, prompts, max_new_tokens=4)
+    finally:
+        model.generation_config.eos_token_id = before
+    assert not short.cut
+    assert longer.cut
+
+
+def test_batches_are_of_like_length_and_have_room_for_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pronghorn.model.generate.CACHED_TOKENS", 60)
+    assert list(batches([5, 50, 1, 9, 2], 2, 10)) == [[2, 4], [0, 3], [1]]
+    assert list(batches([5, 5, 5, 5, 5], 32, 10)) == [[0, 1, 2, 3], [4]]
+    assert list(batches([500], 32, 10)) == [[0]]  # one is always tried
+
+
+def test_what_does_not_fit_is_answered_in_halves(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [tokenizer.encode(text) for text in TEXTS]
+    expected = generate_answers(model, tokenizer, prompts, max_new_tokens=4)
+    real, sizes = type(model).generate, list[int]()
+
+    def small(self: Any, input_ids: torch.Tensor, **given: Any) -> Any:
+        sizes.append(len(input_ids))
+        if len(input_ids) > 2:
+            raise torch.OutOfMemoryError("too many")
+        return real(self, input_ids, **given)
+
+    monkeypatch.setattr(type(model), "generate", small)
+    assert generate_answers(model, tokenizer, prompts, max_new_tokens=4) == expected
+    assert sizes == [6, 3, 1, 2, 3, 1, 2]

@@ -62,6 +62,7 @@ LORA_KEYS = ["lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lor
              "peft_use_rslora", "loraplus_lr_ratio"]
 CACHE = "tokenized rows are kept in a cache of Pronghorn's own (PRONGHORN_CACHE)"
 OBJECTIVE = "the loss is the mean over learned tokens; another objective is not available"
+METRICS = "eval.metrics scores answers to held-out rows: exact_match, rouge_l, ..."
 HUB = "nothing is uploaded; `pronghorn export` writes the folder to upload"
 
 
@@ -314,10 +315,12 @@ ROWS: dict[str, Row] = {
         "every step is logged"), "save_only_model": nothing("a checkpoint has all that a resume needs"),
     "save_safetensors": nothing("safetensors are written, nothing else"), "save_first_step": nothing("the first save is tried"),
     "load_best_model_at_end": nothing("`eval`, `chat` and `export` take the best checkpoint by themselves"),
-    "metric_for_best_model": nothing("the held-out loss"), "greater_is_better": nothing("the held-out loss"),
-    "eval_table_size": nothing("eval.generations answers are shown"), "eval_max_new_tokens": nothing("64 tokens are shown"),
-    "do_causal_lm_eval": not_here("held-out loss and perplexity are measured"), "strict": nothing(
-        "every key is checked"), "eval_causal_lm_metrics": not_here("held-out loss and perplexity are measured"),
+    "metric_for_best_model": nothing("the held-out loss; eval.best names another"), "greater_is_better": nothing(
+        "known of each metric"),
+    "eval_table_size": nothing("eval.generations answers are shown"), "eval_max_new_tokens": to(
+        "eval.max_new_tokens", whole),
+    "do_causal_lm_eval": not_here(METRICS), "strict": nothing("every key is checked"), "eval_causal_lm_metrics": not_here(
+        METRICS),
     "debug": nothing("`pronghorn data show` shows a row"), "plugins": _plugins, "test_value": nothing("a test of theirs"),
     "hub_model_id": not_here(HUB), "hub_strategy": not_here(HUB), "hub_revision": not_here(HUB),
     "push_dataset_to_hub": not_here(HUB), "secrets": nothing(NOTHING_SENT),

@@ -73,15 +73,17 @@ class HeldOut:
                             fix="leave the metrics out, or hold out conversations or prompts: data.eval")
         return cls(questions, spec, tokenizer, own)
 
-    def ask(self, model: Any, progress: Progress | None = None) -> list[Answer]:
-        """Greedily, many at a time; multiple choice without a word, where nothing else is asked for."""
+    def ask(self, model: Any, progress: Progress | None = None, *, capture: bool = True) -> list[Answer]:
+        """Greedily, many at a time; multiple choice without a word, where nothing else is asked for. `capture`: on a GPU, out
+        of a CUDA graph."""
         chosen = None
         if CHOICE in self.spec.metrics:
             chosen = ask_choices(model, self.tokenizer, self.questions, progress)
             if not self._says:
                 return [Answer(text, chosen=scores) for text, scores in chosen]
         prompts = [question.ids for question in self.questions]
-        said = generate(model, self.tokenizer, prompts, max_new_tokens=self.max_new_tokens, progress=progress)
+        said = generate(model, self.tokenizer, prompts, max_new_tokens=self.max_new_tokens, progress=progress,
+                        capture=capture)
         return [Answer(one.text, one.cut, chosen[i][1] if chosen else {}) for i, one in enumerate(said)]
 
     def judge(self, answers: Sequence[Answer]) -> Judged:

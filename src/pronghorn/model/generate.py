@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pronghorn.kernels.dispatch import say_once
+from pronghorn.model.static_decode import StaticDecoding, why_not_static
 
 # Prompts in one batch. Each token of an answer is one launch of all layers, whatever the batch: a GPU takes many at a time.
 BATCH = {"cpu": 32, "cuda": 128}
@@ -38,12 +39,18 @@ def generate_answers(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]
 
 @torch.no_grad()
 def generate(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
-             batch_size: int | None = None, progress: Callable[[str, int, int], None] | None = None) -> list[Generated]:
-    """Prompts of similar length share a batch, padded on the left; answers come back in the prompts' order."""
+             batch_size: int | None = None, progress: Callable[[str, int, int], None] | None = None, capture: bool = False
+             ) -> list[Generated]:
+    """Prompts of similar length share a batch, padded on the left; answers come back in the prompts' order. `capture`: on a
+    GPU, and where the model allows it, tokens come out of a CUDA graph (static_decode.py)."""
     device = next(model.parameters()).device
     stops = end_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0]
     answers = [Generated("", False)] * len(prompts)
+    capture = capture and device.type == "cuda"
+    if capture and (why := why_not_static(model)):
+        say_once(f"answers are generated without a CUDA graph: {why}")
+        capture = False
     was_training = model.training
     model.eval()
     done = 0
@@ -52,7 +59,13 @@ def generate(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, ma
         while waiting:
             chosen = waiting.pop(0)
             try:
-                found = _generated(model, [prompts[i] for i in chosen], stops, pad, max_new_tokens, device)
+                ids_BT, mask_BT = _padded([prompts[i] for i in chosen], pad, device)
+                if capture:
+                    decoding = StaticDecoding(model, ids_BT, mask_BT, new=max_new_tokens, stops=stops, pad=pad)
+                    found = decoding.answers(capture=True)
+                    del decoding
+                else:
+                    found = _generated(model, ids_BT, mask_BT, stops, pad, max_new_tokens)
             except torch.OutOfMemoryError:
                 if len(chosen) == 1:
                     raise
@@ -64,8 +77,8 @@ def generate(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, ma
                 waiting[:0] = [chosen[:half], chosen[half:]]
                 continue
             for i, tokens in zip(chosen, found, strict=True):
-                text = tokenizer.decode(tokens, skip_special_tokens=True).strip()
-                answers[i] = Generated(text, cut=not any(token in stops for token in tokens))
+                end = next((at for at, token in enumerate(tokens, start=1) if token in stops), None)
+                answers[i] = Generated(tokenizer.decode(tokens[:end], skip_special_tokens=True).strip(), cut=end is None)
             done += len(chosen)
             if progress:
                 progress("answering", done, len(prompts))
@@ -86,19 +99,24 @@ def batches(lengths: Sequence[int], most: int, new: int) -> Iterator[list[int]]:
         yield batch
 
 
-def _generated(model: Any, prompts: Sequence[Sequence[int]], stops: list[int], pad: int, new: int, device: torch.device
-               ) -> list[list[int]]:
+def _padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and where they are: padding comes first."""
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), pad, dtype=torch.int64)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.tensor(list(prompt))
         mask[row, width - len(prompt) :] = 1
+    return ids.to(device), mask.to(device)
+
+
+def _generated(model: Any, ids_BT: torch.Tensor, mask_BT: torch.Tensor, stops: list[int], pad: int, new: int
+               ) -> list[list[int]]:
     out = model.generate(
-        input_ids=ids.to(device), attention_mask=mask.to(device), do_sample=False, max_new_tokens=new, use_cache=True,
+        input_ids=ids_BT, attention_mask=mask_BT, do_sample=False, max_new_tokens=new, use_cache=True,
         pad_token_id=pad, eos_token_id=stops or None, temperature=None, top_p=None, top_k=None,
     )
-    rows: list[list[int]] = out[:, width:].tolist()
+    rows: list[list[int]] = out[:, ids_BT.shape[1] :].tolist()
     return rows
 
 

@@ -58,7 +58,8 @@ class RunAnswers:
 
     def _ask(self, label: str) -> list[Answer]:
         with self._session.autocast():
-            return self._held_out.ask(self._session.model, lambda _, done, total: self._progress(label, done, total))
+            return self._held_out.ask(self._session.model, lambda _, done, total: self._progress(label, done, total),
+                                      capture=self._session.recipe.train.graph != "off")
 
     def _judged(self, answers: list[Answer]) -> Judged:
         with _random_numbers_kept():

@@ -53,7 +53,7 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, ask
         if prepared.evaluation is None:
             raise CommandError(what="this run has no held-out data", where=str(run), fix="give some: --data FILE")
         table, pad_id = prepared.evaluation, prepared.pad_id
-    measured = bool(spec.metrics) or own is not None
+    measured, capture = bool(spec.metrics) or own is not None, recipe.train.graph != "off"
     if not measured and (asked.base or asked.answers):
         raise CommandError(what="--base and --answers need a metric", why="without one, nothing is answered",
                            fix=f"add --metrics, some of {','.join(METRICS)}, or --metric-file FILE")
@@ -67,23 +67,24 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, ask
                "documents": len(table)}
     if held_out is None:
         return figures
-    judged = _judged(held_out, model, report)
+    judged = _judged(held_out, model, report, capture)
     base = None
     if asked.base and recipe.method != "full":
         with model.disable_adapter():
-            base = _judged(held_out, model, report)
+            base = _judged(held_out, model, report, capture)
     elif asked.base:
         del model
         gc.collect()
-        base = _judged(held_out, load_model(recipe.model, DTYPES[resolve_precision(recipe.precision, device)], device), report)
+        untrained = load_model(recipe.model, DTYPES[resolve_precision(recipe.precision, device)], device)
+        base = _judged(held_out, untrained, report, capture)
     if asked.answers is not None:
         write_answers(asked.answers, held_out.table(judged, base, trained.step))
     figures |= {"metrics": judged.metrics, "samples": len(judged.rows), "cut": judged.cut}
     return figures | ({} if base is None else {"base_metrics": base.metrics})
 
 
-def _judged(held_out: HeldOut, model: Any, report: Report) -> Judged:
-    judged = held_out.judge(held_out.ask(model, report))
+def _judged(held_out: HeldOut, model: Any, report: Report, capture: bool) -> Judged:
+    judged = held_out.judge(held_out.ask(model, report, capture=capture))
     if judged.unscored:  # here, where nothing is lost by it, a metric that fails is an error
         raise CommandError(what=judged.unscored, where=str(held_out.own.path if held_out.own else ""), fix="correct the metric")
     return judged
