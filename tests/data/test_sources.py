@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import random
 import subprocess
@@ -19,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pronghorn.data.source_files import EXCERPT, BadRow, excerpt
-from pronghorn.data.sources import RawRow, fingerprint, read, resolve
+from pronghorn.data.sources import RawRow, Wish, fingerprint, read, resolve
 from pronghorn.errors import DataError
 
 
@@ -66,6 +68,13 @@ def test_every_kind_of_file_gives_the_same_rows(here: Path) -> None:
     (here / "a.csv").write_bytes(table.encode("utf-8-sig"))
     (here / "a.tsv").write_text('prompt\tcompletion\nGrüße, 你好\t"a,b\n""c"""\n2 + 2\t4\n', encoding="utf-8")
     pq.write_table(pa.Table.from_pylist(ROWS), here / "a.parquet")
+    (here / "a.jsonl.xz").write_bytes(lzma.compress(lines.encode()))
+    (here / "a.csv.bz2").write_bytes(bz2.compress(table.encode("utf-8-sig")))
+    packed = pa.Codec("zstd").compress(lines.encode(), asbytes=True)
+    (here / "a.jsonl.zst").write_bytes(packed)
+    for name, new in (("file.arrow", pa.ipc.new_file), ("stream.arrow", pa.ipc.new_stream), ("a.feather", pa.ipc.new_file)):
+        with new(here / name, pa.Table.from_pylist(ROWS).schema) as writer:
+            writer.write_table(pa.Table.from_pylist(ROWS), max_chunksize=1)
     for file in sorted(here.iterdir()):
         assert fields(file) == ROWS, file.name
 
@@ -106,7 +115,8 @@ def test_json_lines_round_trip(
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.binary(max_size=300), kind=st.sampled_from(["jsonl", "json", "csv", "parquet", "jsonl.gz"]))
+@given(data=st.binary(max_size=300), kind=st.sampled_from(
+    ["jsonl", "json", "csv", "txt", "parquet", "arrow", "jsonl.gz", "jsonl.zst", "jsonl.xz", "jsonl.bz2"]))
 def test_any_bytes_are_rows_bad_rows_or_one_error(tmp_path_factory: pytest.TempPathFactory, data: bytes, kind: str) -> None:
     file = tmp_path_factory.mktemp("any") / f"x.{kind}"
     file.write_bytes(data)
@@ -452,6 +462,67 @@ def test_a_file_is_called_what_it_is(here: Path, name: str, content: bytes, said
     with pytest.raises(DataError, match=said) as caught:
         list(read(resolve(name)[0], lambda _: None))
     assert caught.value.fix
+
+
+@pytest.mark.parametrize(("ending", "pack"), [
+    ("gz", gzip.compress), ("xz", lzma.compress), ("bz2", bz2.compress),
+    ("zst", lambda data: pa.Codec("zstd").compress(data, asbytes=True)),
+])
+def test_a_packed_file_that_is_cut_short_is_refused_and_not_read_in_part(here: Path, ending: str, pack: Any) -> None:
+    lines = "".join(json.dumps({"text": str(random.Random(n).random())}) + "\n" for n in range(2000)).encode()
+    packed = pack(lines)
+    (here / f"a.jsonl.{ending}").write_bytes(packed)
+    assert len(fields(f"a.jsonl.{ending}")) == 2000
+    (here / f"a.jsonl.{ending}").write_bytes(packed[: len(packed) // 2])
+    error = refused(f"a.jsonl.{ending}")
+    assert "damaged or cut short" in error.what
+    assert "-t " in error.fix
+    (here / f"b.parquet.{ending}").write_bytes(packed)
+    assert "rename it" in refused(f"b.parquet.{ending}").fix or "add ." in refused(f"b.parquet.{ending}").fix
+
+
+def test_text_files_are_documents_or_lines(here: Path) -> None:
+    (here / "a.txt").write_bytes("\N{BYTE ORDER MARK}one\r\n\r\ntwo".encode())
+    rows, _ = read_all("a.txt")
+    assert [(row.fields, row.where) for row in rows] == [({"text": "one\r\n\r\ntwo"}, "a.txt")]
+    (source,) = resolve("a.txt", Wish(by_line=True))
+    bad: list[BadRow] = []
+    assert [(row.fields["text"], row.where) for row in read(source, bad.append)] == [("one", "a.txt:1"), ("two", "a.txt:3")]
+    (here / "a.txt").write_bytes("süß\n".encode() * 3 + b"s\xfc\xdf\n")
+    assert len(list(read(source, bad.append))) == 3
+    assert [row.where for row in bad] == ["a.txt:4"]
+    assert refused("a.txt").where == "a.txt:4"
+    (here / "a.jsonl").write_text('{"text": "x"}')
+    with pytest.raises(DataError, match="text_by"):
+        resolve("a.jsonl", Wish(by_line=True))
+
+
+def test_splits_of_a_folder(here: Path) -> None:
+    for name in ("d/train.jsonl", "d/test-00000-of-00001.jsonl", "d/trained.jsonl", "d/dev/x.jsonl"):
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).write_text('{"text": "x"}')
+    for split, names in (("train", ["d/train.jsonl"]), ("test", ["d/test-00000-of-00001.jsonl"]), ("dev", ["d/dev/x.jsonl"])):
+        assert [source.name for source in resolve("d", Wish(split=split))] == names
+    with pytest.raises(DataError, match="no split `eval`") as caught:
+        resolve("d", Wish(split="eval"))
+    assert "dev, test-00000-of-00001.jsonl" in caught.value.why
+    (here / "e/dev").mkdir(parents=True)
+    (here / "d/dev/x.jsonl").rename(here / "e/dev/x.jsonl")
+    with pytest.raises(DataError) as caught:
+        resolve("e")
+    assert caught.value.fix == "name the one that is meant: e/dev"
+
+
+@pytest.mark.parametrize(("name", "wish", "hub", "shown"), [
+    ("a/b", {"split": "test"}, ("a/b", None, "test"), "a/b:test"),
+    ("a/b", {"config": "c"}, ("a/b", "c", "train"), "a/b:c:train"),
+    ("a/b:c:test", {"config": "c"}, ("a/b", "c", "test"), "a/b:c:test"),
+])
+def test_what_a_source_says_of_a_hub_data_set(here: Path, name: str, wish: Any, hub: Any, shown: str) -> None:
+    (source,) = resolve(name, Wish(**wish))
+    assert (source.hub, source.name) == (hub, shown)
+    with pytest.raises(DataError, match="two answers"):
+        resolve(f"{hub[0]}:other", Wish(split="test"))
 
 
 STREAM_SCRIPT = """

@@ -23,7 +23,9 @@ SPEAKERS = {  # who speaks, in lower case, as data sets and the tools that read 
     "function": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
 }
 CALLERS = ("function_call", "tool_call")  # speakers whose text is a call, as JSON
+SPEAKERS_AND_CALLERS = {**SPEAKERS, **dict.fromkeys(CALLERS, "assistant")}
 TRAIN_KEYS = ("train", "training")  # Axolotl's documentation writes the one, its default is the other
+MARK_KEYS = ("weight", *TRAIN_KEYS)
 PARTS_KEY = "train_detail"  # there, offsets within a turn
 TEXT_PARTS = ("text", "input_text", "output_text")
 THINKING_PARTS = ("thinking", "reasoning")
@@ -56,7 +58,7 @@ def to_message(message: dict[str, Any], number: int) -> dict[str, Any]:
     thinking = ""
     if isinstance(content, list):
         content, thinking = _parts(content, name)
-    if speaker in CALLERS:
+    if speaker in CALLERS and message.get("tool_calls") is None and message.get("function_call") is None:
         calls, content = _spoken_calls(content, name), None
     else:
         calls = _calls(message, name)
@@ -79,21 +81,19 @@ def to_message(message: dict[str, Any], number: int) -> dict[str, Any]:
 
 def _speaker(message: dict[str, Any], name: str) -> tuple[str, str]:
     """As the file writes it, in lower case, and the role."""
-    given = [message[key] for key in ("role", "from") if message.get(key) is not None]
-    if not given:
+    word, other = message.get("role"), message.get("from")
+    word, other = (other, None) if word is None else (word, other)
+    if word is None:
         raise UnfitError(f"{name} has no `role`; its keys are {', '.join(message)}",
                          "name the keys of a message: data.message_fields: {role: KEY, content: KEY}")
-    found = {word: _role(word, name) for word in given if isinstance(word, str)}
-    if len(found) < len({str(word) for word in given}):
-        _role(next(word for word in given if not isinstance(word, str)), name)
-    if len(set(found.values())) > 1:
-        raise UnfitError(f"{name} has two roles: " + " and ".join(f"`{word}`" for word in found), "keep one of them")
-    word, role = next(iter(found.items()))
+    role = _role(word, name)
+    if other is not None and _role(other, name) != role:
+        raise UnfitError(f"{name} has two roles: `{word}` and `{other}`", "keep one of them")
     return word.strip().lower(), role
 
 
 def _role(word: Any, name: str) -> str:
-    known = {**SPEAKERS, **dict.fromkeys(CALLERS, "assistant")}
+    known = SPEAKERS_AND_CALLERS
     plain = word.strip().lower() if isinstance(word, str) else ""
     if plain in known:
         return known[plain]
@@ -117,7 +117,9 @@ def _content(message: dict[str, Any], name: str) -> tuple[str, Any]:
 def _require_marks(message: dict[str, Any], name: str) -> None:
     """What the turn itself says about being trained on: `weight` 0 or 1, as in OpenAI's and Mistral's formats, or `train` or
     `training` false or true, as in Axolotl's."""
-    marks = {key: message[key] for key in ("weight", *TRAIN_KEYS) if message.get(key) is not None}
+    marks = {key: message[key] for key in MARK_KEYS if message.get(key) is not None}
+    if not marks and message.get(PARTS_KEY) is None:
+        return
     if marks.get("weight", 1) not in (0, 1):
         raise UnfitError(f"{name} has the weight {marks['weight']!r}; a turn is trained on (1) or not (0)", "make it 0 or 1")
     for key in TRAIN_KEYS:

@@ -16,13 +16,13 @@ _KIND = "answer|response|completion|output|messages?|text"
 REJECTED = re.compile(rf"(?:(?:{_KIND})_)?rejected(?:_(?:{_KIND}))?")
 MARKS = ("label", "kto_tag")  # of KTO: whether the answer is a good one
 TRUTHS = (True, False, "true", "false", "True", "False", "TRUE", "FALSE", "0", "1")  # 0 and 1 equal False and True
-WHY = "a supervised loss learns every answer it is given, also the bad ones; preference training (DPO, KTO) is something else"
+WHY = "a supervised loss learns every answer it is given, also the bad ones; preference training (DPO, KTO) has other losses"
 
 
 def preference(fields: dict[str, Any], *, chat: bool) -> tuple[str, str] | None:
     """(what the row is, how to train on its good answers), or None. `chat`: it has an answer, and is not plain text."""
     for column, worse in fields.items():
-        if REJECTED.fullmatch(column.lower()) and _holds_answer(worse):
+        if "rejected" in column.lower() and REJECTED.fullmatch(column.lower()) and _holds_answer(worse):
             chosen = next((other for other in fields if other.lower() == column.lower().replace("rejected", "chosen")), None)
             if chosen and _holds_answer(fields[chosen]):
                 told = f"preference data: `{chosen}` is the better of two answers, `{column}` the worse, and no supervised loss"
