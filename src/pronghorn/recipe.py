@@ -76,6 +76,7 @@ class Fields(Section):
     instruction: Name | None = None
     input: Name | None = None
     output: Name | None = None
+    history: Name | None = None
     system: Name | None = None
     text: Name | None = None
     choices: Name | None = None  # of the metric multiple_choice

@@ -11,7 +11,7 @@ from tiny import write_data
 from pronghorn.cli import main
 from pronghorn.convert.converting import Conversion, convert_file, convert_text
 from pronghorn.errors import CommandError
-from pronghorn.recipe import Recipe
+from pronghorn.recipe import Recipe, named
 from pronghorn.recipe_file import parse_recipe, read_yaml
 
 CONFIGS = Path(__file__).parent / "axolotl"
@@ -147,11 +147,13 @@ def test_what_a_data_set_asks_for_in_vain_is_told(lines: str, key: str) -> None:
     assert fates[key][0] == "not honoured"
 
 
-def test_sources_that_need_other_names_are_told() -> None:
+def test_sources_that_need_other_names_are_entries_of_their_own() -> None:
     second = "    type: chat_template\n  - path: b.jsonl\n    type: chat_template\n    field_messages: talk\n"
     recipe, fates = converted(CHAT + second)
-    assert recipe.data.train == ("a.jsonl",)
-    assert fates["datasets[1].path"][0] == "not honoured"
+    first, other = recipe.data.train
+    assert (first, named(other), fates["datasets[1].path"][0]) == ("a.jsonl", "b.jsonl", "mapped")
+    assert other.columns.messages == "talk"
+    assert recipe.data.fields.messages is None
     recipe, _ = converted(CHAT + second.replace("talk", "conversations"))
     assert recipe.data.train == ("a.jsonl", "b.jsonl")
 

@@ -145,8 +145,10 @@ def test_the_newer_form_has_a_list_of_its_own(tmp_path: Path) -> None:
     listed.write_text("one: {path: data/x.json, source: local, converter: alpaca}\n"
                       "two: {path: a/hub, split: test, converter: alpaca}\nthree: {path: c/d, converter: alpaca, size: 5}\n")
     found = convert_text(text, str(tmp_path / "deep" / "c.yaml"))
-    assert parse_recipe(found.recipe).data.train == ("data/x.json", "a/hub:test")
-    assert not_honoured(found) == ["train_dataset"]  # `size` is for one of them only
+    sources = parse_recipe(found.recipe).data.train
+    assert [(source.path, source.format, source.max_rows) for source in sources] == [
+        ("data/x.json", "alpaca", None), ("a/hub:test", "alpaca", None), ("c/d", "alpaca", 5)]  # `size` is for one of them only
+    assert not_honoured(found) == []
     for wrong in ("one: {path: x, converter: pair}\n", "one: 3\n", "[", "", "a: 1\na: 2\n", "one: {converter: alpaca}\n"):
         listed.write_text(wrong)
         assert "data.train" in told(text, tmp_path)["train_dataset"][1]

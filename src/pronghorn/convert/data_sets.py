@@ -1,7 +1,7 @@
 """Data sets of a config into the recipe's `data`: their names, formats, columns and roles, and templates by name.
 
-A recipe has one format, one set of column names and one template for all of its sources. Sources that need others are not
-honoured, with the sentence that says so."""
+Where sources have formats, names or numbers of rows of their own, each is an entry of `data.train` that says so. A recipe has
+one template and one way with long rows for all of its sources: those that need others are not honoured, with a sentence."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from pronghorn.data.named_templates import SAME_AS, TEMPLATES
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".gz", ".arrow", ".txt")
 SLICE = re.compile(r"(?P<split>[^\[\]]+)\[:(?P<rows>\d+)\]")
-LATER = ("a recipe has one set of names, one template and one way with long rows for all of its sources (sources with their own"
-         " come later); make one file of them, or one recipe for each")
+LATER = "a recipe has one template and one way with long rows for all of its sources; make one recipe for each"
 KEYS = {  # keys of Axolotl's data sets, by what they say
     "format": ("type",), "long": ("type",), "template": ("type", "chat_template"), "roles": ("roles",), "max_rows": ("split",),
     "fields": ("field", "text_column", "field_messages", "field_tools", "type"),
@@ -41,8 +40,19 @@ class DataSet:
 
     @property
     def for_all(self) -> tuple[object, ...]:
-        """What a recipe says once, for all of its sources."""
-        return self.fields, self.message_fields, self.roles, self.max_rows, self.template, self.long
+        """What a recipe can only say once, for all of its sources."""
+        return self.template, self.long
+
+    @property
+    def own(self) -> dict[str, object]:
+        """What it can say of one source, by the keys of an entry of `data.train`."""
+        said = {"columns": self.fields, "message_fields": self.message_fields, "roles": self.roles, "max_rows": self.max_rows}
+        return {key: value for key, value in said.items() if value}
+
+    @property
+    def entry(self) -> str | dict[str, object]:
+        own = ({"format": self.format} if self.format != "auto" else {}) | self.own
+        return {"path": self.name, **own} if own else self.name
 
 
 def is_local(path: str) -> bool:
@@ -80,8 +90,9 @@ def set_sources(draft: Draft, sets: list[DataSet]) -> None:
         return
     first = sets[0]
     together = [one for one in sets if one.for_all == first.for_all]
-    formats = {one.format for one in together}
-    draft.set("data.train", [one.name for one in together], *dict.fromkeys(one.key for one in together))
+    alike = all(one.own == first.own for one in together)
+    formats = {one.format for one in together} if alike else set()
+    draft.set("data.train", [one.name if alike else one.entry for one in together], *dict.fromkeys(one.key for one in together))
     for one in sets:
         if one.for_all != first.for_all:
             before = draft.fates[one.key][1] + "; " if one.key in draft.fates else ""  # one key may name several
@@ -91,7 +102,7 @@ def set_sources(draft: Draft, sets: list[DataSet]) -> None:
         draft.origins["data.format"] = _keys_of(draft, together, "format")
     for target, value in (("fields", first.fields), ("message_fields", first.message_fields), ("roles", first.roles),
                           ("max_rows", first.max_rows), ("template", first.template), ("long", first.long)):
-        if value:
+        if value and (alike or target in ("template", "long")):
             draft.targets[f"data.{target}"] = value
             draft.origins[f"data.{target}"] = _keys_of(draft, together, target)
 

@@ -50,16 +50,16 @@ class DataSets:
         _refuse_others(name, entry, columns)
         one = DataSet(key, self._place(name, entry))
         form = str(entry.get("formatting") or "alpaca")
-        notes = [f"`{name}`: {told} is not read" for told in ("history",) if plain(columns.get(told))]
+        notes: list[str] = []
         if entry.get("num_samples"):
-            notes.append(f"`{name}`: num_samples is not honoured (data.max_rows takes the first rows)")
+            notes.append(f"`{name}`: num_samples is not honoured (max_rows takes the first rows)")
         usual = {} if columns else USUAL  # with some named, the others are not read
         if as_text:
             column = text(plain(columns.get("prompt")) or usual.get("prompt", "instruction"))
             one.format, one.fields = "text", {} if column == "text" else {"text": column}
         elif form == "alpaca":
             one.format = "alpaca"
-            pairs = (("instruction", "prompt"), ("input", "query"), ("output", "response"))
+            pairs = (("instruction", "prompt"), ("input", "query"), ("output", "response"), ("history", "history"))
             for ours, theirs in pairs:
                 named = plain(columns.get(theirs)) or usual.get(theirs)
                 if named and named != ours:
@@ -140,7 +140,8 @@ def convert_data(draft: Draft, folder: Path, given: Path | None, *, as_text: boo
             draft.no_effect("dataset_dir", f"{info} explains the data sets")
     sets, notes, lost = _sets(draft, listed, "dataset", as_text)
     set_sources(draft, sets)
-    mixed = [one.name for one in sets if one.name not in draft.targets.get("data.train", [])]
+    named = [source if isinstance(source, str) else source["path"] for source in draft.targets.get("data.train", [])]
+    mixed = [one.name for one in sets if one.name not in named]
     if draft.get("dataset") is not None:
         told = [f"data.train: {written(draft.targets['data.train'])}"] if sets else []
         lost += [f"{name}: {LATER}" for name in mixed]
