@@ -92,7 +92,8 @@ class DataSource(Section):
     path: Name
     name: Name | None = None  # of a hub data set: its configuration, as in load_dataset(path, name, split)
     split: Name | None = None  # of a hub data set; of a folder, the folder or the files in it that are called so
-    weight: Positive = 1.0  # how often each row comes in an epoch: 2 twice, 0.5 every second one, chosen once and for all
+    # how often each row comes in an epoch: 2 twice, 0.5 every second one, chosen once and for all
+    weight: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
     max_rows: PositiveInt | None = None  # at most the first so many rows, of all its files together
     text_by: Literal["file", "line"] = "file"  # what of a .txt file is one document
     stream: bool = False  # of a hub data set: read it as it comes, without a copy on the disk

@@ -67,6 +67,8 @@ def test_rows_left_out_before_are_not_counted_in() -> None:
     assert len(chosen) == 3
     assert set(chosen.tolist()) - {4, 5} < {0, 2}
     assert told == ["a: weight 0.5, so 1 row an epoch from 2"]
+    chosen, told = repeated([SourceCount("a", "text", 4, rows=4, weight=0.001)], np.ones(4, np.bool_))
+    assert (len(chosen), told) == (1, ["a: weight 0.001, so 1 row an epoch from 4"])
 
 
 def test_rows_of_a_source_and_of_each_file(model: Path, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ def repeated(sources: Sequence[SourceCount], keep: npt.NDArray[np.bool_]) -> tup
             continue
         times[rows] = int(source.weight)
         more = round((source.weight - int(source.weight)) * len(rows))
+        more = max(more, 0 if int(source.weight) else min(1, len(rows)))  # of a source that is named, one row at least
         chosen = np.random.Generator(np.random.Philox(key=[SEED, number])).permutation(len(rows))[:more]
         times[rows[chosen]] += 1
         told.append(f"{source.name}: weight {source.weight:g}, so {counted(int(times[rows].sum()), 'row')} an epoch from"
