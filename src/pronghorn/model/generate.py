@@ -13,7 +13,7 @@ from pronghorn.model.static_decode import StaticDecoding, why_not_static
 
 # Prompts in one batch. Each token of an answer is one launch of all layers, whatever the batch: a GPU takes many at a time.
 BATCH = {"cpu": 32, "cuda": 128}
-CACHED_TOKENS = 32_768  # of a batch, prompts and answers: 4 GB of keys and values for an 8B Llama in 16 bits
+CACHED_TOKENS = 16_384  # of a batch, prompts and answers: 2 GB of keys and values for an 8B Llama in 16 bits
 
 
 @dataclass(frozen=True, slots=True)
