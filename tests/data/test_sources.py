@@ -581,3 +581,15 @@ def test_a_hub_data_set_is_streamed_without_a_copy(here: Path) -> None:
     assert broken == ("3 the hub stopped sending | gone | run the same command again: it goes on behind the rows that are"
                       " tokenized")
     assert not list((here / "home").rglob("*.arrow"))
+
+
+@pytest.mark.parametrize("new", [pa.ipc.new_file, pa.ipc.new_stream])
+def test_an_arrow_file_whose_offsets_point_elsewhere_is_refused(here: Path, new: Any) -> None:
+    table = pa.table({"text": ["aaaa", "bbbb"]})
+    with new(here / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    content = (here / "a.arrow").read_bytes()
+    offsets = bytes([0, 0, 0, 0, 4, 0, 0, 0, 8, 0, 0, 0])
+    assert content.count(offsets) == 1
+    (here / "a.arrow").write_bytes(content.replace(offsets, offsets[:8] + bytes([64, 0, 0, 0])))
+    assert "damaged" in refused("a.arrow").what
