@@ -171,7 +171,7 @@ CASES: list[tuple[Callable[..., None], int, list[str]]] = [
     (no_assistant_turn, 2, ["train.jsonl:3", "assistant"]),
     (all_rows_too_long, 2, ["too long", "max_length"]),
     (unknown_key, 2, ["train.learning_rat: unknown key", "train.lr_: unknown key", "did you mean `lr`", "recipe.yaml:4"]),
-    (duplicate_key, 2, ["precision: this key stands twice", "recipe.yaml:7", "recipe.yaml:2"]),
+    (duplicate_key, 2, ["precision: this key appears twice", "recipe.yaml:7", "recipe.yaml:2"]),
     (wrong_type, 2, ["train.epochs", "'soon'", "recipe.yaml:4"]),
     (missing_model_folder, 2, ["no such model folder", "no-such-model"]),
     (model_name_too_long, 2, ["cannot be looked into", "too long"]),

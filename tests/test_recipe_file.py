@@ -47,8 +47,8 @@ def test_true_and_false_are_booleans() -> None:
 def test_a_key_that_stands_twice_is_an_error_with_both_lines() -> None:
     text = "model: a\ndata:\n  train: x\n  eval: 0.1\n  eval: 0.2\nmodel: b\n"
     assert told(text) == [
-        ("r.yaml:5", "data.eval: this key stands twice", "remove one of the two"),
-        ("r.yaml:6", "model: this key stands twice", "remove one of the two"),
+        ("r.yaml:5", "data.eval: this key appears twice", "remove one of the two"),
+        ("r.yaml:6", "model: this key appears twice", "remove one of the two"),
     ]
     assert [problem.why for problem in problems(text)] == ["it is set at r.yaml:4 already", "it is set at r.yaml:1 already"]
 

@@ -274,7 +274,7 @@ def refusal(error: Exception, name: str, *, token: str | None = None, kind: str 
     answer = getattr(error, "response", None)
     status = int(getattr(answer, "status_code", 0) or 0)
     if isinstance(error, GatedRepoError) or status == 403:
-        return wrong(what=f"the hub gives this {kind} only to those who may have it ({status or 403})", where=name,
+        return wrong(what=f"access to this {kind} is restricted ({status or 403})", where=name,
                      why=f"its licence has to be accepted on {page}, by the owner of the token ({given})",
                      fix=f"accept it there, then set HF_TOKEN to a token from {constants.ENDPOINT}/settings/tokens")
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):

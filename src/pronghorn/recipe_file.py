@@ -147,7 +147,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         denied = isinstance(error, PermissionError)
-        fix = "give yourself the right to read it" if denied else "write one with `pronghorn new FILE`"
+        fix = "change its permissions so that you can read it" if denied else "write one with `pronghorn new FILE`"
         raise RecipeError(what=f"cannot read the recipe: {reason}", where=str(path), fix=fix) from error
     return parse_recipe(text, overrides, name=str(path))
 
@@ -266,7 +266,7 @@ def _plain(node: Node, yaml: YAML, path: KeyPath, name: str, places: dict[KeyPat
             where = f"{name}:{key_node.start_mark.line + 1}"
             if key in result:
                 first = places[(*path, key)]
-                problems.append(RecipeError(what=f"{_dotted((*path, key))}: this key stands twice", where=where,
+                problems.append(RecipeError(what=f"{_dotted((*path, key))}: this key appears twice", where=where,
                                             why=f"it is set at {first} already", fix="remove one of the two"))
                 continue
             places[(*path, key)] = where

@@ -193,12 +193,12 @@ def test_what_is_left_out_is_told(model: Path, tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [long, *(row("q", f"{n}") for n in range(200))])
     limit = frame + 30
     assert prepared(model, path, max_length=512).remarks == ()
-    assert prepared(model, path, max_length=limit).remarks == (f"left out 1 of 201 rows: more than {limit} tokens",)
+    assert prepared(model, path, max_length=limit).remarks == (f"dropped 1 of 201 rows: longer than {limit} tokens",)
     truncated = prepared(model, path, max_length=limit, long="truncate")
-    assert truncated.remarks == (f"left out 1 of 201 rows: the answer begins after {limit} tokens",)
+    assert truncated.remarks == (f"dropped 1 of 201 rows: the answer begins after {limit} tokens",)
     split = prepared(model, path, max_length=limit, long="split")
     pieces = 200 + split.counts.split_into
-    assert split.remarks == (f"left out {split.counts.no_loss} of {pieces} rows and pieces: nothing to learn from",)
+    assert split.remarks == (f"dropped {split.counts.no_loss} of {pieces} rows and pieces: nothing to train on",)
 
 
 def test_turns_of_weight_0_are_read_and_not_trained_on(model: Path, tmp_path: Path) -> None:

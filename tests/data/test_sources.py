@@ -133,8 +133,8 @@ def test_any_bytes_are_rows_bad_rows_or_one_error(tmp_path_factory: pytest.TempP
 BAD_LINES = {
     '{"text": "a" "b"}': "not JSON",
     '{"text": "cut off': "not JSON",
-    '{"text": "a", "text": "b"}': "`text` stands twice",
-    '{"text": "a", "m": [{"x": 1, "x": 1}]}': "`x` stands twice",
+    '{"text": "a", "text": "b"}': "`text` appears twice",
+    '{"text": "a", "m": [{"x": 1, "x": 1}]}': "`x` appears twice",
     '{"text": "a", "score": NaN}': "NaN is not a finite number",
     '{"text": "a", "score": 1e999}': "1e999 is not a finite number",
     '{"text": "a", "score": -Infinity}': "-Infinity is not a finite number",

@@ -39,7 +39,7 @@ def shown(events, width=100):
         ({"step": 78, "optimizer": 22}, "train.batch_tokens", "131072"),
         ({"step": 75, "tokenize": 20, "read": 5}, "", "nothing to change"),
         ({"step": 50, "imports": 20, "load": 30}, "", "nothing to change"),
-        ({"step": 85, "other": 15}, "", "what else ran"),
+        ({"step": 85, "other": 15}, "", "what else was running"),
     ],
 )
 def test_each_stage_that_costs_too_much_gets_its_advice(stages, key, word):

@@ -76,8 +76,8 @@ def test_the_table_and_the_json_say_the_same(recipe_for: RecipeFor, capsys: pyte
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"train": {"epochs": 1}}, "only 5 steps"),
-    ({"precision": "bf16"}, "precision bf16 is honoured, but most CPUs compute it far slower"),
-    ({"data": {"max_length": 600}, "train": {"capacity": 1024, "batch_tokens": 1024}}, "beyond the 512 positions"),
+    ({"precision": "bf16"}, "precision bf16: most CPUs are far slower"),
+    ({"data": {"max_length": 600}, "train": {"capacity": 1024, "batch_tokens": 1024}}, "exceeds the 512 positions"),
 ])
 def test_what_is_allowed_but_hardly_meant_is_said(recipe_for: RecipeFor, changes: dict[str, Any], said: str) -> None:
     told = "\n".join(check(recipe_for(**changes)).notices)
@@ -121,7 +121,7 @@ def test_an_adapter_on_the_head_is_refused_where_it_would_break_something(
 
 
 def test_a_lora_section_beside_method_full_is_told(recipe_for: RecipeFor) -> None:
-    told = "method: full trains all of the model; what the recipe says under lora is not used"
+    told = "method: full trains all weights; the lora section of the recipe is not used"
     assert told in check(recipe_for(method="full", lora={"r": 4})).notices
     assert told not in check(recipe_for(method="full", lora={"r": 16})).notices
     assert told not in check(recipe_for(lora={"r": 4})).notices

@@ -305,7 +305,7 @@ def test_memory_that_runs_out_leads_to_a_lower_plan_and_the_same_run(deep_recipe
     assert second["peak_bytes"] < first["peak_bytes"]
     said = [e["text"] for e in events if e["event"] == "notice" and "out of memory" in e["text"]]
     assert len(said) == 1
-    assert "step 4: out of memory (CUDA out of memory); planned again" in said[0]
+    assert "step 4: out of memory (CUDA out of memory); replanned" in said[0]
     assert [e["step"] for e in events if e["event"] == "step"] == list(range(1, disturbed.step + 1))
 
 

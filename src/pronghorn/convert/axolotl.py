@@ -265,7 +265,7 @@ ROWS: dict[str, Row] = {
     "lora_r": to("lora.r", whole), "lora_alpha": to("lora.alpha", number), "lora_dropout": to("lora.dropout", number),
     "peft_use_dora": to("lora.dora", is_on), "peft_use_rslora": to("lora.rslora", is_on),
     "loraplus_lr_ratio": to("lora.plus_ratio", number), "loraplus_lr_embedding": nothing("embeddings have no adapter here"),
-    "lora_modules_to_save": not_here(FROZEN), "lora_fan_in_fan_out": not_here("found out from the layers"),
+    "lora_modules_to_save": not_here(FROZEN), "lora_fan_in_fan_out": not_here("detected from the layers"),
     "lora_target_parameters": not_here("experts are adapted with lora.targets: [all-linear, experts]"),
     "lora_model_dir": not_here("training begins with a new adapter; merge that one into the model first"),
     "lora_on_cpu": nothing("it concerns merging only"), "merge_lora": nothing("`pronghorn export RUN --to merged`"),
@@ -307,7 +307,7 @@ ROWS: dict[str, Row] = {
         "data.duplicates", "drop-exact" if is_on(draft.get(key)) else "keep", key),
     "default_system_message": not_here("a system message stands in the rows, or in a template of your own"),
     "chat_template_kwargs": not_here("templates are given messages and tools only"),
-    "role_boundaries": nothing("which tokens are learned is found out from the template"),
+    "role_boundaries": nothing("which tokens are trained on is derived from the template"),
     "preprocess_iterable": nothing(CACHE),
     # run
     "output_dir": to("output", text), "save_total_limit": to("checkpoint.keep", whole),

@@ -31,7 +31,7 @@ ALPACA_LIKE: dict[str, dict[str, str]] = {  # types with Alpaca's form: columns 
 }
 ALPACA_NOTE = ("the recipe has data.format: alpaca and data.template: alpaca (`### Instruction:`, `### Response:`); the"
                " sentence about the task before them and the line `### Input:` are not written")
-UNKNOWN_TYPE = "a prompt form of Axolotl's own; the format is found out from the columns instead"
+UNKNOWN_TYPE = "a prompt form of Axolotl's own; the format is detected from the columns instead"
 PLAIN_FORMAT = ("{instruction}", "")
 
 
@@ -206,10 +206,10 @@ class _Item:
             self.no(name, "not a key of a data set that is known here")
 
     def _messages_column(self, name: str, value: Any) -> None:
-        self.say(name, f"data.fields.messages: {value}" if self.one.fields.get("messages") else f"found out: column {value}")
+        self.say(name, f"data.fields.messages: {value}" if self.one.fields.get("messages") else f"detected: column {value}")
 
     def _mappings(self, name: str, value: Any) -> None:
-        shown = f"data.message_fields: {printed(self.one.message_fields)}" if self.one.message_fields else "found out by itself"
+        shown = f"data.message_fields: {printed(self.one.message_fields)}" if self.one.message_fields else "detected"
         self.say(name, shown)
 
     def _roles(self, name: str, value: Any) -> None:

@@ -286,7 +286,7 @@ ROWS: dict[str, Row] = {
     "preserve_thinking": not_here("reasoning of earlier turns is what the template keeps"), "media_dir": not_here(IMAGES),
     # run
     "output_dir": to("output", text), "save_total_limit": to("checkpoint.keep", whole), "overwrite_output_dir": nothing(
-        "`pronghorn train --fresh` starts over; without it the same command goes on where it stood"),
+        "`pronghorn train --fresh` starts over; without it the same command resumes"),
     "resume_from_checkpoint": not_here(RESUME), "logging_steps": nothing("every step is logged"),
     "logging_strategy": nothing("every step is logged"), "logging_dir": nothing(NOTHING_SENT),
     "logging_first_step": nothing("every step is logged"), "plot_loss": nothing("report.html has the curve"),

@@ -33,11 +33,11 @@ PREFERENCE = "preference tuning and rewards come later; recipes train on answers
 PREFERENCE_FIX = "convert an SFT config, or train this one with a trainer of TRL's on a model of FastLanguageModel"
 IMAGES = "only text is trained on here; rows with images, video or sound are refused when they are read"
 NEW_TOKENS = "the vocabulary stays as it is; a token it does not have would need new rows in the embeddings"
-MODEL = "found out from the model's files"
+MODEL = "read from the model's files"
 NO_CODE = "no code of a model's repository runs here, and most models need none"
 BITS = "frozen weights are in 16 bits (lora), in 8 as FP8 (method: fp8, on GPUs that have it) or in 4 as NF4 (qlora)"
 FROZEN = "embeddings and head stay frozen beside an adapter; method: full trains them"
-RESUME = "the same command goes on by itself where the output folder's last checkpoint stands"
+RESUME = "the same command resumes automatically from the last checkpoint in the output folder"
 
 
 def or_default(draft: Draft, key: str, read: Callable[[Any], float], default: float, least: float = 1) -> float:

@@ -77,13 +77,13 @@ def detect_format(rows: Sequence[RawRow], where: str, asked: str = "auto") -> Fo
         plain = (row.fields for row in rows if isinstance(row.fields.get("prompt"), str))
         return "completion as chat" if found == "completion" and any(map(_beside, plain)) else found
     if not rows:
-        raise DataError(what="no row could be read, so there is no format to find out", where=where, fix="repair the rows")
+        raise DataError(what="no row could be read, so no format can be detected", where=where, fix="repair the rows")
     columns = list(dict.fromkeys(column for row in rows for column in row.fields))
     formats = KNOWN if asked == "auto" else {name: needs for name, needs in KNOWN.items() if name == asked}
-    unmet = "fit no known format" if asked == "auto" else f"do not fit the format `{asked}`"
+    unmet = "unrecognised data format" if asked == "auto" else f"the columns do not fit the format `{asked}`"
     named = "name the columns that are meant: data.fields: {prompt: COLUMN, completion: COLUMN}, or rename them"
     raise DataError(
-        what=f"the columns {unmet}; found " + ", ".join(f"`{column}`" for column in columns),
+        what=f"{unmet}; found " + ", ".join(f"`{column}`" for column in columns),
         where=where,
         why="; ".join(f"{name} needs {needs}" for name, needs in formats.items()),
         fix=_better_names(columns) or ("set data.format: auto, or " * (asked != "auto") + named),

@@ -24,7 +24,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise _NotAllowedError(f"the key `{next(key for key in keys if keys.count(key) > 1)}` stands twice")
+        raise _NotAllowedError(f"the key `{next(key for key in keys if keys.count(key) > 1)}` appears twice")
     return fields
 
 

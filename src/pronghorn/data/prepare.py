@@ -173,11 +173,11 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
     no_loss = int((~with_loss).sum())
     kept = cut.select(np.flatnonzero(with_loss)) if no_loss else cut
     if dropped_long and strict:
-        why = "the answer begins after" if spec.long == "truncate" else "more than"
-        remarks.append(f"left out {dropped_long:,} of {counted(len(table), 'row')}: {why} {limit:,} tokens")
+        why = "the answer begins after" if spec.long == "truncate" else "longer than"
+        remarks.append(f"dropped {dropped_long:,} of {counted(len(table), 'row')}: {why} {limit:,} tokens")
     if no_loss and strict:
         parts = counted(len(cut), "row") + " and pieces" * (split_into > 0)
-        remarks.append(f"left out {no_loss:,} of {parts}: nothing to learn from")
+        remarks.append(f"dropped {no_loss:,} of {parts}: nothing to train on")
     if rows.bad:
         remarks.append(f"{counted(rows.bad, 'bad row')} set aside in {rows.bad_rows_file}")
     counts = Counts(

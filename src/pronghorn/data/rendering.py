@@ -128,7 +128,7 @@ def _template_fault(error: Exception, where: str) -> DataError:
         )  # fmt: skip
     if broken or unsafe:
         return DataError(
-            "the chat template is not valid Jinja" if broken else "the chat template tries to leave its sandbox",
+            "the chat template is not valid Jinja" if broken else "the chat template does something its sandbox does not allow",
             where="chat template", why=str(error), fix="set data.chat_template to a template you trust",
         )  # fmt: skip
     return RowError(

@@ -164,7 +164,7 @@ def savable(what: str, model: str) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise EnvironmentFault(what=f"{what} could not be saved", where=str(getattr(error, "filename", None) or ""), why=why,
-                               fix="free some disk space, or repair what the system reports; then run the same command again"
+                               fix="free some disk space, or fix what the system reports; then run the same command again"
                                ) from error
     except Exception as error:
         if type(error) is not Exception and not isinstance(error, (ValueError, TypeError, KeyError, AttributeError)):

@@ -106,7 +106,7 @@ def _changes(then: dict[str, str], now: dict[str, str]) -> str:
 def _another(what: str, name: str, checkpoint: str, why: str) -> CheckpointError:
     return CheckpointError(
         what=f"{what} of {checkpoint}", where=name, why=why,
-        fix="put the model's files back, or start over: pronghorn train RECIPE --fresh (the old folder is kept aside)")
+        fix="put the model's files back, or start over: pronghorn train RECIPE --fresh (the old folder is only renamed)")
 
 
 def local_files(name: str) -> Path | None:

@@ -47,7 +47,7 @@ def require_whole_weights(name: str, *, any_name: bool = False) -> None:
             why = _damage(file)
         except OSError as error:
             raise ModelError(what=f"cannot read {file.name}", where=str(folder), why=error.strerror or str(error),
-                             fix="give yourself the right to read it") from error
+                             fix="change its permissions so that you can read it") from error
         if why:
             fix = "fetch the large files (git lfs pull)" if "Git LFS" in why else again
             raise ModelError(what=f"{file.name} is not whole", where=str(folder), why=why, fix=fix)

@@ -45,7 +45,7 @@ class RunInfo:
 def list_runs(root: Path) -> list[RunInfo]:
     """Every folder below root (or root itself) that holds a run.jsonl."""
     if not root.is_dir():
-        raise CommandError("no such folder", where=str(root), why="runs are looked for below it",
+        raise CommandError("no such folder", where=str(root), why="runs are searched for under it",
                            fix="name the folder that holds your runs: pronghorn runs --root FOLDER")
     found = []
     for place, folders, files in os.walk(root):
@@ -177,7 +177,7 @@ def _log_of(folder: Path) -> list[dict[str, Any]]:
             "this is not a run",
             where=str(folder),
             why=f"it holds no {run_log.FILE_NAME}",
-            fix="`pronghorn runs` lists those there are",
+            fix="`pronghorn runs` lists all runs",
         )
     return read_log(folder)
 

@@ -206,7 +206,7 @@ def _packing(run: Figures) -> Advice | None:
     if run.efficiency is None or run.efficiency >= 0.95:
         return None
     share = (1.0 - run.efficiency) * run.share(*TRAINING)
-    why = f"packs are {wording.percent(run.efficiency)} full, the rest is padding; larger packs leave smaller gaps"
+    why = f"packs are {wording.percent(run.efficiency)} full, the rest is padding; larger packs waste less"
     return Advice(_raise_to(run, "train", "capacity", 2), why, share, "train.capacity")
 
 
@@ -235,7 +235,8 @@ def _elsewhere(run: Figures) -> Advice | None:
     share = run.share("other")
     if share <= 0.10:
         return None
-    return Advice("look at what else ran", f"{wording.percent(share)} of the time was in no stage of the run", share)
+    why = f"{wording.percent(share)} of the time was spent outside the run's stages"
+    return Advice("check what else was running on this machine", why, share)
 
 
 RULES: tuple[Callable[[Figures], Advice | None], ...] = (

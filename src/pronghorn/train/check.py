@@ -64,7 +64,7 @@ class Facts:
             *(("", text) for text in self.sources),
             ("held out", counted(self.eval_documents, "document")),
             ("packing", f"{counted(self.packs, 'pack')} an epoch, {self.packing_efficiency:.1%} full"),
-            ("steps", f"{self.steps:,} of {counted(self.micro_batches_per_step, 'micro-batch', 'micro-batches')}"),
+            ("steps", f"{self.steps:,}, each of {counted(self.micro_batches_per_step, 'micro-batch', 'micro-batches')}"),
             ("memory", "about {} GB: weights {}, adapters, gradients and optimizer {}, activations {}".format(*gigabytes)),
             *(("plan", text) for text in self.plan),
             *(("note", text) for text in self.notices),

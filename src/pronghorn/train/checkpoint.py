@@ -323,7 +323,7 @@ def _disk_faults(run: Path, what: str) -> Iterator[None]:
             if not found:
                 raise
             number = int(found[1])
-        repair = "free some disk space" if number in (errno.ENOSPC, errno.EDQUOT) else "repair what the system reports"
+        repair = "free some disk space" if number in (errno.ENOSPC, errno.EDQUOT) else "fix what the system reports"
         raise EnvironmentFault(what, where=str(run), why=str(error), fix=f"{repair}, then {what_resumes(run)}") from error
 
 

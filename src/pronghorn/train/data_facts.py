@@ -19,7 +19,7 @@ def data_facts(counts: Counts, train: TokenTable) -> dict[str, Any]:
     low, median, p95, high = (int(x) for x in np.quantile(lengths, [0, 0.5, 0.95, 1], method="nearest"))
     dropped = {
         "bad row": counts.bad, "exact duplicate": counts.exact_duplicates, "near duplicate": counts.near_duplicates,
-        "junk": counts.junk, "too long": counts.dropped_long, "nothing to learn from": counts.no_loss,
+        "junk": counts.junk, "too long": counts.dropped_long, "nothing to train on": counts.no_loss,
     }  # fmt: skip
     return {
         "read": counts.read, "format": counts.format, "dropped": {why: number for why, number in dropped.items() if number},

@@ -237,7 +237,7 @@ class GraphedStep(Step):
         reason = first_line(error)
         if self._must:
             raise EnvironmentFault(what="train.graph: on, but the step could not be captured", why=reason,
-                                   fix="set train.graph: auto, which goes on without a graph") from error
+                                   fix="set train.graph: auto, which trains without a graph") from error
         self._say(f"the step could not be captured as a CUDA graph and runs eagerly: {reason}")
 
     # ---- inputs --------------------------------------------------------------------------------------------------

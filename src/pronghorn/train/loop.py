@@ -226,7 +226,7 @@ class _Run:
         except EnvironmentFault as fault:
             raise EnvironmentFault(what=f"step {step}: {fault.what}", where=str(self.folder), why=why, fix=fault.fix) from None
         amounts = [f"{plan.needed_bytes / 1e9:.2f}" for plan in (before, session.memory.plan)]
-        self.log.write("notice", text=f"step {step}: out of memory ({why}); planned again, down from {amounts[0]} to "
+        self.log.write("notice", text=f"step {step}: out of memory ({why}); replanned, from {amounts[0]} to "
                                       f"{amounts[1]} GB, and the step is repeated")
         self._log_plan()
 
@@ -294,10 +294,10 @@ class _Run:
             self._forget_what_is_under_way()
             raise
         rows = [session.data.train.where(row) for batch in done.step_batch.batches for row in batch.documents]
-        text = f"step {step}: the loss spiked to {loss:.4g}, and {done.limit:.4g} is the limit; its rows are {listed(rows)}"
+        text = f"step {step}: the loss spiked to {loss:.4g}, above {done.limit:.4g}; rows of this step: {listed(rows)}"
         if session.spikes.policy == "rewind":
             self._rewind(done, text, step=step, loss=loss, rows=rows)
-        self.log.write("notice", text=text + "; the update is left out" * (session.spikes.policy == "skip"))
+        self.log.write("notice", text=text + "; the update is skipped" * (session.spikes.policy == "skip"))
 
     def _rewind(self, done: _UnderWay, text: str, **facts: Any) -> NoReturn:
         """To the last checkpoint that is on disk, or on its way there. From then on the step is left out, after a kill as well:
@@ -315,7 +315,7 @@ class _Run:
         self._finish_all()
         session.step += 1
         session.cursor = step_batch.after
-        self.log.write("notice", text=f"step {session.step}: left out, since the loss spiked there")
+        self.log.write("notice", text=f"step {session.step}: skipped, because the loss spiked there")
 
     def _offenders(self, step_batch: StepBatch) -> Offenders:
         session = self.session
@@ -343,8 +343,8 @@ class _Run:
         self._finish_all()
         self._save_what_is_not_saved()
         raise Interrupted(
-            what=f"stopped at step {self.session.step} as asked; everything is saved in {self._saver.checkpoint}",
-            signal_number=signal_number, fix="the same command goes on from here",
+            what=f"Stopped after step {self.session.step}; saved to {self._saver.checkpoint}. Run the same command to resume.",
+            signal_number=signal_number,
         )
 
     def _doing(self) -> str:
@@ -441,7 +441,7 @@ class _Run:
             if must:
                 raise EnvironmentFault(
                     what="the run's report could not be written", where=str(self.folder), why=str(error),
-                    fix="see that the run's folder is where it was and can be written; then run the same command again",
+                    fix="check that the run's folder exists and is writable, then run the same command again",
                 ) from error
 
 

@@ -77,7 +77,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, 
                 raise CheckpointError(
                     what=f"the checkpoint's optimizer state does not fit parameter {name}",
                     why="it was written by a run with other adapters or another model",
-                    fix="start over with --fresh (the old folder is kept aside)",
+                    fix="start over with --fresh (the old folder is renamed, not deleted)",
                 )
             place.copy_(stored)
         optimizer.state[parameter] = state

@@ -92,8 +92,8 @@ def require_allowable(allow: Collection[str], recipe: Recipe) -> None:
             raise CommandError(what=f"--allow-change {key}: the recipe has no such key",
                                fix=f"did you mean `{close[0]}`?" if close else "name a key as in train.lr")
         if why := why_fixed(key):
-            raise CommandError(what=f"--allow-change {key}: this cannot change in the middle of a run", why=why,
-                               fix="choose another output, or start over with --fresh (the old folder is kept aside)")
+            raise CommandError(what=f"--allow-change {key}: this cannot change when a run is resumed", why=why,
+                               fix="choose another output, or start over with --fresh (the old folder is only renamed)")
 
 
 def _refuse_or_tell(changed: dict[str, str], allow: Collection[str], path: Path, run: Path, say: Callable[[str], None]) -> None:
@@ -103,8 +103,8 @@ def _refuse_or_tell(changed: dict[str, str], allow: Collection[str], path: Path,
         go_on = "" if any(why_fixed(key) for key in refused) else f"go on with it, if it is meant: {meant}; or "
         raise CheckpointError(
             what=f"the recipe changed since {path.name}: {listed}", where=str(run),
-            why="going on with other settings would be another run under the same name",
-            fix=f"{go_on}undo the change, choose another output, or start over with --fresh (the old folder is kept aside)",
+            why="resuming with other settings would be a different run under the same name",
+            fix=f"{go_on}undo the change, choose another output, or start over with --fresh (the old folder is only renamed)",
         )
     for key, change in changed.items():
         say(f"{key}: {change} since {path.name}, as --allow-change says")

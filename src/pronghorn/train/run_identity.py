@@ -55,7 +55,7 @@ def _changed(what: str, key: str, checkpoint: str, where: str, why: str) -> Chec
     return CheckpointError(
         what=f"the {what} changed since {checkpoint}", where=where, why=why,
         fix=f"restore what {key} names, the model's tokenizer and the chat template, or start over with --fresh (the old folder"
-        " is kept aside)")
+        " is renamed, not deleted)")
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:

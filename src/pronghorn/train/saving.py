@@ -55,7 +55,7 @@ def scratch(folder: Path) -> Iterator[Path]:
         place.mkdir(parents=True)
     except OSError as error:
         raise EnvironmentFault(what="the run's folder cannot be written", where=str(folder), why=error.strerror or str(error),
-                               fix="repair what the system reports, then run the same command again") from error
+                               fix="fix what the system reports, then run the same command again") from error
     try:
         yield place
     finally:

@@ -307,11 +307,11 @@ def notices(recipe: Recipe, data: RunData, device: torch.device, precision: Prec
     said = list(data.remarks)
     if data.total_steps < FEW_STEPS and not recipe.train.steps:
         steps = counted(data.total_steps, "step")
-        said.append(f"only {steps}; a train.batch_tokens below {recipe.train.batch_tokens:,} gives more")
+        said.append(f"only {steps}; lower train.batch_tokens (now {recipe.train.batch_tokens:,}) for more")
     if recipe.method == "full" and recipe.lora != Lora():
-        said.append("method: full trains all of the model; what the recipe says under lora is not used")
+        said.append("method: full trains all weights; the lora section of the recipe is not used")
     if device.type == "cpu" and precision != "fp32":
-        said.append(f"precision {precision} is honoured, but most CPUs compute it far slower than fp32")
+        said.append(f"precision {precision}: most CPUs are far slower in it than in fp32")
     if facts.longest and recipe.data.max_length > facts.longest:
-        said.append(f"data.max_length {recipe.data.max_length:,} is beyond the {facts.longest:,} positions the model knows")
+        said.append(f"data.max_length {recipe.data.max_length:,} exceeds the {facts.longest:,} positions of the model")
     return said

@@ -88,7 +88,7 @@ class Spikes:
         if self._in_a_row > MOST_IN_A_ROW and self.policy == "skip":
             raise GaveUp(
                 what=f"step {step}: the loss stays at {loss:.4g}, the limit is {limit:.4g}; {MOST_IN_A_ROW} steps were skipped",
-                where=folder, why="so many in a row are no spike: the data or the weights changed",
+                where=folder, why="that many in a row are not a spike: the data or the weights changed",
                 fix="look at the rows that the log names; change health.spike (--allow-change health.spike) or lower train.lr "
                     "(--allow-change train.lr)")
         return spiked

@@ -162,7 +162,7 @@ def make_step(model: Any, optimizer: torch.optim.Optimizer, *, device: torch.dev
 
 def no_graph(why: str) -> EnvironmentFault:
     return EnvironmentFault(what="train.graph: on, but this run cannot be captured", why=why,
-                            fix="set train.graph: auto (or off), or change what stands against it")
+                            fix="set train.graph: auto (or off), or remove the blocker named above")
 
 
 def why_not_graphed(model: Any, optimizer: torch.optim.Optimizer, device: torch.device, precision: Precision) -> str:

@@ -26,7 +26,7 @@ class TrainedRun:
     def __init__(self, run: Path, which: str) -> None:
         found = list_checkpoints(run)
         if not found:
-            raise CommandError(what="no checkpoint here", where=str(run), why="the folder is not a run's, or it never saved",
+            raise CommandError(what="no checkpoint here", where=str(run), why="not a run's folder, or the run never saved",
                                fix="give a run's output folder; `pronghorn runs` lists them")
         self.path = self._choose(found, which, run)
         manifest = verify_checkpoint(self.path)
