@@ -74,9 +74,12 @@ def test_host_memory_of_moments_is_not_given_away_twice() -> None:
     assert make_plan(Problem(job, costs, budget, moments)).host_bytes == 0
 
 
-def test_too_small_a_budget_names_the_optimizers_that_need_less() -> None:
+def test_too_small_a_budget_names_the_optimizers_that_fit() -> None:
+    """And where none does, what fits in their place."""
     job = job_of("adamw")
-    with pytest.raises(RecipeError) as refused:
-        make_plan(Problem(job, predicted_costs(job, GPUS["h100"]), 80 * 10**9, 10**12))
-    assert "train.optimizer: adamw_8bit (" in refused.value.fix
-    assert "train.optimizer: paged_adamw_8bit (" in refused.value.fix
+    for budget, fits in ((130, True), (80, False)):
+        with pytest.raises(RecipeError) as refused:
+            make_plan(Problem(job, predicted_costs(job, GPUS["h100"]), budget * 10**9, 10**12))
+        assert ("train.optimizer: adamw_8bit (" in refused.value.fix) is fits
+        assert ("train.optimizer: paged_adamw_8bit (" in refused.value.fix) is fits
+        assert "method: qlora (" in refused.value.fix
