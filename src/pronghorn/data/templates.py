@@ -10,6 +10,8 @@ turn (not the newline after it). Where it lies is never guessed:
    generation prompt must be a prefix of the whole.
 4. Otherwise it is an error that names the row.
 
+A plain conversation whose gaps are known from earlier rows is rendered once, and held against them (known_shapes.py).
+
 What a message holds must be in the text: a row of which the template leaves something out is refused, or counted (data.lost).
 
 A template without any end-of-turn token teaches no model to stop: the tokenizer's end token is appended to such a
@@ -27,6 +29,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from pronghorn.data.known_shapes import Known, KnownShapes
 from pronghorn.data.marks import MARKS, Lost, Marks, Message, lost_values
 from pronghorn.data.rendering import RowError, within_limits
 from pronghorn.data.spellings import Spelling, kind, spelling, spellings
@@ -54,6 +57,7 @@ class Rendered:
     turns: tuple[Turn, ...]
     lost: tuple[Lost, ...] = ()  # what the messages hold and the text does not
     contents: tuple[Span, ...] = ()  # where the text is the messages' own, and not the template's
+    written: str = ""  # by the template, where an end was added to that
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -97,6 +101,7 @@ class ChatTemplate:
         self._borders = Borders(self._attempt, self._special, str(tokenizer.bos_token or ""))
         self._liked: dict[tuple[bool, bool, bool], tuple[int, int]] = {}  # kind of conversation -> spelling that lost nothing
         self._closings = self._probe_closings()
+        self._known = KnownShapes(lambda plain: self._attempt(plain, Spelling(list(plain), None)))
         self._require_tokens()
 
     # Rendering
@@ -149,6 +154,22 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], tools: Any = None, where: str = "", *, allow_lost: bool = False,
                read_only: Collection[int] = ()) -> Rendered:
         """`read_only`: messages that are not trained on, whose reasoning a template may drop."""
+        found = self._known.find(messages) if not tools else None
+        known = None if found is None else Rendered(
+            found.text, tuple(Turn(*turn) for turn in found.turns), (), found.contents, found.written)
+        if known is not None and not self._known.to_be_checked:
+            return known
+        rendered = self.render_at_length(messages, tools, where, allow_lost=allow_lost, read_only=read_only)
+        if known is not None and known != rendered:
+            raise RuntimeError(f"{where}: known gaps and marks give different turns: {known.turns} and {rendered.turns}")
+        if not tools and not rendered.lost:
+            turns = [(turn.message, turn.start, turn.stop) for turn in rendered.turns]
+            self._known.learn(messages, Known(rendered.text, turns, rendered.contents, rendered.written))
+        return rendered
+
+    def render_at_length(self, messages: Sequence[Message], tools: Any = None, where: str = "", *, allow_lost: bool = False,
+                         read_only: Collection[int] = ()) -> Rendered:
+        """The same, whatever is known from other rows."""
         kind_of = kind(messages)
         tools = list(tools) if tools else None
         first: Rendered | None = None
@@ -343,10 +364,11 @@ class ChatTemplate:
                 why="a model trained on this would never stop",
                 fix="set data.chat_template to a template that ends each turn, or the tokenizer's eos_token",
             )  # fmt: skip
-        last = turns[-1]
+        last, written = turns[-1], text
         if missing or text[last.stop :].strip():  # what the template writes behind it is not the turn's
             text = text[: last.stop]
-        return Rendered(text + end, (*turns[:-1], Turn(last.message, last.start, len(text) + len(end))))
+        ended_turns = (*turns[:-1], Turn(last.message, last.start, len(text) + len(end)))
+        return Rendered(text + end, ended_turns, written=written)
 
     def _require_tokens(self) -> None:
         """A template of the recipe's must fit the tokenizer: what ends a turn is one token."""
