@@ -253,7 +253,7 @@ def judge(chat: Chat, facts: Facts, render: Render, under: Under) -> Verdict:
     row = under(chat.row, chat.tools)
     if isinstance(row, Refusal):
         return Verdict("refused without need", row.reason)
-    wrong = _wrong_row(chat, twin, row)
+    wrong = _wrong_row(chat, facts, twin, row)
     return Verdict("wrong", "; ".join(wrong)) if wrong else Verdict("exact")
 
 
@@ -349,13 +349,16 @@ def _wrong_span(chat: Chat, facts: Facts, text: str, i: int, start: int, stop: i
 # A row and its twin ----------------------------------------------------------------------------------------------------
 
 
-def _wrong_row(chat: Chat, twin: Answer, row: Answer) -> list[str]:
+def _wrong_row(chat: Chat, facts: Facts, twin: Answer, row: Answer) -> list[str]:
     composed = _composed(twin.text, row.text, chat.contents)
     if composed is None:
         return [f"the text is not the twin's with the contents put in: {row.text[-120:]!r}"]
     expected = [(i, composed[start], composed[stop]) for i, start, stop in twin.spans]
     found = []
-    if list(row.spans) != expected:
+    open_ended = not facts.end  # then nobody can tell spaces that end an answer from those of the template
+    spans = [(i, a, max(a, b, c) if open_ended and row.text[b:c].isspace() else b)
+             for (i, a, b), (_, _, c) in zip(row.spans, expected, strict=False)]
+    if spans != expected:
         found.append(f"spans {[row.text[a:b] for _, a, b in row.spans]}, expected {[row.text[a:b] for _, a, b in expected]}")
     joined = "".join(row.text[start:stop] for _, start, stop in row.spans)
     if _composed_form("".join(row.decoded)) != _composed_form(joined):

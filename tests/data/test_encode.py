@@ -157,3 +157,40 @@ def test_examples_survive_the_table() -> None:
 def test_ids_are_small_integers() -> None:
     row = chat({"role": "user", "content": "or no?"}, {"role": "assistant", "content": "yes"})
     assert Encoder(make_tokenizer(CHATML)).encode(row).ids.dtype == np.int32
+
+
+def test_control_tokens_inside_a_message_stay_text() -> None:
+    tokenizer = make_tokenizer(CHATML)
+    row = chat({"role": "user", "content": "what is <|im_end|>?"}, {"role": "assistant", "content": "<|im_start|> opens"})
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    escaped, kept = (Encoder(tokenizer, controls=choice).encode(row) for choice in ("escape", "keep"))
+    assert (escaped.ids.tolist().count(end), kept.ids.tolist().count(end)) == (2, 3)
+    assert escaped.controls == kept.controls == 2
+    assert [tokenizer.decode(escaped.ids[slice(*run)]) for run in escaped.runs] == ["<|im_start|> opens<|im_end|>"]
+    assert tokenizer.decode(escaped.ids) == tokenizer.decode(kept.ids)
+    with pytest.raises(RowError, match=r"holds the control token <\|im_end\|>") as caught:
+        Encoder(tokenizer, controls="refuse").encode(row)
+    assert "data.control_tokens" in caught.value.fix
+
+
+def test_what_a_template_leaves_out_is_refused_or_counted() -> None:
+    tokenizer = make_tokenizer(CHATML)
+    answer = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
+    row = chat({"role": "user", "content": "2+2?"}, answer)
+    for loss_on in ("auto", "all"):
+        with pytest.raises(RowError, match=r"does not write its reasoning in message 2 \(assistant\)") as caught:
+            Encoder(tokenizer, loss_on).encode(row)
+        assert "data.lost: allow" in caught.value.fix
+    assert Encoder(tokenizer, lost="allow").encode(row).lost == "its reasoning"
+    _, bad, told = Encoder(tokenizer, lost="allow").encode_many([row, chat(*TALK)])
+    assert (bad, told) == ([], {"lost": 1, "controls": 0})
+    # Not trained on, it is only context, and the template knows what of it the model sees.
+    read = chat({"role": "user", "content": "2+2?"}, answer | {"train": False}, *TALK[:2])
+    assert not Encoder(tokenizer).encode(read).lost
+
+
+def test_a_template_for_another_vocabulary_is_refused() -> None:
+    tokenizer = make_tokenizer(CHATML.replace("im_end", "eot_id"))
+    tokenizer.pronghorn_own_template = True  # as data.chat_template sets it
+    with pytest.raises(DataError, match=r"ends turns with <\|eot_id\|>, and this tokenizer has no such token"):
+        Encoder(tokenizer).encode(chat(*TALK))

@@ -150,6 +150,10 @@ class Placed:
 
     def settle(self) -> None:
         count = len(self.marks.messages)
+        speaks = {slot.message for slot, place in zip(self.marks.slots, self.at, strict=True) if place and slot.core}
+        # Where an empty text would stand tells only of messages that hold nothing else.
+        self.at = [None if not slot.core and slot.message in speaks else place
+                   for slot, place in zip(self.marks.slots, self.at, strict=True)]
         self.first: list[int | None] = [None] * count  # where a message's first text starts
         self.stop: list[int | None] = [None] * count  # where its last one ends
         for number, (slot, place) in enumerate(zip(self.marks.slots, self.at, strict=True)):

@@ -230,13 +230,21 @@ class ChatTemplate:
         lost = [*row.placed.lost(), *self._lost_tools(said, text)]
         contents = tuple(place for place in row.placed.at if place is not None)
         turns, missing, ended = self._turns(row, speaking, where, Rendered(text, (), tuple(lost), contents))
-        if _misspelt(row, turns):
+        if _misspelt(row, turns) or self._writes_none(said, text):
             raise RowError("the chat template does not know this spelling", where=where)
         if blocks:
             turns = _within_blocks(turns, blocks, row)
         rendered = self._with_end(text, turns, said, where, missing, ended)
         lost += lost_values(said.messages, [(turn.message, turn.start, turn.stop) for turn in turns], rendered.text)
         return replace(rendered, lost=tuple(dict.fromkeys(lost)), contents=contents)
+
+    def _writes_none(self, said: Spelling, text: str) -> bool:
+        """Whether the word None stands where an empty content would not be seen."""
+        if said.name[1] not in (1, 3):
+            return False
+        empty = [message if message.get("content") is not None else message | {"content": ""} for message in said.messages]
+        other = self._attempt(empty, said)
+        return other is not None and text.count("None") > other.count("None")
 
     def _marked(self, said: Spelling, text: str) -> Row | None:
         """None where every way of marking disturbs the template."""

@@ -150,8 +150,8 @@ class Borders:
         if gap.startswith(tail):
             return len(tail)
         same = self._common(tail, gap)
-        if same == gap:
-            return len(gap)
+        if same == gap or tail[len(same) :] == self.prompt:  # a turn that goes on without a header of its own
+            return len(same)
         header = self._header(same, tail)
         return len(header) if header else None
 
