@@ -8,7 +8,7 @@ from typing import Any
 
 from pronghorn.errors import CommandError, counted
 
-TEXT = "held-out loss of a trained run, what its answers score, or tasks of lm-evaluation-harness"
+TEXT = "held-out loss and scores of a trained run, or tasks of lm-evaluation-harness"
 
 
 def own_metric(one: argparse.ArgumentParser) -> None:
@@ -17,7 +17,7 @@ def own_metric(one: argparse.ArgumentParser) -> None:
 
 
 def options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--data", help="another file to evaluate on")
+    one.add_argument("--data", help="evaluate on this file instead of the run's held-out data")
     answers = one.add_argument_group("answers", "to held-out rows; by default as the run's recipe says under eval:")
     answers.add_argument("--metrics", metavar="A,B",
                          help="exact_match, json_valid, json_match, json_fields, regex, rouge_l, multiple_choice")

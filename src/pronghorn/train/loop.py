@@ -414,7 +414,7 @@ class _Run:
             code = told.exit_code
             raise told from None
         except Interrupted as stopped:
-            end.update(reason="signal", why=stopped.what)
+            end.update(reason="signal", why="")
             code = stopped.exit_code
             raise
         except PronghornError as stopped:

@@ -100,7 +100,7 @@ def _refuse_or_tell(changed: dict[str, str], allow: Collection[str], path: Path,
     if refused := {key: change for key, change in changed.items() if key not in allow}:
         listed = "; ".join(f"{key}: {change}" for key, change in refused.items())
         meant = shlex.join(word for key in refused for word in ("--allow-change", key))
-        go_on = "" if any(why_fixed(key) for key in refused) else f"go on with it, if it is meant: {meant}; or "
+        go_on = "" if any(why_fixed(key) for key in refused) else f"resume with the change: {meant}; or "
         raise CheckpointError(
             what=f"the recipe changed since {path.name}: {listed}", where=str(run),
             why="resuming with other settings would be a different run under the same name",
