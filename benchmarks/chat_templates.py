@@ -1,10 +1,11 @@
 """Chat templates × kinds of conversations: is what carries loss exactly what the assistant says?
 
-    python -m benchmarks.chat_templates FOLDER_OF_JINJA_FILES --tokenizer FOLDER [--only NAME] [--verbose] [--write]
+    python -m benchmarks.chat_templates FOLDER_OF_JINJA_FILES --tokenizer FOLDER [--only NAME] [--random 50] [--write]
 
 Each template is judged by `template_oracle.py` on every kind of conversation, with its own special strings added to the
 tokenizer: exact, refused (with the reason: the template raises, or leaves out part of the row), refused without need, or wrong.
-The exit code is 1 when anything is wrong or refused without need. `--write` puts the table into results/chat-templates.md and
+The exit code is 1 when anything is wrong or refused without need. `--random N` adds N conversations a template with random
+texts for questions, answers and system messages. `--write` puts the table into results/chat-templates.md and
 every verdict into results/chat-templates.json.
 """
 
@@ -74,18 +75,34 @@ class Under:
         return chat_template(self._tokenizer).render(messages, tools)
 
 
-def judged(tokenizer: Any, facts: Facts, more: list[Chat]) -> dict[str, Verdict]:
+def judged(tokenizer: Any, facts: Facts, random: int = 0) -> dict[str, Verdict]:
     def render(messages: list[Message], tools: Any) -> str:
         return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
 
     under = Under(tokenizer)
     controls = [token for token in dict.fromkeys((facts.end.split("\n")[-1], facts.opens[0], facts.bos))
                 if token in tokenizer.get_vocab()]
-    return {chat.kind: judge(chat, facts, render, under) for chat in [*chats(controls), *more]}
+    return {chat.kind: judge(chat, facts, render, under) for chat in [*chats(controls), *random_chats(random, controls)]}
+
+
+def random_chats(count: int, controls: list[str], seed: int = 0) -> list[Chat]:
+    """Conversations of every kind with random texts, which hold control tokens, spaces and other scripts."""
+    random = np.random.default_rng(seed)
+    kinds = [chat for chat in chats() if not chat.contents and chat.kind != "think in content"]
+    letters = [*"ab 0.,'\"{}<>|\\\n", "é", "水", "🦦", *controls]
+    found = []
+    for number in range(count):
+        chat = kinds[int(random.integers(len(kinds)))]
+        spoken = [message["content"] for message in chat.messages if message["role"] != "tool" and message["content"]]
+        texts = ["".join(random.choice(letters, int(random.integers(1, 12)))) for _ in spoken]
+        found.append(Chat(f"random {number}: {chat.kind}", chat.messages, chat.tools,
+                          {word: f"q{text}q" for word, text in zip(spoken, texts, strict=True)}))
+    return found
 
 
 def markdown(table: dict[str, dict[str, Verdict]]) -> str:
     """A row a template, a column a kind of conversation; reasons of refusals below."""
+    table = {name: {kind: one for kind, one in row.items() if not kind.startswith("random ")} for name, row in table.items()}
     kinds = list(dict.fromkeys(_kind(kind) for row in table.values() for kind in row))
     lines = ["# Chat templates", "", "Made by `python -m benchmarks.chat_templates`: what carries loss, judged by"
              " `benchmarks/template_oracle.py`. ✓ exact; a number: refused, for that reason below; ✗ wrong.", "",
@@ -115,6 +132,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--only", default="", help="templates whose name holds this")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="so many random conversations a template")
     parser.add_argument("--verbose", action="store_true", help="also the reasons of refusals")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
@@ -128,7 +146,7 @@ def main() -> int:
             continue
         facts = FACTS[path.stem]
         tokenizer = fitted(load_tokenizer(arguments.tokenizer, None), path.read_text(encoding="utf-8"), facts)
-        table[path.stem] = judged(tokenizer, facts, [])
+        table[path.stem] = judged(tokenizer, facts, arguments.random)
         counts = Counter(verdict.result for verdict in table[path.stem].values())
         print(f"{path.stem:50}", ", ".join(f"{count} {result}" for result, count in sorted(counts.items())), flush=True)
         for kind, verdict in table[path.stem].items():

@@ -242,7 +242,7 @@ def judge(chat: Chat, facts: Facts, render: Render, under: Under) -> Verdict:
     if isinstance(twin, Refusal):
         if missing and not chat.plain:
             return Verdict("refused", f"{missing}. Said: {twin.reason}")
-        if why := facts.cannot.get(chat.kind):
+        if why := facts.cannot.get(chat.kind.rpartition(": ")[2]):
             return Verdict("refused", f"{why}. Said: {twin.reason}")
         return Verdict("refused without need", twin.reason)
     wrong = _wrong_twin(chat, facts, twin, render, raw_is_whole=not missing)
@@ -330,7 +330,7 @@ def _wrong_span(chat: Chat, facts: Facts, text: str, i: int, start: int, stop: i
     if held & others:
         found.append(f"the words {sorted(held & others)} of other messages are in the span {said!r}")
     found += [f"{name} is not in the span" for name in _lost_calls(message, chat.messages, said)]
-    if any(sign in said for sign in ("None", "'type'", '\\\\"', '"{')):  # no word of a twin holds these
+    if any(sign in said for sign in ("None", "'type'", '"type"', '\\\\"', '"{')):  # no word of a twin holds these
         found.append(f"what is no text was written as one: {said!r}")
     headers = facts.before(chat.messages[i - 1]["role"] if i else "")
     if not any(text[:start].endswith(header) for header in headers):

@@ -28,7 +28,7 @@ def tokenizer_for(name: str) -> Any:
 
 @pytest.mark.parametrize("name", LOOK_ALIKES)
 def test_every_conversation_is_exact_or_refused_for_a_reason(name: str) -> None:
-    verdicts = judged(tokenizer_for(name), LOOK_ALIKES[name][1], [])
+    verdicts = judged(tokenizer_for(name), LOOK_ALIKES[name][1])
     assert {kind: verdict for kind, verdict in verdicts.items() if verdict.result not in ("exact", "refused")} == {}
 
 

@@ -414,11 +414,11 @@ def _misspelt(row: Row, turns: Sequence[Turn]) -> bool:
                          and (text[slice(*place)] != slot.core or text[place[0] - 1 : place[0]] == '"')
                          for slot, place in zip(slots, at, strict=True)):
         return True
-    wrong = "None" * (call in (1, 3)) or "'type'" * (think == 4)
+    wrong = [*(["None"] if call in (1, 3) else []), *(["'type'", '"type"'] if think == 4 else [])]
     for turn in turns if wrong else ():
         own = sorted(place for slot, place in zip(slots, at, strict=True) if slot.message == turn.message and place is not None)
         borders = [turn.start, *itertools.chain.from_iterable(own), turn.stop]
-        if any(wrong in text[start:stop] for start, stop in zip(borders[::2], borders[1::2], strict=True)):
+        if any(one in text[start:stop] for start, stop in zip(borders[::2], borders[1::2], strict=True) for one in wrong):
             return True
     return False
 
