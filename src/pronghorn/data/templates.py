@@ -97,6 +97,7 @@ class ChatTemplate:
         specials |= set(getattr(tokenizer, "pronghorn_eot_tokens", ()))  # data.eot_tokens
         longest_first = sorted((token for token in specials if token), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # (?!) matches nothing
+        self._where = ""  # the row at hand: a template that runs away may do so in an attempt
         self._no_tools, self._options = self._how_to_call()
         self._borders = Borders(self._attempt, self._special, str(tokenizer.bos_token or ""))
         self._liked: dict[tuple[bool, bool, bool], tuple[int, int]] = {}  # kind of conversation -> spelling that lost nothing
@@ -119,7 +120,7 @@ class ChatTemplate:
     def _attempt(self, messages: Sequence[Message], said: Spelling, prompt: bool = False) -> str | None:
         """For probes, marks and prefixes, which a template may refuse (a lone system message, two users in a row)."""
         try:
-            return self._render(messages, said, "", prompt)
+            return self._render(messages, said, self._where, prompt)
         except RowError:
             return None
 
@@ -154,6 +155,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], tools: Any = None, where: str = "", *, allow_lost: bool = False,
                read_only: Collection[int] = ()) -> Rendered:
         """`read_only`: messages that are not trained on, whose reasoning a template may drop."""
+        self._where = where
         found = self._known.find(messages) if not tools else None
         known = None if found is None else Rendered(
             found.text, tuple(Turn(*turn) for turn in found.turns), (), found.contents, found.written)
