@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,9 @@ def test_nothing_is_ever_unpickled() -> None:
                 continue  # `pronghorn run` runs the script that it is given
             assert f" {forbidden}" not in text, f"{file}: {forbidden}"
             assert f"({forbidden}" not in text, f"{file}: {forbidden}"
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """Two of one name cannot be imported by one process: pytest reports an error, and runs no test of the second."""
+    names = Counter(file.name for file in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []

@@ -2,7 +2,7 @@
 
 It goes the way every run goes (recipe, data, training, checkpoint, report), and its metric is the skill itself: the share of
 held-out requests that are answered with exactly the right JSON, by the model before and after. How many rows there are depends
-on how fast the machine is (pace.py).
+on how fast the machine is (machine_speed.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pronghorn.demo import hotel
-from pronghorn.demo.pace import ANSWER_TOKENS, STEP_TOKENS, Work, choose, measure
+from pronghorn.demo.machine_speed import ANSWER_TOKENS, STEP_TOKENS, Work, choose, measure
 from pronghorn.demo.smollm2 import demo_model
 from pronghorn.errors import printable
 from pronghorn.model.load import DTYPES, load_model, pick_device, resolve_precision

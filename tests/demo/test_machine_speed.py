@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pronghorn.demo import pace, run
-from pronghorn.demo.pace import LIMIT, SIZES, Speed, choose, expected, measure
+from pronghorn.demo import machine_speed, run
+from pronghorn.demo.machine_speed import LIMIT, SIZES, Speed, choose, expected, measure
 from pronghorn.recipe import Recipe
 from samples import make_model
 
@@ -22,8 +22,8 @@ def test_a_fast_machine_does_all_and_a_slow_one_less() -> None:
     assert slow.seconds is not None
     assert (slow.train_rows, slow.held_out_rows) in SIZES[1:]
     assert (hopeless.train_rows, hopeless.held_out_rows) == SIZES[-1]
-    assert "about 1 minute on this machine" in pace.Work(1, 1, 31.0).told
-    assert "about 9 minutes on this machine" in pace.Work(1, 1, 541.0).told
+    assert "about 1 minute on this machine" in machine_speed.Work(1, 1, 31.0).told
+    assert "about 9 minutes on this machine" in machine_speed.Work(1, 1, 541.0).told
     assert "GPU" in choose(None).told
 
 
@@ -55,7 +55,7 @@ def test_the_demo_measures_before_and_after_in_its_own_report(
 
     monkeypatch.setattr(run, "demo_model", lambda progress: tiny_model)
     monkeypatch.setattr(run, "demo_recipe", smaller)
-    monkeypatch.setattr(pace, "SIZES", ((7, 4),))
+    monkeypatch.setattr(machine_speed, "SIZES", ((7, 4),))
     output = tmp_path / "demo"
     run.run_demo(output, as_json=True)
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -65,6 +65,6 @@ def test_the_demo_measures_before_and_after_in_its_own_report(
     page = (output / "report.html").read_text(encoding="utf-8")
     assert "json_match" in page
     assert "before training: 0 of 4" in page
-    monkeypatch.setattr(pace, "SIZES", ((14, 4),))  # faster now: the demo that stands there keeps its rows
+    monkeypatch.setattr(machine_speed, "SIZES", ((14, 4),))  # faster now: the demo that stands there keeps its rows
     run.run_demo(output, as_json=False)
     assert "exact answers on 4 held-out requests: 0 before (0%), 0 after (0%)" in capsys.readouterr().out
