@@ -90,6 +90,26 @@ def test_two_systems_train_the_same_model_on_the_same_documents(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("no_weights_needed")
+def test_the_next_system_imports_while_one_measures_and_then_waits(tmp_path: Path) -> None:
+    results_with(tmp_path)
+    times = tmp_path / "times"
+    slow = fake(tmp_path / "slow", f"import time; open({str(times)!r}, 'a').write(f'{{time.time()}}\\n'); time.sleep(1.5)\n"
+                                   "raise RuntimeError('no such GPU')")
+    plan = Plan(out=tmp_path, workloads=["tiny"], systems=["unsloth", "unsloth-ckpt"], time_limit=30, paths={"unsloth": slow},
+                ahead=True)
+    assert said(plan)[1].count("no such GPU") == 2
+    first, second = map(float, times.read_text().split())
+    assert second - first < 1.5
+
+    turn = tmp_path / "turn"
+    code = (f"import time; from pathlib import Path; from pronghorn.bench.worker import _wait_for\n"
+            f"waited = _wait_for(Path({str(turn)!r})); time.sleep(1.0); print(waited)")
+    both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    waits = sorted(float(process.communicate(timeout=60)[0]) for process in both)
+    assert waits[0] < 0.5 < waits[1]  # the second had to wait until the first was gone
+
+
+@pytest.mark.usefixtures("no_weights_needed")
 def test_a_crash_and_a_time_out_are_told_and_the_same_command_goes_on(tmp_path: Path) -> None:
     results_with(tmp_path, measured("tiny", "pronghorn", 100.0))
     broken = fake(tmp_path / "broken", "raise RuntimeError('no kernels for this card')")

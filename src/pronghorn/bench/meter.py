@@ -94,7 +94,8 @@ class Meter:
             "peak_since": "first step" if self._peak_from_first_step else "step 2",
             "reserved_gib": self._gib(torch.cuda.max_memory_reserved) if self._cuda else None,
             "seconds_to_first_step": self.marks["first_step"], "marks": self.marks,
-            "loss_first": losses[0], "loss_last": losses[-1], "grad_norm": norms[-1], "changed_share": changed,
+            "loss_first": losses[0], "loss_last": losses[-1], "losses": [round(float(loss), 5) for loss in losses],
+            "grad_norm": norms[-1], "changed_share": changed,
             **summary(self._power.samples, self._times[self.warmup], self._times[self.total]),
         }
 

@@ -1,5 +1,6 @@
 """`pronghorn bench`: every system on every workload, one process after another, and the table and picture of what came out.
 
+With --ahead a process imports its libraries while the one before it measures, and then waits for its turn: half the time.
 Each result is in the file as soon as it is there. The same command goes on with what is missing, so that a machine lent for a
 few minutes at a time is enough. Nothing is silently left out: a system that is not installed, fails or takes too long has a row
 that says so.
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class Plan:
     lengths: Path | None = None
     resume: Path | None = None
     again: Sequence[str] = ()  # systems to measure once more; `failed`: whatever has no figures
+    ahead: bool = False  # the next process imports its libraries while one measures
     command: str = ""
 
     def jobs(self) -> Iterator[tuple[Workload, str]]:
@@ -89,14 +91,20 @@ def run(plan: Plan, say: Callable[[str], None], on_row: Callable[[Row], None] = 
     if plan.command and plan.command not in results.commands:
         results.commands.append(plan.command)
     jobs = list(plan.jobs())
-    with _ends_with_us():
-        for number, (workload, system) in enumerate(jobs, 1):
-            found = results.get(workload.name, system)
-            if found and not _again(plan, found):
-                continue
+    due = [(number, *job) for number, job in enumerate(jobs, 1)
+           if not (found := results.get(job[0].name, job[1])) or _again(plan, found)]
+    with _ends_with_us(), ExitStack() as started:
+        ready: _Process | None = None
+        for at, (number, workload, system) in enumerate(due):
             say(f"[{number}/{len(jobs)}] {workload.name:13} {system:13} ")
-            began = time.monotonic()
-            row = _row(plan, workload, system)
+            began, current = time.monotonic(), ready or _first_part(plan, workload, system)
+            if isinstance(current, _Process):
+                started.enter_context(current)
+            following = due[at + 1][1:] if plan.ahead and at + 1 < len(due) else None
+            ready = None
+            if following and isinstance(current, _Process) and _waits_its_turn(*following):
+                ready = started.enter_context(_worker(plan, *following))  # whatever happens to us, it ends
+            row = {"workload": workload.name, "system": system, **_second_part(plan, current), "date": _now()}
             results.add(row)
             say(f"{summary(row)}  [{time.monotonic() - began:.0f} s]\n")
             on_row(row)
@@ -122,23 +130,72 @@ def summary(row: Row) -> str:
             f" loss {row['loss_first']:.3f} -> {row['loss_last']:.3f}, gradient norm {row['grad_norm']:.3g}")
 
 
-def _row(plan: Plan, workload: Workload, system: str) -> Row:
-    base: Row = {"workload": workload.name, "system": system}
-    date = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _first_part(plan: Plan, workload: Workload, system: str) -> _Process | Row:
+    """A process that has begun, or what there is to say instead."""
     builds = system != CEILING and not (system == "pronghorn" and workload.waits_for)
     if builds and not model_folder(workload.model).is_dir():
-        made = _process(plan, workload, WEIGHTS, ["-m", "pronghorn.bench.weights", "--model", workload.model])
+        made = _process(plan, workload, WEIGHTS, ["-m", "pronghorn.bench.weights", "--model", workload.model]).result(plan)
         if made["status"] != "measured":
-            return base | made | date | {"why": f"making the model folder: {made['why']}"}
+            return made | {"why": f"making the model folder: {made['why']}"}
     if system == CEILING:
-        return base | _process(plan, workload, system, ["-m", "pronghorn.bench.ceiling", "--workload", workload.name]) | date
+        return _process(plan, workload, system, ["-m", "pronghorn.bench.ceiling", "--workload", workload.name]).result(plan)
+    return _worker(plan, workload, system)
+
+
+def _second_part(plan: Plan, begun: _Process | Row) -> Row:
+    return begun.result(plan) if isinstance(begun, _Process) else begun
+
+
+def _waits_its_turn(workload: Workload, system: str) -> bool:
+    """Whether it may begin while another measures: it imports, and waits before it touches the GPU."""
+    return system != CEILING and model_folder(workload.model).is_dir()
+
+
+def _worker(plan: Plan, workload: Workload, system: str) -> _Process:
     words = ["-m", "pronghorn.bench.worker", "--system", system, "--workload", workload.name, "--warmup", str(plan.warmup),
-             "--steps", str(plan.steps), *(["--lengths", str(plan.lengths.resolve())] if plan.lengths else [])]
-    return base | _process(plan, workload, system, words) | date
+             "--steps", str(plan.steps), *(["--lengths", str(plan.lengths.resolve())] if plan.lengths else []),
+             *(["--turn", str(plan.out.resolve() / "logs" / "turn.lock")] if plan.ahead else [])]
+    return _process(plan, workload, system, words)
 
 
-def _process(plan: Plan, workload: Workload, system: str, words: list[str]) -> Row:
-    """Runs one process to its end or its time limit; its output is kept beside the results."""
+@dataclass(frozen=True)
+class _Process:
+    """Its output is kept beside the results. It ends with the `with` it is in, if not before."""
+
+    system: str
+    process: subprocess.Popen[Any]
+    log: Path
+
+    def __enter__(self) -> _Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            _kill_group(self.process)
+
+    def result(self, plan: Plan) -> Row:
+        """Once it has ended, or its time has."""
+        try:
+            code = self.process.wait(plan.time_limit)
+        except subprocess.TimeoutExpired:
+            return {"status": "timed out", "why": f"not done after {plan.time_limit:.0f} s"}
+        finally:
+            _kill_group(self.process)
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        told = [line for line in lines if line.startswith("RESULT ")]
+        if code == 0 and self.system == WEIGHTS:
+            return {"status": "measured"}
+        if told:  # whatever happened to the process after that
+            row: Row = json.loads(told[-1].removeprefix("RESULT "))
+            return row
+        return {"status": "failed", "why": last_error(lines[1:], code)}
+
+
+def _process(plan: Plan, workload: Workload, system: str, words: list[str]) -> _Process:
     log = plan.out / "logs" / f"{workload.name}.{system}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     (log.parent / ".gitignore").write_text("*\n", encoding="utf-8")
@@ -150,20 +207,7 @@ def _process(plan: Plan, workload: Workload, system: str, words: list[str]) -> R
         output.flush()
         process = subprocess.Popen([sys.executable, *words], stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                                    cwd=scratch, env=environment(plan, system), start_new_session=True)
-        try:
-            code = process.wait(plan.time_limit)
-        except subprocess.TimeoutExpired:
-            return {"status": "timed out", "why": f"not done after {plan.time_limit:.0f} s"}
-        finally:
-            _kill_group(process)
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    told = [line for line in lines if line.startswith("RESULT ")]
-    if code == 0 and system == WEIGHTS:
-        return {"status": "measured"}
-    if told:  # whatever happened to the process after that
-        row: Row = json.loads(told[-1].removeprefix("RESULT "))
-        return row
-    return {"status": "failed", "why": last_error(lines[1:], code)}
+    return _Process(system, process, log)
 
 
 def environment(plan: Plan, system: str) -> dict[str, str]:

@@ -8,9 +8,11 @@ Imports nothing heavy before the system's own library, which may want to be firs
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib
 import importlib.util
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +32,8 @@ def missing(system: System, workload: Workload) -> list[str]:
     return [name for name in ("torch", "transformers", *needed) if importlib.util.find_spec(name) is None]
 
 
-def measure(system: System, workload: Workload, *, warmup: int, steps: int, lengths: Path | None) -> dict[str, Any]:
+def measure(system: System, workload: Workload, *, warmup: int, steps: int, lengths: Path | None,
+            turn: Path | None = None) -> dict[str, Any]:
     row: dict[str, Any] = {"workload": workload.name, "system": system.name}
     if system.name == "pronghorn" and workload.waits_for:
         return row | {"status": "not built", "why": f"needs {workload.waits_for}, not built yet"}
@@ -45,7 +48,11 @@ def measure(system: System, workload: Workload, *, warmup: int, steps: int, leng
         importlib.import_module(system.script)  # before torch and transformers, as Unsloth's README asks
     from pronghorn.bench.meter import Meter, machine
 
-    meter = Meter(began=BEGAN, warmup=warmup, steps=steps, peak_from_first_step=system.name == "pronghorn")
+    if system.script:
+        importlib.import_module("trl")
+    importlib.import_module("pronghorn.bench.ours" if system.name == "pronghorn" else "pronghorn.bench.peers")
+    waited = 0.0 if turn is None else _wait_for(turn)
+    meter = Meter(began=BEGAN + waited, warmup=warmup, steps=steps, peak_from_first_step=system.name == "pronghorn")
     if system.name == "pronghorn":
         from pronghorn.bench import ours
 
@@ -54,7 +61,15 @@ def measure(system: System, workload: Workload, *, warmup: int, steps: int, leng
         from pronghorn.bench import peers
 
         figures = peers.measure(system.name, workload, meter, lengths)
-    return row | {"status": "measured", "why": ""} | figures | {"machine": machine()}
+    ahead = {} if turn is None else {"imported": "while another system measured"}
+    return row | {"status": "measured", "why": ""} | figures | ahead | {"machine": machine()}
+
+
+def _wait_for(turn: Path) -> float:
+    """Until no other process has the GPU, in seconds; then it is ours until this process ends."""
+    began = time.time()
+    fcntl.flock(os.open(turn, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)
+    return time.time() - began
 
 
 def main() -> None:
@@ -65,11 +80,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lengths", type=Path, help="a JSON list of document lengths to draw from")
     parser.add_argument("--budget", help="our side plans its memory for this, 20GB for one (default: the workload's)")
+    parser.add_argument("--turn", type=Path, help="a lock file: wait for it after the imports, before the GPU is used")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     workload = WORKLOADS[options.workload]
     workload = replace(workload, budget=options.budget) if options.budget else workload
-    result = measure(SYSTEMS[options.system], workload, warmup=options.warmup, steps=options.steps, lengths=options.lengths)
+    result = measure(SYSTEMS[options.system], workload, warmup=options.warmup, steps=options.steps, lengths=options.lengths,
+                     turn=options.turn)
     text = json.dumps(result)
     if options.out:
         options.out.write_text(text + "\n", encoding="utf-8")

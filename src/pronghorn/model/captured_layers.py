@@ -11,7 +11,7 @@ embedded tokens and every parameter that trains, and hands their gradients out.
     gradient      -> io [replay: back through all layers] -> copies    comes into backward
 
 Graphs have fixed shapes. A batch is filled up with documents of padding, which nobody looks at, to one of a few sizes, eight
-between a number and its double; a size that has come twice is captured. Captured backwards add the adapters' gradients up as
+between a number and its double; a size that comes again is captured. Captured backwards add the adapters' gradients up as
 our own step does (model/adapter_sums.py).
 
 Whatever is not sure to be the same runs eagerly, on the same layers: a second forward while one still waits for its backward, a
@@ -47,10 +47,16 @@ if TYPE_CHECKING:
     from pronghorn.model.adapter_sums import GradientBuffers
     from pronghorn.model.causal_lm import FastCausalLM
 
-EAGER_TIMES = 1  # so often a size runs eagerly before it is captured, which takes as long as a few steps
+# So often a size runs eagerly before it is captured, which takes as long as five steps and saves a fraction of one: the first
+# size may well be the only one (packed rows), others must show that they come often.
+EAGER_TIMES, EAGER_TIMES_OF_OTHERS = 1, 5
 MOST_SIZES = 24  # graphs of a model; a size that comes later runs eagerly
 MOST_CHANGES = 4  # of what the graphs were captured with; a loop that goes on changing it runs eagerly
-LEAST_TOKENS, LEAST_ENTRIES, LEAST_LONGEST = 128, 32, 128
+LEAST_TOKENS, LEAST_ENTRIES = 128, 32
+# Batches of one data set differ in their longest document and in the number of documents, and a second size costs a capture
+# (0.9 s for 16 layers on an H200, five steps). Too large a bound costs next to nothing: blocks without tokens end at once.
+LEAST_LONGEST = 2048
+TYPICAL_DOCUMENT = 64  # tokens; only of still shorter ones are there more than a size has room for
 MOST_TRAINED = 2**30  # bytes: gradients are held twice here, and whole models are busy enough without graphs
 
 
@@ -79,7 +85,7 @@ class CapturedLayers:
     def __init__(self, engine: FastCausalLM, *, simulated: bool = False) -> None:
         """`simulated`: the same without graphs, which a CPU can do; for tests."""
         self.engine, self._simulated = engine, simulated
-        self.on = simulated  # until its tests have passed on a GPU
+        self.on = True
         self._state: _State | None = None
         self._sizes: Counter[Size] = Counter()
         self._changes = 0
@@ -96,7 +102,10 @@ class CapturedLayers:
             self._state.drop_abandoned()
         size = self._size(h_TD, len(cu_seqlens), longest)
         self._sizes[size] += 1
-        if self._sizes[size] <= EAGER_TIMES or any(layer.waiting for layer in self.engine.layers):
+        others = self._state is not None and any(known != size for known in self._state.pairs)
+        if self._sizes[size] <= (EAGER_TIMES_OF_OTHERS if others else EAGER_TIMES):
+            return None
+        if any(layer.waiting for layer in self.engine.layers):
             return None
         state = self._look(h_TD.dtype)
         if state is not None and any(p._backward_hooks for p in state.parameters):
@@ -128,7 +137,8 @@ class CapturedLayers:
         tokens = rounded(len(h_TD))
         longest = min(tokens, power_of_2(longest, LEAST_LONGEST))
         more = -(-tokens // longest)  # documents of padding
-        return Size(tokens, power_of_2(entries + more, LEAST_ENTRIES), longest, h_TD.dtype, h_TD.requires_grad,
+        entries = power_of_2(entries + more, max(LEAST_ENTRIES, tokens // TYPICAL_DOCUMENT))
+        return Size(tokens, entries, longest, h_TD.dtype, h_TD.requires_grad,
                     tuple(layer.effective_level for layer in self.engine.layers))
 
     def _look(self, dtype: torch.dtype) -> _State | None:
