@@ -48,8 +48,9 @@ def measure(system: System, workload: Workload, *, warmup: int, steps: int, leng
         importlib.import_module(system.script)  # before torch and transformers, as Unsloth's README asks
     from pronghorn.bench.meter import Meter, machine
 
-    if system.script:
-        importlib.import_module("trl")
+    if system.script:  # libraries that import their parts when somebody asks for them
+        importlib.import_module("peft")
+        _ = importlib.import_module("trl").SFTTrainer
     importlib.import_module("pronghorn.bench.ours" if system.name == "pronghorn" else "pronghorn.bench.peers")
     waited = 0.0 if turn is None else _wait_for(turn)
     meter = Meter(began=BEGAN + waited, warmup=warmup, steps=steps, peak_from_first_step=system.name == "pronghorn")
