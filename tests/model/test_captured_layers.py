@@ -140,6 +140,22 @@ def test_several_sizes_share_memory() -> None:
     both(lambda model: steps(model, 9, lambda i: batch_of(i, 3, (40, 150, 70)[i % 3])), pairs=1)  # others must come more often
 
 
+def test_a_smaller_batch_takes_a_graph_that_has_room_for_it() -> None:
+    both(lambda model: steps(model, 6, lambda i: batch_of(i, 8, (150, 138)[i % 2])), pairs=1)
+    both(lambda model: steps(model, 4, lambda i: batch_of(i, 8, (150, 110)[i % 2])), pairs=1)  # too small: eagerly
+    model = model_of()
+    steps(model, 2, lambda i: batch_of(i, 8, 150))
+    state = engine_of(model).captured._state  # type: ignore[union-attr]
+    assert state is not None
+    (known,) = state.pairs
+    smaller = known._replace(tokens=known.tokens - 128)
+    assert state.fitting(smaller, smaller.tokens, 9) is state.pairs[known]
+    assert state.fitting(smaller, smaller.tokens, known.entries) is None  # no entry is left for a document of padding
+    assert state.fitting(smaller._replace(longest=2 * known.longest), smaller.tokens, 9) is None
+    assert state.fitting(smaller._replace(levels=("layer", "layer")), smaller.tokens, 9) is None
+    assert state.fitting(known._replace(tokens=known.tokens // 2), known.tokens // 2, 9) is None
+
+
 def test_gradients_are_added_up_and_scaled_as_the_loop_does() -> None:
     def loop(model: Any) -> list[float]:
         losses = []

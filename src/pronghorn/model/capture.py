@@ -49,6 +49,7 @@ class Graphs:
             except RuntimeError as error:
                 raise_if_out_of_memory(error)
         for last in (False, True):
+            torch.cuda.empty_cache()  # blocks of another stream, which a trial on this one cannot use: else both are held
             for work in works:
                 self.attempt(work)
             try:

@@ -11,8 +11,8 @@ embedded tokens and every parameter that trains, and hands their gradients out.
     gradient      -> io [replay: back through all layers] -> copies    comes into backward
 
 Graphs have fixed shapes. A batch is filled up with documents of padding, which nobody looks at, to one of a few sizes, eight
-between a number and its double; a size that comes again is captured. Captured backwards add the adapters' gradients up as
-our own step does (model/adapter_sums.py).
+between a number and its double; a size that comes again is captured, unless a graph that is there has room for it.
+Captured backwards add the adapters' gradients up as our own step does (model/adapter_sums.py).
 
 Whatever is not sure to be the same runs eagerly, on the same layers: a second forward while one still waits for its backward, a
 second backward through the same forward, mixtures of experts, FP8, models that train whole.
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 # So often a size runs eagerly before it is captured, which takes as long as five steps and saves a fraction of one: the first
 # size may well be the only one (packed rows), others must show that they come often.
 EAGER_TIMES, EAGER_TIMES_OF_OTHERS = 1, 5
+MOST_PADDING = 0.25  # of a batch's tokens, to take a larger graph that is there
 MOST_SIZES = 24  # graphs of a model; a size that comes later runs eagerly
 MOST_CHANGES = 4  # of what the graphs were captured with; a loop that goes on changing it runs eagerly
 LEAST_TOKENS, LEAST_ENTRIES = 128, 32
@@ -102,15 +103,16 @@ class CapturedLayers:
             self._state.drop_abandoned()
         size = self._size(h_TD, len(cu_seqlens), longest)
         self._sizes[size] += 1
-        others = self._state is not None and any(known != size for known in self._state.pairs)
-        if self._sizes[size] <= (EAGER_TIMES_OF_OTHERS if others else EAGER_TIMES):
+        tokens, entries, before = len(h_TD), len(cu_seqlens), self._state
+        fits = before is not None and before.fitting(size, tokens, entries) is not None
+        if not fits and self._sizes[size] <= (EAGER_TIMES_OF_OTHERS if before is not None and before.pairs else EAGER_TIMES):
             return None
         if any(layer.waiting for layer in self.engine.layers):
             return None
         state = self._look(h_TD.dtype)
         if state is not None and any(p._backward_hooks for p in state.parameters):
             return None  # a hook on a parameter's gradient is called once, by autograd: not by what goes on inside the node
-        pair = state and (state.pairs.get(size) or self._captured(state, size, len(h_TD), len(cu_seqlens)))
+        pair = state and (state.fitting(size, tokens, entries) or self._captured(state, size, tokens, entries))
         if not state or not pair:
             return None
         out: Tensor = _Replayed.apply(h_TD, state, pair, cu_seqlens, positions_T, *state.parameters)  # type: ignore[no-untyped-call]
@@ -241,6 +243,17 @@ class _State:
             self._rooms = [torch.zeros(tokens, width, dtype=dtype, device=device) for _ in range(2)]
         h0, io = self._rooms
         return h0[:tokens], io[:tokens]
+
+    def fitting(self, size: Size, tokens: int, entries: int) -> _Pair | None:
+        """The smallest pair that has room for such a batch. Up to MOST_PADDING more tokens are better than a step without a
+        graph, which needs memory of its own beside the graphs', and better than a capture."""
+        def fits(known: Size) -> bool:
+            padding = -(-(known.tokens - tokens) // known.longest)
+            return (known[3:] == size[3:] and size.tokens <= known.tokens <= size.tokens * (1 + MOST_PADDING)
+                    and known.longest >= size.longest and known.entries >= entries + padding)
+
+        found = min((known for known in self.pairs if fits(known)), default=None, key=lambda known: known.tokens)
+        return None if found is None else self.pairs[found]
 
     def read(self) -> list[Tensor]:
         """Everything that a backward reads."""
