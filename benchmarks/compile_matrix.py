@@ -3,7 +3,7 @@
     python -m benchmarks.compile_matrix [--chips 86 120] [--cases qlora] [--kernels grouped] [--write]
 
 Nothing is listed by hand: for each case below a whole training step of a published model's sizes (one layer) is gone through as
-on that chip (kernels/compile_for.py), without numbers (without_numbers.py), and each launch is compiled. `--write` puts the
+on that chip (compile_for.py), without numbers (without_numbers.py), and each launch is compiled. `--write` puts the
 table into benchmarks/results/compile-matrix.json and .md, where other chips stay as they are. A chip takes two to three minutes
 of a core; what Triton has in its cache is not compiled again. Ends with 1 if a kernel asks for more shared memory than the chip
 has, spills registers, or does not compile.
@@ -36,15 +36,15 @@ from benchmarks.without_numbers import WithoutNumbers
 from pronghorn.bench.meter import machine
 from pronghorn.bench.workloads import MODELS
 from pronghorn.data.batches import PackedBatch
-from pronghorn.kernels import cross_entropy_powers
-from pronghorn.kernels.compile_for import Build, compiling_for
-from pronghorn.kernels.dispatch import CHIPS, HOPPER, Chip, as_on
-from pronghorn.kernels.fp8_cast import fp8_cast_rows, fp8_supported
-from pronghorn.kernels.grouped_parts import dequantize_part
-from pronghorn.kernels.grouped_quantized import QuantizedStack
-from pronghorn.kernels.mxfp4 import mxfp4_dequantize, mxfp4_quantize
-from pronghorn.kernels.nf4 import nf4_dequantize, nf4_quantize
-from pronghorn.kernels.nvfp4 import nvfp4_dequantize, nvfp4_quantize
+from pronghorn.kernels.loss import cross_entropy_powers
+from pronghorn.kernels.moe.grouped_parts import dequantize_part
+from pronghorn.kernels.moe.grouped_quantized import QuantizedStack
+from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows, fp8_supported
+from pronghorn.kernels.quant.mxfp4 import mxfp4_dequantize, mxfp4_quantize
+from pronghorn.kernels.quant.nf4 import nf4_dequantize, nf4_quantize
+from pronghorn.kernels.quant.nvfp4 import nvfp4_dequantize, nvfp4_quantize
+from pronghorn.kernels.runtime.compile_for import Build, compiling_for
+from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER, Chip, as_on
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.few_bit_experts import STACKS, few_bit_experts_
 from pronghorn.model.fp8_linear import quantize_linears_fp8_
@@ -167,7 +167,7 @@ def take_step(case: Case) -> None:
 
 
 def convert() -> None:
-    """Formats that exports and tools read and write, and what no step of these cases uses (kernels/grouped_parts.py; rows in
+    """Formats that exports and tools read and write, and what no step of these cases uses (grouped_parts.py; rows in
     FP8 that are too wide for registers)."""
     weight = torch.empty(256, 4096, dtype=torch.bfloat16)
     nf4, mxfp4 = nf4_quantize(weight), mxfp4_quantize(weight[None])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.ops import DEVICE
-from pronghorn.kernels.routing import Routing, routing_forward
+from pronghorn.kernels.moe.routing import Routing, routing_forward
 
 # D, width of an expert, experts, experts a token
 SIZES = {"gpt-oss-20b": (2880, 2880, 32, 4), "qwen3-30b-a3b": (2048, 768, 128, 8), "mixtral-8x7b": (4096, 14336, 8, 2)}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.ops import DEVICE, Line, compare, replaced
-from pronghorn.kernels import adamw as op
+from pronghorn.kernels.optim import adamw as op
 from pronghorn.train.fused_adamw import FusedAdamW
 
 RANK = 16

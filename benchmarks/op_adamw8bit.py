@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.op_adamw import CLIP, MODELS
 from benchmarks.ops import DEVICE, Line, compare, replaced
-from pronghorn.kernels import adamw8bit as op
-from pronghorn.kernels.adamw import adamw_step
+from pronghorn.kernels.optim import adamw8bit as op
+from pronghorn.kernels.optim.adamw import adamw_step
 from pronghorn.train.fused_adamw import FusedAdamW
 
 LAYERS = {"Llama-3.1-8B": 2, "Llama-3.2-1B": 4}

@@ -1,4 +1,4 @@
-"""Attention over packed documents: every backend of this machine, forward and backward (see kernels/attention.py).
+"""Attention over packed documents: every backend of this machine, forward and backward (see kernels/attention/attention.py).
 
 The documents have instruction-like lengths (log-normal: mean 207, median 166, 95 % under 496 tokens) or one length each.
 FLOP: 4 N H forward and 10 N H backward for every pair of tokens that is seen.
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from benchmarks.ops import DEVICE, Line, compare, replaced
-from pronghorn.kernels import attention_short as op
-from pronghorn.kernels.attention import REFUSALS, _Case, attention_backward, attention_forward
-from pronghorn.kernels.attention_torch import spans
+from pronghorn.kernels.attention import attention_short as op
+from pronghorn.kernels.attention.attention import REFUSALS, _Case, attention_backward, attention_forward
+from pronghorn.kernels.attention.attention_torch import spans
 
 LLAMA_8B = {"N": 32, "K": 8, "H": 128}
 LLAMA_1B = {"N": 32, "K": 8, "H": 64}
@@ -29,7 +29,7 @@ def cases() -> list[dict[str, Any]]:
         {"name": "8B, short documents", "T": 16384, "entries": 128, **LLAMA_8B},
         {"name": "8B, short documents, 514 entries", "T": 16384, "entries": 514, **LLAMA_8B},
         {"name": "1B, short documents", "T": 16384, "entries": 128, **LLAMA_1B},
-        # from which length on flash-attn-4 is the faster one: kernels/attention.py, SHORT
+        # from which length on flash-attn-4 is the faster one: kernels/attention/attention.py, SHORT
         *({"name": f"{size}, {16384 // n} x {n}", "T": 16384, "length": n, **shape}
           for n in (256, 512, 1024) for size, shape in (("8B", LLAMA_8B), ("1B", LLAMA_1B))),
         {"name": "8B, 4 x 4096", "T": 16384, "length": 4096, **LLAMA_8B},

@@ -13,14 +13,21 @@ from typing import Any
 import torch
 
 from benchmarks.ops import DEVICE, Line, Outputs, compare, compiled, replaced
-from pronghorn.kernels import fp8_cast, fp8_gated, fp8_norm, nf4_fp8, nvfp4
-from pronghorn.kernels.fp8 import Fp8Group, fp8_product
-from pronghorn.kernels.fp8_cast import fp8_cast_rows, fp8_cast_rows_reference, fp8_dequantize, fp8_quantize_weight, fp8_rows
-from pronghorn.kernels.fp8_lora import SplitTable, split_reference_job
-from pronghorn.kernels.gated_mlp import _activation_torch, gated_activation_reference
-from pronghorn.kernels.lora_linear import Adapter
-from pronghorn.kernels.nf4 import nf4_quantize
-from pronghorn.kernels.rms_norm import rms_norm_reference
+from pronghorn.kernels.lora.fp8 import Fp8Group, fp8_product
+from pronghorn.kernels.lora.fp8_lora import SplitTable, split_reference_job
+from pronghorn.kernels.lora.lora_linear import Adapter
+from pronghorn.kernels.mlp import fp8_gated
+from pronghorn.kernels.mlp.gated_mlp import _activation_torch, gated_activation_reference
+from pronghorn.kernels.norm.rms_norm import rms_norm_reference
+from pronghorn.kernels.quant import fp8_cast, fp8_norm, nf4_fp8, nvfp4
+from pronghorn.kernels.quant.fp8_cast import (
+    fp8_cast_rows,
+    fp8_cast_rows_reference,
+    fp8_dequantize,
+    fp8_quantize_weight,
+    fp8_rows,
+)
+from pronghorn.kernels.quant.nf4 import nf4_quantize
 
 BF16 = torch.bfloat16
 RANK = 16

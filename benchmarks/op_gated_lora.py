@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops import DEVICE, Line, compare, replaced
-from pronghorn.kernels import gated_lora as op
-from pronghorn.kernels.gated_mlp import Kind, _activation_torch, gated_activation_backward, gated_activation_forward
-from pronghorn.kernels.products import add_product, product
+from pronghorn.kernels.gemm.products import add_product, product
+from pronghorn.kernels.lora import gated_lora as op
+from pronghorn.kernels.mlp.gated_mlp import Kind, _activation_torch, gated_activation_backward, gated_activation_forward
 
 RANK, PADDED = 16, 64  # gate and up share 64 columns, of which 32 are theirs (lora_linear.default_padding)
 GATE, UP = slice(0, RANK), slice(RANK, 2 * RANK)

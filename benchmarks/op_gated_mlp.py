@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.ops import DEVICE, Line, Outputs, compare, compiled, peer, replaced
-from pronghorn.kernels import gated_mlp as op
+from pronghorn.kernels.mlp import gated_mlp as op
 
 
 def cases() -> list[dict[str, Any]]:

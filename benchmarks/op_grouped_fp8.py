@@ -8,10 +8,10 @@ import torch
 
 from benchmarks.moe_sizes import layer_of, moe_cases
 from benchmarks.ops import Line, compare
-from pronghorn.kernels import grouped_fp8 as op
-from pronghorn.kernels.fp8_cast import fp8_cast_rows
-from pronghorn.kernels.grouped_gemm import grouped_linear_backward_input, grouped_linear_forward
-from pronghorn.kernels.moe_gather import gather_rows
+from pronghorn.kernels.moe import grouped_fp8 as op
+from pronghorn.kernels.moe.grouped_gemm import grouped_linear_backward_input, grouped_linear_forward
+from pronghorn.kernels.moe.moe_gather import gather_rows
+from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows
 
 
 def cases() -> list[dict[str, Any]]:

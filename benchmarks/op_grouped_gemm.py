@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.moe_sizes import Layer, layer_of, moe_cases
 from benchmarks.ops import Line, compare, replaced
-from pronghorn.kernels import grouped_gemm as op
-from pronghorn.kernels.moe_gather import gather_rows
+from pronghorn.kernels.moe import grouped_gemm as op
+from pronghorn.kernels.moe.moe_gather import gather_rows
 
 
 def cases() -> list[dict[str, Any]]:

@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.moe_sizes import RANK, layer_of, moe_cases
 from benchmarks.ops import Line, compare
-from pronghorn.kernels.grouped_gemm import grouped_linear_forward, grouped_linear_reference
-from pronghorn.kernels.grouped_lora import ExpertAdapter, ExpertGroup
-from pronghorn.kernels.moe_gather import gather_rows, gather_rows_reference
+from pronghorn.kernels.moe.grouped_gemm import grouped_linear_forward, grouped_linear_reference
+from pronghorn.kernels.moe.grouped_lora import ExpertAdapter, ExpertGroup
+from pronghorn.kernels.moe.moe_gather import gather_rows, gather_rows_reference
 
 
 def cases() -> list[dict[str, Any]]:

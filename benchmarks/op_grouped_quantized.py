@@ -9,18 +9,18 @@ import torch
 
 from benchmarks.moe_sizes import layer_of, moe_cases
 from benchmarks.ops import Line, compare, replaced
-from pronghorn.kernels import grouped_quantized as op
-from pronghorn.kernels.fp8_cast import fp8_cast_rows
-from pronghorn.kernels.grouped_gemm import grouped_linear_backward_input, grouped_linear_forward
-from pronghorn.kernels.grouped_parts import (
+from pronghorn.kernels.moe import grouped_quantized as op
+from pronghorn.kernels.moe.grouped_gemm import grouped_linear_backward_input, grouped_linear_forward
+from pronghorn.kernels.moe.grouped_parts import (
     backward_parts,
     forward_parts,
     grouped_parts_backward,
     grouped_parts_forward,
     scratch_values,
 )
-from pronghorn.kernels.mxfp4 import MXFP4Tensor, mxfp4_dequantize, mxfp4_quantize
-from pronghorn.kernels.nf4 import nf4_dequantize, nf4_quantize
+from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows
+from pronghorn.kernels.quant.mxfp4 import MXFP4Tensor, mxfp4_dequantize, mxfp4_quantize
+from pronghorn.kernels.quant.nf4 import nf4_dequantize, nf4_quantize
 
 
 def cases() -> list[dict[str, Any]]:

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.ops import DEVICE, Line, compare
-from pronghorn.kernels import cross_entropy_rows
-from pronghorn.kernels.cross_entropy_powers import powers_for
-from pronghorn.kernels.cross_entropy_rows import Terms
-from pronghorn.kernels.gated_mlp import gated_activation_forward, gated_activation_reference
-from pronghorn.kernels.hopper_product import gated_product, turned_product
-from pronghorn.kernels.products import product
-from pronghorn.kernels.rope import qk_rope_forward, qk_rope_reference
+from pronghorn.kernels.attention.rope import qk_rope_forward, qk_rope_reference
+from pronghorn.kernels.gemm.hopper_product import gated_product, turned_product
+from pronghorn.kernels.gemm.products import product
+from pronghorn.kernels.loss import cross_entropy_rows
+from pronghorn.kernels.loss.cross_entropy_powers import powers_for
+from pronghorn.kernels.loss.cross_entropy_rows import Terms
+from pronghorn.kernels.mlp.gated_mlp import gated_activation_forward, gated_activation_reference
 
 BEHIND = 64  # terms that carry the adapters (lora_linear.default_padding); results have as many columns of room behind them
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from benchmarks.ops import DEVICE, Line, compare, compiled, error_against, line_for, milliseconds, peer, replaced
-from pronghorn.kernels import cross_entropy_rows
-from pronghorn.kernels import linear_cross_entropy as op
+from pronghorn.kernels.loss import cross_entropy_rows
+from pronghorn.kernels.loss import linear_cross_entropy as op
 
 CHUNK = 2048  # rows of the truth, which is computed in fp32
 JUDGED = 64  # rows of the kernel alone that are compared with plain torch

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from benchmarks.ops import DEVICE, Line, compare
-from pronghorn.kernels.lora_linear import Adapter, LoraGroup
-from pronghorn.kernels.lora_refresh import CopyTable
-from pronghorn.kernels.products import product
+from pronghorn.kernels.gemm.products import product
+from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup
+from pronghorn.kernels.lora.lora_refresh import CopyTable
 
 SHAPES = {  # input width, rows of each linear
     "8B gate+up": (4096, (14336, 14336)),

@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.moe_sizes import layer_of, moe_cases
 from benchmarks.ops import Line, compare, compiled
-from pronghorn.kernels.moe_combine import combine, combine_reference
-from pronghorn.kernels.moe_gated import (
+from pronghorn.kernels.moe.moe_combine import combine, combine_reference
+from pronghorn.kernels.moe.moe_gated import (
     ExpertActivation,
     expert_gated_backward,
     expert_gated_forward,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.ops import DEVICE, Line, compare, compiled, peer, replaced
-from pronghorn.kernels import nf4 as op
+from pronghorn.kernels.quant import nf4 as op
 
 # Llama-3.1-8B: q, k, v, o, gate, up, down
 LAYER = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336))

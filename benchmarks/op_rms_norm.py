@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.ops import DEVICE, Line, Outputs, compare, compiled, peer, replaced
-from pronghorn.kernels import rms_norm as op
+from pronghorn.kernels.norm import rms_norm as op
 
 EPS = 1e-5
 

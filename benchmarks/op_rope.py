@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.ops import DEVICE, Line, Outputs, compare, compiled, peer, replaced
-from pronghorn.kernels import rope as op
+from pronghorn.kernels.attention import rope as op
 
 EPS = 1e-6
 

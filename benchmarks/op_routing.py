@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.moe_sizes import layer_of, moe_cases
 from benchmarks.ops import Line, compare
-from pronghorn.kernels.routing import route_backward, routing_forward
+from pronghorn.kernels.moe.routing import route_backward, routing_forward
 
 
 def cases() -> list[dict[str, Any]]:

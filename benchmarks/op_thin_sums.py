@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops import DEVICE, Line, compare, replaced
-from pronghorn.kernels import thin_sums as op
-from pronghorn.kernels.products import add_product
+from pronghorn.kernels.gemm.products import add_product
+from pronghorn.kernels.lora import thin_sums as op
 
 RANK = 16
 # group: (adapters, columns behind a row that carry them, whether dA is of a norm's input, which products)

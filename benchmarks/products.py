@@ -24,9 +24,9 @@ from torch import Tensor
 from pronghorn.bench.ceiling import products
 from pronghorn.bench.meter import machine
 from pronghorn.bench.workloads import MODELS
-from pronghorn.kernels import cublaslt
-from pronghorn.kernels.lora_linear import default_padding
-from pronghorn.kernels.products import product, product_plus
+from pronghorn.kernels.gemm import cublaslt
+from pronghorn.kernels.gemm.products import product, product_plus
+from pronghorn.kernels.lora.lora_linear import default_padding
 
 ROOT = Path(__file__).parent.parent
 TOKENS = {"qwen3-14b": 8192}  # of the others: 16,384

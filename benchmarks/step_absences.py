@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.ops import replaced
 from pronghorn.bench.ceiling import products
 from pronghorn.bench.workloads import Workload
-from pronghorn.kernels.lora_linear import LoraGroup
+from pronghorn.kernels.lora.lora_linear import LoraGroup
 from pronghorn.model import projections
 from pronghorn.model.projections import Projections
 

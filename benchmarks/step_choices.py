@@ -31,19 +31,12 @@ from pronghorn.bench.meter import Meter, machine
 from pronghorn.bench.ours import Ours
 from pronghorn.bench.weights import make_model_folder
 from pronghorn.bench.workloads import WORKLOADS, Workload
-from pronghorn.kernels import (
-    attention_short,
-    cross_entropy_powers,
-    cross_entropy_rows,
-    cublaslt,
-    gated_lora,
-    hopper_product,
-    linear_cross_entropy,
-    lora_linear,
-    rms_norm,
-    thin_sums,
-)
-from pronghorn.kernels.lora_linear import default_padding
+from pronghorn.kernels.attention import attention_short
+from pronghorn.kernels.gemm import cublaslt, hopper_product
+from pronghorn.kernels.lora import gated_lora, lora_linear, thin_sums
+from pronghorn.kernels.lora.lora_linear import default_padding
+from pronghorn.kernels.loss import cross_entropy_powers, cross_entropy_rows, linear_cross_entropy
+from pronghorn.kernels.norm import rms_norm
 from pronghorn.model import attending, projections
 from pronghorn.train.graphed_step import GraphedStep
 

@@ -21,7 +21,7 @@ from pronghorn.bench.meter import Meter, machine
 from pronghorn.bench.ours import Ours
 from pronghorn.bench.weights import make_model_folder
 from pronghorn.bench.workloads import WORKLOADS
-from pronghorn.kernels import products
+from pronghorn.kernels.gemm import products
 from pronghorn.report.stages import process_age
 
 PROFILED_STEPS = 3
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--layers", choices=("fast", "own"), default="fast")
     parser.add_argument("--graph", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--products", choices=("ours", "torch"), default="ours",
-                        help="by the algorithms of kernels/cublaslt.py, or as torch chooses")
+                        help="by the algorithms of kernels/gemm/cublaslt.py, or as torch chooses")
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes")

@@ -41,6 +41,20 @@ ARROWS = {
     "trainer": {"dropin"},
     "__init__": {"scripts", "dropin", "chat_templates", "trainer", "recipe_file"},
 }
+# Inside kernels/, the same by folder.
+KERNEL_ARROWS = {
+    "runtime": set(),
+    "norm": {"runtime"},
+    "quant": {"runtime", "norm"},
+    "mlp": {"runtime", "quant"},
+    "gemm": {"runtime", "mlp"},
+    "lora": {"runtime", "gemm", "mlp", "quant"},
+    "attention": {"runtime", "norm"},
+    "moe": {"runtime", "quant"},
+    "loss": {"runtime", "gemm"},
+    "optim": {"runtime", "quant"},
+    "embedding": {"runtime"},
+}
 MAY_BE_USED_BY_ALL = {"report": {"errors"}, "recipe": set(), "errors": set(), "folders": set(), "hub": {"errors", "folders"},
                       "model_files": {"errors"}, "kernels": {"errors"}}
 
@@ -68,6 +82,13 @@ def test_a_file_imports_only_along_the_arrows(file: Path) -> None:
     allowed = ARROWS[own] | {own} | MAY_BE_USED_BY_ALL.get(own, EVERYBODY)
     used = {name.split(".")[1] for name in imports(file) if name.startswith("pronghorn.")}
     assert used <= allowed, f"{own} may not import {sorted(used - allowed)}"
+
+
+@pytest.mark.parametrize("file", sorted((SOURCE / "kernels").glob("*/*.py")), ids=lambda f: str(f.relative_to(SOURCE)))
+def test_kernels_import_only_along_their_own_arrows(file: Path) -> None:
+    own = file.parent.name
+    used = {name.split(".")[2] for name in imports(file) if name.startswith("pronghorn.kernels.")}
+    assert used <= KERNEL_ARROWS[own] | {own}, f"kernels/{own} may not import {sorted(used - KERNEL_ARROWS[own])}"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))

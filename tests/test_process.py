@@ -78,7 +78,7 @@ def test_a_collector_that_somebody_stopped_stays_stopped() -> None:
 
 def test_a_process_ends_without_a_word_about_what_was_set_aside() -> None:
     """Triton's bindings tell of everything that nobody collected."""
-    code = "from pronghorn.process import importing\nwith importing():\n    import pronghorn.kernels.rope"
+    code = "from pronghorn.process import importing\nwith importing():\n    import pronghorn.kernels.attention.rope"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

@@ -8,10 +8,10 @@ import pkgutil
 
 import pronghorn.kernels
 from benchmarks.compile_matrix import compile_all, named
-from pronghorn.kernels import thin_sums
-from pronghorn.kernels.compile_ahead import Kernel
-from pronghorn.kernels.compile_for import name_of
-from pronghorn.kernels.dispatch import CHIPS, HOPPER
+from pronghorn.kernels.lora import thin_sums
+from pronghorn.kernels.runtime.compile_ahead import Kernel
+from pronghorn.kernels.runtime.compile_for import name_of
+from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER
 
 # The tiles that were too much, or are nearest to it: each the heaviest of its kernel.
 SOME = [
@@ -26,8 +26,8 @@ SOME = [
 def kernels() -> set[str]:
     """All there are: what is launched is called a kernel."""
     found = set()
-    for module in pkgutil.iter_modules(pronghorn.kernels.__path__):
-        for name, value in vars(importlib.import_module(f"pronghorn.kernels.{module.name}")).items():
+    for module in pkgutil.walk_packages(pronghorn.kernels.__path__, "pronghorn.kernels."):
+        for name, value in vars(importlib.import_module(module.name)).items():
             if isinstance(value, Kernel) and name.endswith("_kernel"):
                 found.add(name_of(value))
     return found

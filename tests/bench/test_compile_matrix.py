@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pronghorn.kernels.dispatch import CHIPS
+from pronghorn.kernels.runtime.dispatch import CHIPS
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent

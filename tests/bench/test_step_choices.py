@@ -10,20 +10,13 @@ import torch
 from benchmarks import step_choices
 from benchmarks.step_choices import AS_IT_IS, NotOffered, _choose, choices, in_turns
 from pronghorn.bench.workloads import WORKLOADS
-from pronghorn.kernels import (
-    attention_short,
-    cross_entropy_powers,
-    cross_entropy_rows,
-    cublaslt,
-    gated_lora,
-    hopper_product,
-    linear_cross_entropy,
-    lora_linear,
-    rms_norm,
-    thin_sums,
-)
-from pronghorn.kernels.cublaslt import LONG, NARROW, WIDE
-from pronghorn.kernels.lora_linear import Adapter, LoraGroup
+from pronghorn.kernels.attention import attention_short
+from pronghorn.kernels.gemm import cublaslt, hopper_product
+from pronghorn.kernels.gemm.cublaslt import LONG, NARROW, WIDE
+from pronghorn.kernels.lora import gated_lora, lora_linear, thin_sums
+from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup
+from pronghorn.kernels.loss import cross_entropy_powers, cross_entropy_rows, linear_cross_entropy
+from pronghorn.kernels.norm import rms_norm
 from pronghorn.model import attending, projections
 from pronghorn.model.projections import Projections
 

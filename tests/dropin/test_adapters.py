@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from api_parts import adapted, load, step, stock
 from pronghorn import FastLanguageModel
 from pronghorn.errors import CommandError
-from pronghorn.kernels.nf4 import nf4_dequantize
+from pronghorn.kernels.quant.nf4 import nf4_dequantize
 from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.quantized import NF4Linear
 from samples import make_model, make_tokenizer

@@ -10,7 +10,7 @@ from dropin.hf_trainer_uses import TRAINERS
 from dropin.loop_uses import LOOPS
 from dropin.model_uses import ADAPTERS, MODELS
 from dropin.same_numbers import compare, fast_model, runs, stock_model, with_captured_layers, written
-from pronghorn.kernels import dispatch
+from pronghorn.kernels.runtime import dispatch
 
 ADAPTED = ["llama", "qwen3", "gemma3", "gpt-oss", "llama"]  # an odd number: each family with and without recomputing
 WHOLE = ["tied", "gemma3", "gpt-oss", "tied", "qwen3"]

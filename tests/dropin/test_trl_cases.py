@@ -27,7 +27,7 @@ with warnings.catch_warnings():
 
 from dropin.hf_trainer_uses import ARGUMENTS, Recorder, run
 from dropin.same_numbers import compare, fast_model, runs, stock_model, written
-from pronghorn.kernels import dispatch
+from pronghorn.kernels.runtime import dispatch
 from pronghorn.model.causal_lm import base_of
 from samples import CHATML, chat_rows, make_tokenizer
 from trl_on_a_cpu import TorchLogProbs

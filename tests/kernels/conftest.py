@@ -1,7 +1,7 @@
 """Every kernel test runs twice: plain torch on the CPU, and Triton (on a GPU, or in Triton's interpreter without one).
 
 Fixtures:
-  device  "cpu" or "cuda", parametrised over the two paths; `pronghorn.kernels.dispatch.use_triton` follows it
+  device  "cpu" or "cuda", parametrised over the two paths; `pronghorn.kernels.runtime.dispatch.use_triton` follows it
   judge   judge(got, same_dtype_reference, float64_truth, what): error at most twice plain torch's own
 """
 
@@ -31,8 +31,8 @@ def _kernels_and_triton() -> dict[str, ModuleType]:
 
 def _import_kernels() -> dict[str, ModuleType]:
     package = importlib.import_module("pronghorn.kernels")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"pronghorn.kernels.{module.name}")
+    for module in pkgutil.walk_packages(package.__path__, "pronghorn.kernels."):
+        importlib.import_module(module.name)
     return _kernels_and_triton()
 
 
@@ -63,8 +63,9 @@ def _import_interpreted_kernels() -> dict[str, ModuleType]:
     try:
         for name in _kernels_and_triton():
             del sys.modules[name]
-            if name.startswith("pronghorn.kernels."):  # else `from pronghorn.kernels import x` would find the old one
-                delattr(sys.modules["pronghorn.kernels"], name.rpartition(".")[2])
+            parent, _, last = name.rpartition(".")
+            if parent == "pronghorn.kernels":  # else `from pronghorn.kernels import x` would find the old one
+                delattr(sys.modules[parent], last)
         modules = _import_kernels()
         _prepare_the_language_once_a_launch(modules["triton.runtime.interpreter"])
         quicken(modules)
@@ -84,11 +85,12 @@ if not CUDA and find_spec("triton") is not None:
 
 def use_interpreted(wanted: bool) -> None:
     """Kernel tests see the interpreted modules; whatever else is in this process sees those it was built with."""
-    if BOTH and sys.modules["pronghorn.kernels.dispatch"] is not BOTH[wanted]["pronghorn.kernels.dispatch"]:
+    if BOTH and sys.modules["pronghorn.kernels.runtime.dispatch"] is not BOTH[wanted]["pronghorn.kernels.runtime.dispatch"]:
         sys.modules.update(BOTH[wanted])
         for name, module in BOTH[wanted].items():
-            if name.startswith("pronghorn.kernels."):  # `from pronghorn.kernels import x` finds the package's attribute
-                setattr(sys.modules["pronghorn.kernels"], name.rpartition(".")[2], module)
+            parent, _, last = name.rpartition(".")
+            if parent == "pronghorn.kernels":  # `from pronghorn.kernels import x` finds the package's attribute
+                setattr(sys.modules[parent], last, module)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pronghorn.kernels.cublaslt import _SIGNATURES, _TYPES, Algorithm
+from pronghorn.kernels.gemm.cublaslt import _SIGNATURES, _TYPES, Algorithm
 
 BF16, FP32, COMPUTE_FP32 = 14, 0, 68
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import pronghorn.kernels
-from pronghorn.kernels.fp8_cast import E4M3
+from pronghorn.kernels.quant.fp8_cast import E4M3
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 EPS = 1e-5
@@ -37,11 +37,11 @@ def noting_launches() -> Iterator[tuple[set[str], set[str]]]:
     kernels: set[str] = set()
     seen: set[str] = set()
     places = []
-    for info in pkgutil.iter_modules(pronghorn.kernels.__path__):
-        module = importlib.import_module(f"pronghorn.kernels.{info.name}")
+    for info in pkgutil.walk_packages(pronghorn.kernels.__path__, "pronghorn.kernels."):
+        module = importlib.import_module(info.name)
         for attribute, value in list(vars(module).items()):
             if attribute.endswith("_kernel") and getattr(value, "fn", None) is not None:
-                name = f"{info.name}.{attribute}"
+                name = f"{info.name.rpartition('.')[2]}.{attribute}"
                 kernels.add(name)
                 places.append((module, attribute, value))
                 setattr(module, attribute, _Launches(value, name, seen))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.hopper_product import COLUMNS, Labelled
+from pronghorn.kernels.gemm.hopper_product import COLUMNS, Labelled
 
 
 class Product:

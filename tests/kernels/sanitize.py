@@ -42,19 +42,19 @@ from sanitize_quantized import (
     check_nvfp4,
 )
 
-from pronghorn.kernels import cross_entropy_powers, cross_entropy_rows
-from pronghorn.kernels import linear_cross_entropy as cross_entropy
-from pronghorn.kernels.attention import attention_backward, attention_forward, attention_reference
-from pronghorn.kernels.copy_rows import copy_rows, copy_rows_reference
-from pronghorn.kernels.dispatch import use_triton
-from pronghorn.kernels.gated_lora import gated_lora_backward, gated_lora_forward, gated_lora_reference
-from pronghorn.kernels.gated_mlp import gated_activation_backward, gated_activation_forward, gated_activation_reference
-from pronghorn.kernels.host_embedding import host_embedding
-from pronghorn.kernels.lora_collect import CollectJob, CollectTable, collect_reference
-from pronghorn.kernels.lora_refresh import CopyJob, CopyTable
-from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_reference, rms_norm_then_add_forward
-from pronghorn.kernels.rope import qk_rope_backward, qk_rope_forward, qk_rope_reference
-from pronghorn.kernels.thin_sums import ThinJob, add_thin_products, thin_product_reference
+from pronghorn.kernels.attention.attention import attention_backward, attention_forward, attention_reference
+from pronghorn.kernels.attention.rope import qk_rope_backward, qk_rope_forward, qk_rope_reference
+from pronghorn.kernels.embedding.host_embedding import host_embedding
+from pronghorn.kernels.lora.gated_lora import gated_lora_backward, gated_lora_forward, gated_lora_reference
+from pronghorn.kernels.lora.lora_collect import CollectJob, CollectTable, collect_reference
+from pronghorn.kernels.lora.lora_refresh import CopyJob, CopyTable
+from pronghorn.kernels.lora.thin_sums import ThinJob, add_thin_products, thin_product_reference
+from pronghorn.kernels.loss import cross_entropy_powers, cross_entropy_rows
+from pronghorn.kernels.loss import linear_cross_entropy as cross_entropy
+from pronghorn.kernels.mlp.gated_mlp import gated_activation_backward, gated_activation_forward, gated_activation_reference
+from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_reference, rms_norm_then_add_forward
+from pronghorn.kernels.runtime.copy_rows import copy_rows, copy_rows_reference
+from pronghorn.kernels.runtime.dispatch import use_triton
 
 
 def check_rms_norm(device: str) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from launches import BF16, FP32, moved_to, near
 
-from pronghorn.kernels.adamw import AdamWTensors, Shadow, adamw_step
-from pronghorn.kernels.adamw8bit import AdamW8bitTensors, blocks_of
-from pronghorn.kernels.host_memory import device_shift
+from pronghorn.kernels.optim.adamw import AdamWTensors, Shadow, adamw_step
+from pronghorn.kernels.optim.adamw8bit import AdamW8bitTensors, blocks_of
+from pronghorn.kernels.runtime.host_memory import device_shift
 
 
 def check_adamw(device: str) -> None:

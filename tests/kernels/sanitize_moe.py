@@ -5,35 +5,35 @@ from __future__ import annotations
 import torch
 from launches import BF16, FP32, leaf_of, near, rows_of, space_of, untouched
 
-from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows_reference, fp8_dequantize
-from pronghorn.kernels.grouped_fp8 import fp8_cast_grad_rows
-from pronghorn.kernels.grouped_gemm import (
+from pronghorn.kernels.moe.grouped_fp8 import fp8_cast_grad_rows
+from pronghorn.kernels.moe.grouped_gemm import (
     grouped_linear_backward_bias,
     grouped_linear_backward_input,
     grouped_linear_backward_weight,
     grouped_linear_forward,
     grouped_linear_reference,
 )
-from pronghorn.kernels.grouped_parts import dequantize_part
-from pronghorn.kernels.grouped_quantized import QuantizedStack, grouped_quantized_backward, grouped_quantized_forward
-from pronghorn.kernels.load_balance import add_load_balancing_grad, add_router_statistics, load_balancing_loss_reference
-from pronghorn.kernels.moe_combine import combine, combine_reference
-from pronghorn.kernels.moe_gated import (
+from pronghorn.kernels.moe.grouped_parts import dequantize_part
+from pronghorn.kernels.moe.grouped_quantized import QuantizedStack, grouped_quantized_backward, grouped_quantized_forward
+from pronghorn.kernels.moe.load_balance import add_load_balancing_grad, add_router_statistics, load_balancing_loss_reference
+from pronghorn.kernels.moe.moe_combine import combine, combine_reference
+from pronghorn.kernels.moe.moe_gated import (
     ExpertActivation,
     expert_gated_backward,
     expert_gated_forward,
     expert_gated_reference,
 )
-from pronghorn.kernels.moe_gather import gather_rows, gather_rows_reference
-from pronghorn.kernels.mxfp4 import mxfp4_dequantize, mxfp4_dequantize_reference, mxfp4_quantize
-from pronghorn.kernels.nf4 import nf4_quantize
-from pronghorn.kernels.routing import (
+from pronghorn.kernels.moe.moe_gather import gather_rows, gather_rows_reference
+from pronghorn.kernels.moe.routing import (
     route_backward,
     route_forward,
     route_reference,
     sort_by_expert,
     sort_by_expert_reference,
 )
+from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_cast_rows_reference, fp8_dequantize
+from pronghorn.kernels.quant.mxfp4 import mxfp4_dequantize, mxfp4_dequantize_reference, mxfp4_quantize
+from pronghorn.kernels.quant.nf4 import nf4_quantize
 
 
 def check_routing(device: str) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from launches import BF16, EPS, FP32, leaf_of, moved_to, near, rows_of, space_of, untouched
 
-from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows, fp8_dequantize, fp8_transpose
-from pronghorn.kernels.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
-from pronghorn.kernels.fp8_lora import SplitJob, SplitTable, fp8_extend, split_reference_job
-from pronghorn.kernels.fp8_norm import rms_norm_fp8_forward
-from pronghorn.kernels.gated_mlp import gated_activation_reference
-from pronghorn.kernels.nf4 import NF4Job, NF4Table, nf4_dequantize, nf4_dequantize_reference, nf4_quantize
-from pronghorn.kernels.nf4_fp8 import nf4_fp8_scales, nf4_to_fp8
-from pronghorn.kernels.nvfp4 import nvfp4_dequantize, nvfp4_dequantize_reference, nvfp4_quantize, nvfp4_quantize_reference
-from pronghorn.kernels.rms_norm import rms_norm_reference
+from pronghorn.kernels.lora.fp8_lora import SplitJob, SplitTable, fp8_extend, split_reference_job
+from pronghorn.kernels.mlp.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
+from pronghorn.kernels.mlp.gated_mlp import gated_activation_reference
+from pronghorn.kernels.norm.rms_norm import rms_norm_reference
+from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_cast_rows, fp8_dequantize, fp8_transpose
+from pronghorn.kernels.quant.fp8_norm import rms_norm_fp8_forward
+from pronghorn.kernels.quant.nf4 import NF4Job, NF4Table, nf4_dequantize, nf4_dequantize_reference, nf4_quantize
+from pronghorn.kernels.quant.nf4_fp8 import nf4_fp8_scales, nf4_to_fp8
+from pronghorn.kernels.quant.nvfp4 import nvfp4_dequantize, nvfp4_dequantize_reference, nvfp4_quantize, nvfp4_quantize_reference
 
 
 def check_nf4(device: str) -> None:

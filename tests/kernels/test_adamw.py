@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.kernels.adamw import CONFIG, AdamWTensors, Shadow, adamw_step
+from pronghorn.kernels.optim.adamw import CONFIG, AdamWTensors, Shadow, adamw_step
 from pronghorn.train.fused_adamw import FusedAdamW
 
 CUDA = torch.cuda.is_available()

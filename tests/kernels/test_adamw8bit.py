@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.kernels.adamw import Shadow, adamw_step
-from pronghorn.kernels.adamw8bit import (
+from pronghorn.kernels.optim.adamw import Shadow, adamw_step
+from pronghorn.kernels.optim.adamw8bit import (
     BLOCK,
     CONFIG,
     SMALL,
@@ -20,8 +20,8 @@ from pronghorn.kernels.adamw8bit import (
     dequantize_moment,
     quantize_moment,
 )
-from pronghorn.kernels.host_memory import device_shift
-from pronghorn.kernels.nf4 import dynamic_code
+from pronghorn.kernels.quant.nf4 import dynamic_code
+from pronghorn.kernels.runtime.host_memory import device_shift
 from pronghorn.train.fused_adamw import FusedAdamW
 
 CUDA = torch.cuda.is_available()

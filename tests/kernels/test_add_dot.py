@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pronghorn.kernels.add_dot import add_dot
-from pronghorn.kernels.dispatch import jit, tl
+from pronghorn.kernels.runtime.add_dot import add_dot
+from pronghorn.kernels.runtime.dispatch import jit, tl
 
 
 def _product(a, b, y, K, BLOCK: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.kernels import attention as attention_module
-from pronghorn.kernels import attention_torch, dispatch
-from pronghorn.kernels.attention import (
+from pronghorn.kernels.attention import attention as attention_module
+from pronghorn.kernels.attention import attention_torch
+from pronghorn.kernels.attention.attention import (
     _Case,
     _no_flash2,
     _no_flash4,
@@ -22,8 +22,9 @@ from pronghorn.kernels.attention import (
     attention_reference,
     pick_backend,
 )
-from pronghorn.kernels.attention_flex import block_mask
-from pronghorn.kernels.attention_torch import Packed
+from pronghorn.kernels.attention.attention_flex import block_mask
+from pronghorn.kernels.attention.attention_torch import Packed
+from pronghorn.kernels.runtime import dispatch
 
 CUDA = torch.cuda.is_available()
 LENGTHS = (1, 3, 127, 60, 200)  # their sum is no multiple of any block
@@ -250,8 +251,8 @@ def test_a_cpu_has_nothing_to_tell(capsys: pytest.CaptureFixture[str], monkeypat
 def test_every_refusal_of_a_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda", 0)
     chip = (9, 0)
-    monkeypatch.setattr("pronghorn.kernels.attention.cuda_capability", lambda device: chip)
-    monkeypatch.setattr("pronghorn.kernels.attention_flash.why_no_flash4", lambda: None)
+    monkeypatch.setattr("pronghorn.kernels.attention.attention.cuda_capability", lambda device: chip)
+    monkeypatch.setattr("pronghorn.kernels.attention.attention_flash.why_no_flash4", lambda: None)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     assert _no_flash4(_Case(cuda, torch.bfloat16, 128, True, True)) is None
     assert _no_flash2(_Case(cuda, torch.bfloat16, 256, False, True)) is None
@@ -280,7 +281,7 @@ def test_documents_of_middle_length_are_ours_on_a_hopper_without_flash_attn_4(
     """Where it was measured to be faster than FlashAttention-2, and nowhere else."""
     monkeypatch.setattr(attention_module, "HAS_TRITON", True)
     monkeypatch.setattr(attention_module, "cuda_capability", lambda device: chip)
-    monkeypatch.setattr("pronghorn.kernels.attention_flash.why_no_flash4", lambda: None if flash4 else "not installed")
+    monkeypatch.setattr(attention_module.attention_flash, "why_no_flash4", lambda: None if flash4 else "not installed")
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     attention_module._pick.cache_clear()
     for width in (64, 128):

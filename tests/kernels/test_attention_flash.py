@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.kernels import attention_flash
-from pronghorn.kernels.attention import gradients_in_place
-from pronghorn.kernels.attention_flash import Flash4, backward_turns
-from pronghorn.kernels.attention_torch import Packed, PlainTorch
+from pronghorn.kernels.attention import attention_flash
+from pronghorn.kernels.attention.attention import gradients_in_place
+from pronghorn.kernels.attention.attention_flash import Flash4, backward_turns
+from pronghorn.kernels.attention.attention_torch import Packed, PlainTorch
 
 
 def test_turns_begin_where_the_sums_are_large() -> None:
@@ -60,7 +60,7 @@ def test_gradients_may_take_the_place_of_q_k_v_only_where_they_are_written_last(
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (2, None), (None, 5.0)])
 def test_plain_torch_writes_in_place(window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through torch's own kernel, and in blocks."""
-    monkeypatch.setattr("pronghorn.kernels.attention_torch.BLOCK_ROWS", 2)
+    monkeypatch.setattr("pronghorn.kernels.attention.attention_torch.BLOCK_ROWS", 2)
     assert gradients_in_place("torch", 4, 2, 8)
     torch.manual_seed(0)
     packed = Packed(torch.tensor([0, 3, 9], dtype=torch.int32), 6, 0.25, window, softcap)

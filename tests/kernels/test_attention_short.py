@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.kernels import attention_short
-from pronghorn.kernels.attention import (
+from pronghorn.kernels.attention import attention_short
+from pronghorn.kernels.attention.attention import (
     attention_backward,
     attention_forward,
     attention_reference,
     pick_backend,
     turns_back,
 )
-from pronghorn.kernels.attention_short import Config, Tiles
-from pronghorn.kernels.attention_torch import spans
-from pronghorn.kernels.rope import qk_rope_reference
+from pronghorn.kernels.attention.attention_short import Config, Tiles
+from pronghorn.kernels.attention.attention_torch import spans
+from pronghorn.kernels.attention.rope import qk_rope_reference
 
 CUDA = torch.cuda.is_available()
 # One token; documents that end in the middle of a block, at its end, and that span several; padding of no tokens behind.

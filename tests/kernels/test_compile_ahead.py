@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.kernels import dispatch
+from pronghorn.kernels.runtime import dispatch
 
 CUDA = torch.cuda.is_available()
 triton = pytest.importorskip("triton")
-ahead = importlib.import_module("pronghorn.kernels.compile_ahead")
+ahead = importlib.import_module("pronghorn.kernels.runtime.compile_ahead")
 
 
 def a_kernel(x: Any, n: Any) -> None:
@@ -136,9 +136,9 @@ class ThereIsNone:
     def launcher_cls(self, source, metadata): launchers.append(metadata.name)
 
 driver.set_active(ThereIsNone())
-from pronghorn.kernels import attention_short as op
-from pronghorn.kernels.attention_torch import Packed, spans
-from pronghorn.kernels.dispatch import compile_kernels
+from pronghorn.kernels.attention import attention_short as op
+from pronghorn.kernels.attention.attention_torch import Packed, spans
+from pronghorn.kernels.runtime.dispatch import compile_kernels
 
 T = 256
 cu = torch.tensor([0, 100, T], dtype=torch.int32)
@@ -181,7 +181,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
 def test_on_a_gpu_nothing_is_written_and_nothing_is_compiled_again(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pronghorn.kernels.copy_rows import copy_rows
+    from pronghorn.kernels.runtime.copy_rows import copy_rows
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     source, target = torch.ones(64, 72, device="cuda", dtype=torch.bfloat16)[:, :64], torch.zeros(64, 64, device="cuda",

@@ -7,11 +7,12 @@ import importlib
 import pytest
 import torch
 
-from pronghorn.kernels import gated_lora, grouped_gemm, grouped_quantized, moe_gather, thin_sums
-from pronghorn.kernels.dispatch import CHIPS, HOPPER, Chip
+from pronghorn.kernels.lora import gated_lora, thin_sums
+from pronghorn.kernels.moe import grouped_gemm, grouped_quantized, moe_gather
+from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER, Chip
 
 pytest.importorskip("triton")
-Build = importlib.import_module("pronghorn.kernels.compile_for").Build
+Build = importlib.import_module("pronghorn.kernels.runtime.compile_for").Build
 SMALL = (CHIPS[8, 6], CHIPS[8, 9], CHIPS[12, 0])
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pronghorn.kernels.copy_rows import copy_rows, copy_rows_reference
+from pronghorn.kernels.runtime.copy_rows import copy_rows, copy_rows_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -7,10 +7,10 @@ import torch
 from powers_in_torch import Product
 from torch import Tensor
 
-from pronghorn.kernels import cross_entropy_powers
-from pronghorn.kernels import linear_cross_entropy as head
-from pronghorn.kernels.cross_entropy_powers import Powers
-from pronghorn.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from pronghorn.kernels.loss import cross_entropy_powers
+from pronghorn.kernels.loss import linear_cross_entropy as head
+from pronghorn.kernels.loss.cross_entropy_powers import Powers
+from pronghorn.kernels.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 
 # Where there is a GPU its kernels are compiled, and tests/kernels/test_hopper_product.py has the product itself.
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pronghorn.kernels import linear_cross_entropy as op
-from pronghorn.kernels.cross_entropy_rows import IGNORED, Terms, loss_and_gradient, takes_factors
-from pronghorn.kernels.dispatch import use_triton
+from pronghorn.kernels.loss import linear_cross_entropy as op
+from pronghorn.kernels.loss.cross_entropy_rows import IGNORED, Terms, loss_and_gradient, takes_factors
+from pronghorn.kernels.runtime.dispatch import use_triton
 
 
 @pytest.mark.parametrize("terms", [Terms(), Terms(softcap=5.0, logit_scale=0.5)], ids=["plain", "capped"])

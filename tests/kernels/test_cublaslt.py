@@ -10,8 +10,8 @@ import torch
 from fake_cublaslt import FakeCublasLt
 from torch import Tensor
 
-from pronghorn.kernels import cublaslt
-from pronghorn.kernels.cublaslt import (
+from pronghorn.kernels.gemm import cublaslt
+from pronghorn.kernels.gemm.cublaslt import (
     LONG,
     NARROW,
     WIDE,
@@ -26,7 +26,7 @@ from pronghorn.kernels.cublaslt import (
     offered,
     taken,
 )
-from pronghorn.kernels.products import product_plus
+from pronghorn.kernels.gemm.products import product_plus
 
 OTHER = Algorithm(31, 5, 7)
 on_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

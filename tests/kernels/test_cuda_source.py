@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from pronghorn.kernels import cuda_source, dispatch
-from pronghorn.kernels.cuda_source import NotCompiled, Source, TensorMap, available, compiled, launch
+from pronghorn.kernels.runtime import cuda_source, dispatch
+from pronghorn.kernels.runtime.cuda_source import NotCompiled, Source, TensorMap, available, compiled, launch
 
 ASKING = 4  # threads
 SOURCE = Source("small.cu", ("@LINE@", "  multiply();"), (("GATED", 1), ("HALF", 96)))
@@ -144,7 +144,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCompiler:
     fake = FakeCompiler()
     (tmp_path / SOURCE.file).write_text(TEXT, encoding="utf-8")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kept"))
-    monkeypatch.setattr(cuda_source, "__file__", str(tmp_path / "cuda_source.py"))
+    monkeypatch.setattr(cuda_source, "__file__", str(tmp_path / "runtime" / "cuda_source.py"))
     monkeypatch.setattr(cuda_source, "_compiler", lambda: fake)
     monkeypatch.setattr(cuda_source, "_compiled", {})
     monkeypatch.setattr(cuda_source, "Future", Answer)
@@ -376,7 +376,7 @@ def test_while_kernels_are_compiled_ahead_nothing_is_launched(
     compiler: FakeCompiler, driver: FakeDriver, capsys: pytest.CaptureFixture[str], line: str
 ) -> None:
     """What is wrong is said by the first launch after that."""
-    ahead, source = importlib.import_module("pronghorn.kernels.compile_ahead"), SOURCE._replace(line=("@LINE@", line))
+    ahead, source = importlib.import_module("pronghorn.kernels.runtime.compile_ahead"), SOURCE._replace(line=("@LINE@", line))
     done: list[bool] = []
     ahead.compile_ahead(lambda: done.extend(go(source) for _ in range(3)))
     assert done == [True] * 3
@@ -391,7 +391,7 @@ def test_while_kernels_are_compiled_ahead_nothing_is_launched(
 
 def test_no_thread_waits_for_what_another_compiles_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads, a source that every layer asks for, and one after it that must be done before the first is."""
-    ahead, others = importlib.import_module("pronghorn.kernels.compile_ahead"), SOURCE._replace(file="other.cu")
+    ahead, others = importlib.import_module("pronghorn.kernels.runtime.compile_ahead"), SOURCE._replace(file="other.cu")
     begun, done = threading.Event(), threading.Event()
 
     def make(source: Source) -> bytes:

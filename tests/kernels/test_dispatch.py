@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from pronghorn.kernels import dispatch
+from pronghorn.kernels.runtime import dispatch
 
 CUDA = torch.cuda.is_available()
 needs_interpreter = pytest.mark.skipif(CUDA or not dispatch.HAS_TRITON, reason="kernels are compiled here")
@@ -21,10 +21,10 @@ class Absent(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent())
 import torch
-from pronghorn.kernels import dispatch
-from pronghorn.kernels.gated_mlp import gated_activation
-from pronghorn.kernels.rms_norm import rms_norm
-from pronghorn.kernels.rope import qk_rope
+from pronghorn.kernels.runtime import dispatch
+from pronghorn.kernels.mlp.gated_mlp import gated_activation
+from pronghorn.kernels.norm.rms_norm import rms_norm
+from pronghorn.kernels.attention.rope import qk_rope
 assert not dispatch.HAS_TRITON and not dispatch.use_triton(torch.ones(1))
 x = torch.randn(3, 64, requires_grad=True)
 y, h = rms_norm(x, torch.ones(64), 1e-6, residual_TD=torch.randn(3, 64))
@@ -63,7 +63,7 @@ def test_float64_never_runs_through_fp32_kernels(device: str) -> None:
 @needs_interpreter
 def test_the_triton_path_of_these_tests_is_really_taken(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise every comparison of this folder would judge plain torch twice."""
-    from pronghorn.kernels import gated_mlp
+    from pronghorn.kernels.mlp import gated_mlp
 
     launched = []
     monkeypatch.setattr(gated_mlp, "_forward_kernel", {(1,): lambda *_, **__: launched.append(True)})
@@ -101,9 +101,9 @@ def test_chips_offer_what_nvidia_says() -> None:
 
 
 def test_ops_can_do_what_they_would_do_on_a_chip(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pronghorn.kernels.attention import pick_backend
-    from pronghorn.kernels.fp8_cast import fp8_supported
-    from pronghorn.kernels.grouped_fp8 import fp8_grouped_supported
+    from pronghorn.kernels.attention.attention import pick_backend
+    from pronghorn.kernels.moe.grouped_fp8 import fp8_grouped_supported
+    from pronghorn.kernels.quant.fp8_cast import fp8_supported
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     cpu = torch.device("cpu")

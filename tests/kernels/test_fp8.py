@@ -8,8 +8,8 @@ import pytest
 import torch
 from fp8_interpreter import interpreter_casts_as_a_gpu
 
-from pronghorn.kernels import fp8_lora
-from pronghorn.kernels.fp8 import (
+from pronghorn.kernels.lora import fp8_lora
+from pronghorn.kernels.lora.fp8 import (
     Fp8Group,
     fp8_linear,
     fp8_linear_backward,
@@ -17,7 +17,12 @@ from pronghorn.kernels.fp8 import (
     fp8_linear_reference,
     fp8_product,
 )
-from pronghorn.kernels.fp8_cast import (
+from pronghorn.kernels.lora.fp8_lora import SplitJob, SplitTable, fp8_extend, split_reference, split_reference_job
+from pronghorn.kernels.lora.lora_linear import Adapter
+from pronghorn.kernels.mlp.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
+from pronghorn.kernels.mlp.gated_mlp import gated_activation_reference
+from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_reference
+from pronghorn.kernels.quant.fp8_cast import (
     E4M3,
     fp8_cast_rows,
     fp8_dequantize,
@@ -26,12 +31,7 @@ from pronghorn.kernels.fp8_cast import (
     fp8_supported,
     fp8_transpose,
 )
-from pronghorn.kernels.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
-from pronghorn.kernels.fp8_lora import SplitJob, SplitTable, fp8_extend, split_reference, split_reference_job
-from pronghorn.kernels.fp8_norm import rms_norm_fp8_forward
-from pronghorn.kernels.gated_mlp import gated_activation_reference
-from pronghorn.kernels.lora_linear import Adapter
-from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_reference
+from pronghorn.kernels.quant.fp8_norm import rms_norm_fp8_forward
 
 BF16 = torch.bfloat16
 CUDA = torch.cuda.is_available()

@@ -9,8 +9,14 @@ import pytest
 import torch
 from fp8_interpreter import interpreter_casts_as_a_gpu
 
-from pronghorn.kernels import dispatch
-from pronghorn.kernels.fp8_cast import (
+from pronghorn.kernels.mlp.fp8_gated import (
+    gated_activation_fp8_backward,
+    gated_activation_fp8_forward,
+    gated_activation_fp8_reference,
+)
+from pronghorn.kernels.mlp.gated_mlp import gated_activation_backward, gated_activation_forward
+from pronghorn.kernels.norm.rms_norm import rms_norm_forward, rms_norm_reference
+from pronghorn.kernels.quant.fp8_cast import (
     E4M3,
     fp8_cast_rows,
     fp8_cast_rows_reference,
@@ -19,14 +25,8 @@ from pronghorn.kernels.fp8_cast import (
     fp8_supported,
     fp8_transpose,
 )
-from pronghorn.kernels.fp8_gated import (
-    gated_activation_fp8_backward,
-    gated_activation_fp8_forward,
-    gated_activation_fp8_reference,
-)
-from pronghorn.kernels.fp8_norm import rms_norm_fp8_forward, rms_norm_fp8_reference
-from pronghorn.kernels.gated_mlp import gated_activation_backward, gated_activation_forward
-from pronghorn.kernels.rms_norm import rms_norm_forward, rms_norm_reference
+from pronghorn.kernels.quant.fp8_norm import rms_norm_fp8_forward, rms_norm_fp8_reference
+from pronghorn.kernels.runtime import dispatch
 
 BF16 = torch.bfloat16
 
@@ -179,7 +179,7 @@ def test_what_cannot_multiply_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "mps" in str(fp8_supported("mps"))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for capability, told in (((8, 0), "8.0"), ((7, 5), "7.5"), ((8, 9), None), ((9, 0), None), ((10, 0), None)):
-        monkeypatch.setattr("pronghorn.kernels.fp8_cast.cuda_capability", lambda _, capability=capability: capability)
+        monkeypatch.setattr("pronghorn.kernels.quant.fp8_cast.cuda_capability", lambda _, capability=capability: capability)
         why = fp8_supported("cuda")
         assert (why is None) if told is None else (why is not None and told in why and "8.9" in why)
 

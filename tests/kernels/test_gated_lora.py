@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pronghorn.kernels import gated_lora
-from pronghorn.kernels.dispatch import use_triton
-from pronghorn.kernels.gated_lora import (
+from pronghorn.kernels.gemm.products import add_product
+from pronghorn.kernels.lora import gated_lora
+from pronghorn.kernels.lora.gated_lora import (
     MOST_RANK,
     Tile,
     gated_lora_backward,
@@ -23,8 +23,8 @@ from pronghorn.kernels.gated_lora import (
     gated_lora_reference,
     why_not,
 )
-from pronghorn.kernels.gated_mlp import gated_activation_backward, gated_activation_reference
-from pronghorn.kernels.products import add_product
+from pronghorn.kernels.mlp.gated_mlp import gated_activation_backward, gated_activation_reference
+from pronghorn.kernels.runtime.dispatch import use_triton
 
 Kind = Literal["silu", "gelu_tanh"]
 KINDS: list[Kind] = ["silu", "gelu_tanh"]

@@ -12,10 +12,10 @@ import torch
 from test_gated_lora import Case, strided
 from torch import Tensor
 
-from pronghorn.kernels import gated_lora
-from pronghorn.kernels.dispatch import use_triton
-from pronghorn.kernels.gated_lora import Tile, gated_lora_backward, why_not_thin
-from pronghorn.kernels.gated_lora_thin import WIDTH, ThinSums
+from pronghorn.kernels.lora import gated_lora
+from pronghorn.kernels.lora.gated_lora import Tile, gated_lora_backward, why_not_thin
+from pronghorn.kernels.lora.gated_lora_thin import WIDTH, ThinSums
+from pronghorn.kernels.runtime.dispatch import use_triton
 
 R = 64  # columns of sB: gate's, up's, padding
 GATE, UP = slice(0, 16), slice(16, 32)

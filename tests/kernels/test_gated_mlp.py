@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pronghorn.kernels.dispatch import use_triton
-from pronghorn.kernels.gated_mlp import (
+from pronghorn.kernels.mlp.gated_mlp import (
     gated_activation,
     gated_activation_backward,
     gated_activation_forward,
     gated_activation_reference,
 )
+from pronghorn.kernels.runtime.dispatch import use_triton
 
 Kind = Literal["silu", "gelu_tanh"]
 KINDS: list[Kind] = ["silu", "gelu_tanh"]

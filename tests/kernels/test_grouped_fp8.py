@@ -6,8 +6,7 @@ import pytest
 import torch
 from fp8_interpreter import interpreter_casts_as_a_gpu
 
-from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows
-from pronghorn.kernels.grouped_fp8 import (
+from pronghorn.kernels.moe.grouped_fp8 import (
     Fp8ExpertGroup,
     fp8_cast_grad_rows,
     fp8_cast_grad_rows_reference,
@@ -16,9 +15,10 @@ from pronghorn.kernels.grouped_fp8 import (
     fp8_grouped_supported,
     fp8_turned_stack,
 )
-from pronghorn.kernels.grouped_gemm import grouped_linear_backward_input, grouped_linear_reference
-from pronghorn.kernels.grouped_lora import ExpertAdapter
-from pronghorn.kernels.routing import sort_by_expert
+from pronghorn.kernels.moe.grouped_gemm import grouped_linear_backward_input, grouped_linear_reference
+from pronghorn.kernels.moe.grouped_lora import ExpertAdapter
+from pronghorn.kernels.moe.routing import sort_by_expert
+from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_cast_rows
 
 
 @pytest.fixture(autouse=True)

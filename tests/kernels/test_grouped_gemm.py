@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pronghorn.kernels.dispatch import use_triton
-from pronghorn.kernels.grouped_gemm import (
+from pronghorn.kernels.moe.grouped_gemm import (
     grouped_linear,
     grouped_linear_backward_bias,
     grouped_linear_backward_input,
@@ -16,6 +15,7 @@ from pronghorn.kernels.grouped_gemm import (
     grouped_linear_forward,
     grouped_linear_reference,
 )
+from pronghorn.kernels.runtime.dispatch import use_triton
 
 LOADS = {
     "odd": [0, 1, 70, 83], "empty": [0, 0, 0, 37, 37], "one": [0, 0, 131], "single": [0, 3],

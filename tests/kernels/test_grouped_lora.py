@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pronghorn.kernels.dispatch import use_triton
-from pronghorn.kernels.grouped_gemm import grouped_linear_reference
-from pronghorn.kernels.grouped_lora import ExpertAdapter, ExpertGroup, grouped_lora_reference
+from pronghorn.kernels.moe.grouped_gemm import grouped_linear_reference
+from pronghorn.kernels.moe.grouped_lora import ExpertAdapter, ExpertGroup, grouped_lora_reference
+from pronghorn.kernels.runtime.dispatch import use_triton
 
 
 def adapter_of(E: int, rank: int, D: int, outputs: int, device: str, scale: float = 0.5) -> ExpertAdapter:

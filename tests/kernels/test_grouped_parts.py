@@ -8,8 +8,8 @@ import pytest
 import torch
 from test_grouped_quantized import FORMATS, stack_of
 
-from pronghorn.kernels.grouped_lora import ExpertAdapter, grouped_lora_reference
-from pronghorn.kernels.grouped_parts import (
+from pronghorn.kernels.moe.grouped_lora import ExpertAdapter, grouped_lora_reference
+from pronghorn.kernels.moe.grouped_parts import (
     backward_parts,
     dequantize_part,
     forward_parts,
@@ -17,7 +17,7 @@ from pronghorn.kernels.grouped_parts import (
     grouped_parts_forward,
     scratch_values,
 )
-from pronghorn.kernels.grouped_quantized import Format, QuantizedExpertGroup
+from pronghorn.kernels.moe.grouped_quantized import Format, QuantizedExpertGroup
 
 
 @pytest.mark.parametrize("form", FORMATS)

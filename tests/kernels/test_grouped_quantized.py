@@ -7,19 +7,19 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pronghorn.kernels.dispatch import use_triton
-from pronghorn.kernels.fp8_cast import fp8_cast_rows
-from pronghorn.kernels.grouped_gemm import grouped_linear_reference
-from pronghorn.kernels.grouped_lora import ExpertAdapter, grouped_lora_reference
-from pronghorn.kernels.grouped_quantized import (
+from pronghorn.kernels.moe.grouped_gemm import grouped_linear_reference
+from pronghorn.kernels.moe.grouped_lora import ExpertAdapter, grouped_lora_reference
+from pronghorn.kernels.moe.grouped_quantized import (
     Format,
     QuantizedExpertGroup,
     QuantizedStack,
     grouped_quantized_backward,
     grouped_quantized_forward,
 )
-from pronghorn.kernels.mxfp4 import mxfp4_quantize
-from pronghorn.kernels.nf4 import nf4_quantize
+from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows
+from pronghorn.kernels.quant.mxfp4 import mxfp4_quantize
+from pronghorn.kernels.quant.nf4 import nf4_quantize
+from pronghorn.kernels.runtime.dispatch import use_triton
 
 FORMATS: list[Format] = ["nf4", "mxfp4", "fp8"]
 LOADS = {"odd": [0, 1, 38, 45], "empty": [0, 0, 37]}

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pronghorn.kernels import hopper_product
-from pronghorn.kernels.gated_mlp import Kind, gated_activation_reference
-from pronghorn.kernels.hopper_product import (
+from pronghorn.kernels.attention.rope import qk_rope_reference
+from pronghorn.kernels.gemm import hopper_product
+from pronghorn.kernels.gemm.hopper_product import (
     COLUMNS,
     Labelled,
     column_tiles,
@@ -17,7 +17,7 @@ from pronghorn.kernels.hopper_product import (
     powers_product,
     turned_product,
 )
-from pronghorn.kernels.rope import qk_rope_reference
+from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation_reference
 
 on_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
                                reason="needs a Hopper GPU")

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.kernels import cuda_source, hopper_product
+from pronghorn.kernels.gemm import hopper_product
+from pronghorn.kernels.runtime import cuda_source
 
-FILE = Path(cuda_source.__file__).parent / "hopper_product.cu"
+FILE = Path(hopper_product.__file__).parent / "hopper_product.cu"
 MOST_SHARED = 227 * 1024  # bytes that a block can have on Hopper
 MAPS = ["TensorMap"] * 4
 ARGUMENTS = {

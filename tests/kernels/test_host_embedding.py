@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pronghorn.kernels.host_embedding import host_embedding, host_embedding_reference, seen_by_gpu
+from pronghorn.kernels.embedding.host_embedding import host_embedding, host_embedding_reference, seen_by_gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.kernels import cross_entropy_rows as rows_of_logits
-from pronghorn.kernels import linear_cross_entropy as op
-from pronghorn.kernels.dispatch import use_triton
-from pronghorn.kernels.linear_cross_entropy import (
+from pronghorn.kernels.loss import cross_entropy_rows as rows_of_logits
+from pronghorn.kernels.loss import linear_cross_entropy as op
+from pronghorn.kernels.loss.linear_cross_entropy import (
     IGNORED,
     Terms,
     chunk_rows,
@@ -21,6 +20,7 @@ from pronghorn.kernels.linear_cross_entropy import (
     linear_cross_entropy_forward,
     linear_cross_entropy_reference,
 )
+from pronghorn.kernels.runtime.dispatch import use_triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CUDA = torch.cuda.is_available()

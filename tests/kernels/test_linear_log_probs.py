@@ -9,10 +9,10 @@ import torch
 from powers_in_torch import Product
 from torch import Tensor
 
-from pronghorn.kernels import cross_entropy_powers
-from pronghorn.kernels import linear_cross_entropy as head
-from pronghorn.kernels import linear_log_probs as op
-from pronghorn.kernels.linear_log_probs import LogProbs, linear_log_probs, linear_log_probs_reference
+from pronghorn.kernels.loss import cross_entropy_powers
+from pronghorn.kernels.loss import linear_cross_entropy as head
+from pronghorn.kernels.loss import linear_log_probs as op
+from pronghorn.kernels.loss.linear_log_probs import LogProbs, linear_log_probs, linear_log_probs_reference
 
 ROWS, WIDTH, VOCABULARY = 70, 24, 500
 BARS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}

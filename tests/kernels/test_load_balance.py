@@ -8,13 +8,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from pronghorn.kernels.load_balance import (
+from pronghorn.kernels.moe.load_balance import (
     add_load_balancing_grad,
     add_router_statistics,
     load_balancing_loss,
     load_balancing_loss_reference,
 )
-from pronghorn.kernels.routing import route_reference
+from pronghorn.kernels.moe.routing import route_reference
 
 E, K, LAYERS = 12, 3, 2
 

@@ -13,19 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.attention import BACKENDS
-from pronghorn.kernels.attention_flash import why_no_flash4
-from pronghorn.kernels.attention_short import Short
-from pronghorn.kernels.attention_torch import Backend, Packed
-from pronghorn.kernels.copy_rows import copy_rows
-from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows
-from pronghorn.kernels.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
-from pronghorn.kernels.fp8_lora import fp8_extend
-from pronghorn.kernels.fp8_norm import rms_norm_fp8_forward
-from pronghorn.kernels.gated_lora import gated_lora_backward, gated_lora_forward
-from pronghorn.kernels.gated_mlp import gated_activation_backward, gated_activation_forward
-from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
-from pronghorn.kernels.rope import qk_rope_backward, qk_rope_forward
+from pronghorn.kernels.attention.attention import BACKENDS
+from pronghorn.kernels.attention.attention_flash import why_no_flash4
+from pronghorn.kernels.attention.attention_short import Short
+from pronghorn.kernels.attention.attention_torch import Backend, Packed
+from pronghorn.kernels.attention.rope import qk_rope_backward, qk_rope_forward
+from pronghorn.kernels.lora.fp8_lora import fp8_extend
+from pronghorn.kernels.lora.gated_lora import gated_lora_backward, gated_lora_forward
+from pronghorn.kernels.mlp.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
+from pronghorn.kernels.mlp.gated_mlp import gated_activation_backward, gated_activation_forward
+from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
+from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_cast_rows
+from pronghorn.kernels.quant.fp8_norm import rms_norm_fp8_forward
+from pronghorn.kernels.runtime.copy_rows import copy_rows
 
 T = 40
 APART = 2**26 - 64  # elements from a row to the next: those from the 34th on begin beyond 2^31; within a tile offsets fit

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pronghorn.kernels import lora_collect
-from pronghorn.kernels.lora_collect import CollectJob, CollectTable, collect_reference
+from pronghorn.kernels.lora import lora_collect
+from pronghorn.kernels.lora.lora_collect import CollectJob, CollectTable, collect_reference
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])

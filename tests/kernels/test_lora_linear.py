@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from pronghorn.kernels import lora_linear as lora_linear_file
-from pronghorn.kernels.dispatch import use_triton
-from pronghorn.kernels.lora_linear import (
+from pronghorn.kernels.lora import lora_linear as lora_linear_file
+from pronghorn.kernels.lora.lora_linear import (
     Adapter,
     LoraGroup,
     NormOf,
@@ -18,7 +17,8 @@ from pronghorn.kernels.lora_linear import (
     lora_linear,
     lora_linear_reference,
 )
-from pronghorn.kernels.lora_refresh import CopyTable
+from pronghorn.kernels.lora.lora_refresh import CopyTable
+from pronghorn.kernels.runtime.dispatch import use_triton
 
 WIDTH = 96
 # name: (rows of the linears, {linear: (rank, scale)})
@@ -256,7 +256,7 @@ def test_gradients_added_to_sums(
     device: str, name: str, has_norm: bool, without: Part | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
     judge: Callable[..., None],
 ) -> None:  # fmt: skip
-    """By one launch of kernels/thin_sums.py where it covers them (not 128 ranks, not fp32), else by products: the same sums."""
+    """By one launch of thin_sums.py where it covers them (not 128 ranks, not fp32), else by products: the same sums."""
     weights, adapters = make(name, dtype, device)
     group = LoraGroup(weights, adapters)
     shapes = group.sum_shapes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pronghorn.kernels import lora_refresh
-from pronghorn.kernels.lora_refresh import CopyJob, CopyTable
+from pronghorn.kernels.lora import lora_refresh
+from pronghorn.kernels.lora.lora_refresh import CopyJob, CopyTable
 
 
 def test_every_value_lands_in_its_place_and_nothing_else_is_touched(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

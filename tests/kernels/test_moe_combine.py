@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.kernels.moe_combine import bias_weight_grad, combine, combine_reference
+from pronghorn.kernels.moe.moe_combine import bias_weight_grad, combine, combine_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pronghorn.kernels.moe_gated import (
+from pronghorn.kernels.moe.moe_gated import (
     ExpertActivation,
     expert_gated,
     expert_gated_backward,

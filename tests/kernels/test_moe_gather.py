@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pronghorn.kernels.dispatch import use_triton
-from pronghorn.kernels.moe_gather import gather_rows, gather_rows_reference
-from pronghorn.kernels.routing import sort_by_expert
+from pronghorn.kernels.moe.moe_gather import gather_rows, gather_rows_reference
+from pronghorn.kernels.moe.routing import sort_by_expert
+from pronghorn.kernels.runtime.dispatch import use_triton
 
 
 def routed(T: int, K: int, E: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:

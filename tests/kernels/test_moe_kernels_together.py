@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pronghorn.kernels.dispatch import use_triton
-from pronghorn.kernels.grouped_gemm import grouped_linear_backward_bias
-from pronghorn.kernels.grouped_lora import ExpertAdapter, ExpertGroup
-from pronghorn.kernels.moe_combine import bias_weight_grad, combine
-from pronghorn.kernels.moe_gated import ExpertActivation, expert_gated_backward, expert_gated_forward
-from pronghorn.kernels.moe_gather import gather_rows
-from pronghorn.kernels.routing import route_backward, route_reference, routing_forward
+from pronghorn.kernels.moe.grouped_gemm import grouped_linear_backward_bias
+from pronghorn.kernels.moe.grouped_lora import ExpertAdapter, ExpertGroup
+from pronghorn.kernels.moe.moe_combine import bias_weight_grad, combine
+from pronghorn.kernels.moe.moe_gated import ExpertActivation, expert_gated_backward, expert_gated_forward
+from pronghorn.kernels.moe.moe_gather import gather_rows
+from pronghorn.kernels.moe.routing import route_backward, route_reference, routing_forward
+from pronghorn.kernels.runtime.dispatch import use_triton
 
 T, D, F, E, K, RANK = 17, 48, 40, 5, 2, 8
 GPT_OSS, SILU = ExpertActivation("clamped", limit=1.5), ExpertActivation("silu")

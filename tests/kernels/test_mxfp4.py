@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from pronghorn.kernels.mxfp4 import MXFP4Tensor, mxfp4_dequantize, mxfp4_dequantize_reference, mxfp4_quantize
+from pronghorn.kernels.quant.mxfp4 import MXFP4Tensor, mxfp4_dequantize, mxfp4_dequantize_reference, mxfp4_quantize
 
 
 def any_bytes(shape: tuple[int, ...], device: str) -> MXFP4Tensor:

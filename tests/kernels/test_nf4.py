@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.kernels import nf4
-from pronghorn.kernels.dispatch import use_triton
-from pronghorn.kernels.nf4 import (
+from pronghorn.kernels.quant import nf4
+from pronghorn.kernels.quant.nf4 import (
     NF4Job,
     NF4Table,
     NF4Tensor,
@@ -22,6 +21,7 @@ from pronghorn.kernels.nf4 import (
     nf4_quantize_reference,
     nf4_scales_reference,
 )
+from pronghorn.kernels.runtime.dispatch import use_triton
 
 HAS_BITSANDBYTES = find_spec("bitsandbytes") is not None
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from fp8_interpreter import interpreter_casts_as_a_gpu
 
-from pronghorn.kernels.fp8_cast import E4M3
-from pronghorn.kernels.nf4 import nf4_dequantize_reference, nf4_quantize
-from pronghorn.kernels.nf4_fp8 import nf4_fp8_scales, nf4_to_fp8, nf4_to_fp8_reference
+from pronghorn.kernels.quant.fp8_cast import E4M3
+from pronghorn.kernels.quant.nf4 import nf4_dequantize_reference, nf4_quantize
+from pronghorn.kernels.quant.nf4_fp8 import nf4_fp8_scales, nf4_to_fp8, nf4_to_fp8_reference
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.lora_linear import Adapter, LoraGroup
-from pronghorn.kernels.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
-from pronghorn.kernels.nf4_lora import NF4LoraGroup, Scratch, Workspace
+from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup
+from pronghorn.kernels.lora.nf4_lora import NF4LoraGroup, Scratch, Workspace
+from pronghorn.kernels.quant.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 
 D = 128
 Weights = list[NF4Tensor | Tensor]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from fp8_interpreter import interpreter_casts_as_a_gpu
 
-from pronghorn.kernels import nvfp4
-from pronghorn.kernels.nvfp4 import (
+from pronghorn.kernels.quant import nvfp4
+from pronghorn.kernels.quant.nvfp4 import (
     nvfp4_code,
     nvfp4_dequantize,
     nvfp4_dequantize_reference,

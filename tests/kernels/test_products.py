@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pronghorn.kernels import products
-from pronghorn.kernels.products import add_product, product, product_plus
+from pronghorn.kernels.gemm import products
+from pronghorn.kernels.gemm.products import add_product, product, product_plus
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pronghorn.kernels.dispatch import use_triton
-from pronghorn.kernels.rms_norm import (
+from pronghorn.kernels.norm.rms_norm import (
     rms_norm,
     rms_norm_backward,
     rms_norm_forward,
     rms_norm_reference,
     rms_norm_then_add_forward,
 )
+from pronghorn.kernels.runtime.dispatch import use_triton
 
 EPS = 1e-5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.kernels.dispatch import use_triton
-from pronghorn.kernels.rope import qk_rope, qk_rope_backward, qk_rope_forward, qk_rope_reference
+from pronghorn.kernels.attention.rope import qk_rope, qk_rope_backward, qk_rope_forward, qk_rope_reference
+from pronghorn.kernels.runtime.dispatch import use_triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # heads, key heads, head width, rotary width: whole and partial rotary, powers of two and not, one head, many tiles of heads.

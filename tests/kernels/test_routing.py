@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pronghorn.kernels.routing import (
+from pronghorn.kernels.moe.routing import (
     Sigmoid,
     route,
     route_backward,

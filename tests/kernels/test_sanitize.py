@@ -6,7 +6,7 @@ import pytest
 import sanitize
 import torch
 
-from pronghorn.kernels.dispatch import use_triton
+from pronghorn.kernels.runtime.dispatch import use_triton
 
 
 def test_every_kernel_is_launched(device: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from pronghorn.kernels import thin_sums
-from pronghorn.kernels.dispatch import use_triton
-from pronghorn.kernels.thin_sums import CONFIGS, MOST_RANKS, ThinJob, Tile, add_thin_products, covered, thin_product_reference
+from pronghorn.kernels.lora import thin_sums
+from pronghorn.kernels.lora.thin_sums import (
+    CONFIGS,
+    MOST_RANKS,
+    ThinJob,
+    Tile,
+    add_thin_products,
+    covered,
+    thin_product_reference,
+)
+from pronghorn.kernels.runtime.dispatch import use_triton
 
 RANKS = (8, 16, 32, 48, 64)
 DTYPES = [torch.bfloat16, torch.float16]

@@ -15,8 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pronghorn.kernels import grouped_lora
-from pronghorn.kernels.routing import Routing
+from pronghorn.kernels.moe import grouped_lora
+from pronghorn.kernels.moe.routing import Routing
 from pronghorn.model import attending, decoder_layer, experts, mlp_pieces, moe_layer
 
 

@@ -12,8 +12,8 @@ from test_moe_working import LEVELS, NARROW, SIZES, TARGETS, TOKENS, config_of, 
 from transformers import AutoModelForCausalLM
 
 from pronghorn.bench.workloads import MODELS
-from pronghorn.kernels.fp8_cast import fp8_supported
-from pronghorn.kernels.grouped_fp8 import fp8_grouped_supported
+from pronghorn.kernels.moe.grouped_fp8 import fp8_grouped_supported
+from pronghorn.kernels.quant.fp8_cast import fp8_supported
 from pronghorn.memory.sizes import Job, Recompute, kept_bytes, shape_of, unpacked_bytes
 from pronghorn.memory.working import evaluation_bytes, forward_bytes, working_bytes
 from pronghorn.model import decoder_layer, experts, fp8_layer, fp8_moe_layer, fp8_projections

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pronghorn.errors import CommandError
-from pronghorn.kernels.dispatch import CHIPS
+from pronghorn.kernels.runtime.dispatch import CHIPS
 from pronghorn.memory.gpus import GPUS, find_gpu
 
 
@@ -35,7 +35,7 @@ def test_the_table_has_no_holes() -> None:
 
 
 def test_gpus_and_chips_say_the_same() -> None:
-    """kernels/dispatch.py names the GPUs that have a chip: the planner knows them, and whether they have FP8."""
+    """kernels/runtime/dispatch.py names the GPUs that have a chip: the planner knows them, and whether they have FP8."""
     for chip in CHIPS.values():
         for name in chip.gpus.split(", "):
             known = [gpu for gpu in GPUS.values() if gpu.title.removeprefix("GeForce ").startswith(name)]

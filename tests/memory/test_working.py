@@ -12,9 +12,9 @@ from allocations import Allocations, stand_in_for_kernels
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pronghorn.bench.workloads import MODELS
-from pronghorn.kernels.attention_flash import backward_turns
-from pronghorn.kernels.gated_lora import THIN_CONFIGS
-from pronghorn.kernels.gated_lora_thin import ThinSums
+from pronghorn.kernels.attention.attention_flash import backward_turns
+from pronghorn.kernels.lora.gated_lora import THIN_CONFIGS
+from pronghorn.kernels.lora.gated_lora_thin import ThinSums
 from pronghorn.memory.sizes import FROM_ITS_INPUT, Job, Recompute, kept_bytes, shape_of
 from pronghorn.memory.working import _sums_of_attention, _thin_sums, forward_bytes, pieces_worth_trying, working_bytes
 from pronghorn.model import attending

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Phi3Config, Qwen3Config
 
 from pronghorn.data.batches import build_batch
-from pronghorn.kernels import attention
-from pronghorn.kernels.attention_torch import PlainTorch
-from pronghorn.kernels.rope import _rotate
+from pronghorn.kernels.attention import attention
+from pronghorn.kernels.attention.attention_torch import PlainTorch
+from pronghorn.kernels.attention.rope import _rotate
 from pronghorn.model import attending
 from pronghorn.model.causal_lm import engine_of, install
 from samples import random_table

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, Qwen3Config
 from transformers.modeling_utils import AttentionInterface
 
-from pronghorn.kernels import dispatch
+from pronghorn.kernels.runtime import dispatch
 from pronghorn.model.causal_lm import base_of, engine_of, install
 from pronghorn.model.changes import CONFIG
 from pronghorn.model.families import FAMILIES

@@ -28,8 +28,8 @@ from transformers import (
 )
 
 from pronghorn.data.batches import IGNORED, PackedBatch, build_batch
-from pronghorn.kernels.gated_mlp import gated_activation_reference
-from pronghorn.kernels.rope import _rotate
+from pronghorn.kernels.attention.rope import _rotate
+from pronghorn.kernels.mlp.gated_mlp import gated_activation_reference
 from pronghorn.model import projections
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.lora import add_adapter

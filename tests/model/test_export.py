@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pronghorn.errors import CommandError
-from pronghorn.kernels.nf4 import nf4_dequantize
+from pronghorn.kernels.quant.nf4 import nf4_dequantize
 from pronghorn.model import export as export_file
 from pronghorn.model.export import adapter_files, export, merged_model, model_card, save_model, trained_model
 from pronghorn.model.lora import add_adapter

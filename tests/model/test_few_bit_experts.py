@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Mixtral
 
 from pronghorn.dropin.arguments import SEVEN_LINEARS
 from pronghorn.errors import ModelError
-from pronghorn.kernels.mxfp4 import MXFP4Tensor, mxfp4_dequantize_reference, mxfp4_quantize
+from pronghorn.kernels.quant.mxfp4 import MXFP4Tensor, mxfp4_dequantize_reference, mxfp4_quantize
 from pronghorn.model import experts
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.export import merged_model, save_model

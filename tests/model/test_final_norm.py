@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pronghorn.kernels.rms_norm import rms_norm_reference
+from pronghorn.kernels.norm.rms_norm import rms_norm_reference
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.decoder_layer import Norm
 from pronghorn.model.final_norm import final_norm

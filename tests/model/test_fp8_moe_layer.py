@@ -20,10 +20,13 @@ from test_fp8_layer import cosine
 from transformers import Qwen3MoeConfig
 
 from pronghorn.errors import EnvironmentFault
-from pronghorn.kernels import fp8, fp8_cast, fp8_gated, fp8_lora, fp8_norm, grouped_fp8
-from pronghorn.kernels.fp8 import fp8_linear as fp8_linear_of
-from pronghorn.kernels.grouped_fp8 import Fp8ExpertGroup, fp8_grouped_supported
-from pronghorn.kernels.grouped_quantized import QuantizedExpertGroup, QuantizedStack
+from pronghorn.kernels.lora import fp8, fp8_lora
+from pronghorn.kernels.lora.fp8 import fp8_linear as fp8_linear_of
+from pronghorn.kernels.mlp import fp8_gated
+from pronghorn.kernels.moe import grouped_fp8
+from pronghorn.kernels.moe.grouped_fp8 import Fp8ExpertGroup, fp8_grouped_supported
+from pronghorn.kernels.moe.grouped_quantized import QuantizedExpertGroup, QuantizedStack
+from pronghorn.kernels.quant import fp8_cast, fp8_norm
 from pronghorn.memory.offload import OffloadPool
 from pronghorn.model import experts, few_bit_experts, fp8_linear, fp8_projections
 from pronghorn.model.adapter_sums import AdapterSums

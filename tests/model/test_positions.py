@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pronghorn.kernels.attention_torch import spans
+from pronghorn.kernels.attention.attention_torch import spans
 from pronghorn.model.positions import Positions
 
 SMALL: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from pronghorn.errors import ModelError
-from pronghorn.kernels.nf4 import nf4_dequantize, nf4_quantize
+from pronghorn.kernels.quant.nf4 import nf4_dequantize, nf4_quantize
 from pronghorn.model import projections, quantized
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.quantized import (

@@ -1,6 +1,6 @@
 """A process of its own (test_compile_a_step.py): our kernels of whole training steps, compiled for a Hopper that is not here.
 
-Triton is told of a GPU, every kernel's launch is a compilation (kernels/compile_ahead.py), and tensors are on the CPU: a step
+Triton is told of a GPU, every kernel's launch is a compilation (compile_ahead.py), and tensors are on the CPU: a step
 is gone through as before its first capture, on a few tokens, and then on a whole batch. Prints, for each kind of training, the
 kernels of the first and those that the second has more. Products are left out, whose results nobody looks at: in bf16 they take
 an ARM core six minutes.
@@ -21,9 +21,9 @@ from triton.runtime.driver import driver
 import pronghorn.kernels
 from pronghorn.data.batches import PackedBatch, Shapes, build_batch
 from pronghorn.data.packing import pack
-from pronghorn.kernels import attention
-from pronghorn.kernels.compile_ahead import Kernel
-from pronghorn.kernels.dispatch import compile_kernels
+from pronghorn.kernels.attention import attention
+from pronghorn.kernels.runtime.compile_ahead import Kernel
+from pronghorn.kernels.runtime.dispatch import compile_kernels
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.quantized import quantize_model_
@@ -35,7 +35,8 @@ from samples import random_table
 SMALL: dict[str, Any] = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
                          "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "head_dim": 64}
 CAPACITY = 2 * DRY_TOKENS
-MODULES = [importlib.import_module(f"pronghorn.kernels.{m.name}") for m in pkgutil.iter_modules(pronghorn.kernels.__path__)]
+MODULES = [importlib.import_module(module.name)
+           for module in pkgutil.walk_packages(pronghorn.kernels.__path__, "pronghorn.kernels.")]
 
 
 class NoGpu:

@@ -16,7 +16,7 @@ from test_runs_on_a_gpu import budget
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from pronghorn.errors import RecipeError
-from pronghorn.kernels.fp8_cast import fp8_supported
+from pronghorn.kernels.quant.fp8_cast import fp8_supported
 from pronghorn.model.export import export, merged_model
 from pronghorn.model.fp8_moe_layer import Fp8MoeDecoderLayer
 from pronghorn.model.moe_layer import MoeDecoderLayer

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from pronghorn.errors import CheckpointError, Interrupted
-from pronghorn.kernels.adamw8bit import SMALL, blocks_of
+from pronghorn.kernels.optim.adamw8bit import SMALL, blocks_of
 from pronghorn.recipe import Recipe
 from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.loop import train

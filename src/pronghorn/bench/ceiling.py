@@ -4,7 +4,7 @@
 
 One step in bf16 (float32 without a GPU): for every linear of every layer the product forward and the one for the input's
 gradient (not for layer 0's q, k and v, below which nothing is trained), and both of the head, for every token; q, k, v as one
-product, gate and up as one, by the algorithms that the layers take (kernels/products.py); those of experts as grouped
+product, gate and up as one, by the algorithms that the layers take (kernels/gemm/products.py); those of experts as grouped
 products, of rows spread evenly over them. Where the workload asks for FP8, the layers' products are in FP8, of operands that
 are FP8 already, both ways; the head's stay in bf16. Attention is not part of it, so long documents stay further below it. A few
 copies of the weights take turns, so that none is still in L2. Time between two device events, median of several steps.
@@ -23,10 +23,10 @@ import torch
 
 from pronghorn.bench.meter import machine
 from pronghorn.bench.workloads import WORKLOADS, Workload
-from pronghorn.kernels.fp8 import fp8_product
-from pronghorn.kernels.fp8_cast import fp8_cast_rows, fp8_transpose
-from pronghorn.kernels.grouped_gemm import grouped_linear_backward_input, grouped_linear_forward
-from pronghorn.kernels.products import product
+from pronghorn.kernels.gemm.products import product
+from pronghorn.kernels.lora.fp8 import fp8_product
+from pronghorn.kernels.moe.grouped_gemm import grouped_linear_backward_input, grouped_linear_forward
+from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows, fp8_transpose
 
 COPIES = 3  # one layer's weights of the smallest model here are 31 MB; L2 of an H200 holds 50
 REPEATS = 7

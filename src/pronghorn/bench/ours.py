@@ -13,7 +13,7 @@ from pronghorn.bench.weights import model_folder
 from pronghorn.bench.workloads import CLIP, LEARNING_RATE, SEED, DocumentTable, Workload, documents
 from pronghorn.data.batches import BatchLoader, PackedBatch, Shapes, build_batch
 from pronghorn.data.packing import pack
-from pronghorn.kernels.attention import pick_backend
+from pronghorn.kernels.attention.attention import pick_backend
 from pronghorn.model.causal_lm import base_of, install
 from pronghorn.model.config import read_config
 from pronghorn.model.load import DTYPES, Precision, load_model, pick_device, resolve_precision

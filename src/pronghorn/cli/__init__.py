@@ -368,7 +368,7 @@ def _bench_command(arguments: argparse.Namespace) -> str:
     """For the results file: how often and how long; folders are this machine's own business."""
     return f"pronghorn bench --steps {arguments.steps} --warmup {arguments.warmup}" + "".join(
         f" --{name} {value}" for name in ("workloads", "systems") if (value := getattr(arguments, name))
-    ) + " --ahead" * arguments.ahead
+    ) + (" --ahead" if arguments.ahead else "")
 
 
 def runs(arguments: argparse.Namespace) -> None:

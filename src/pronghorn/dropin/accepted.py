@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pronghorn.errors import CommandError
-from pronghorn.kernels.dispatch import say_once
+from pronghorn.kernels.runtime.dispatch import say_once
 
 NOT_SET: tuple[Any, ...] = (None, False)
 OWN_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from pronghorn.errors import CommandError, ModelError
-from pronghorn.kernels.dispatch import say_once
+from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.load import Precision, pick_device, resolve_precision
 
 SEVEN_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -7,7 +7,7 @@ from typing import Any
 
 from pronghorn.data.named_templates import TEMPLATES
 from pronghorn.data.template_by_name import with_template
-from pronghorn.kernels.dispatch import say_once
+from pronghorn.kernels.runtime.dispatch import say_once
 
 # As (template, end of turn), for scripts that look a name up.
 CHAT_TEMPLATES = {name: (row.template, row.end_of_turn or "eos_token") for name, row in TEMPLATES.items() if row.body}

@@ -13,7 +13,7 @@ from pronghorn.data.named_templates import named
 from pronghorn.data.template_by_name import with_template
 from pronghorn.dropin.prompt_format import template_of
 from pronghorn.errors import DataError, counted
-from pronghorn.kernels.dispatch import say_once
+from pronghorn.kernels.runtime.dispatch import say_once
 
 COLUMNS = ("conversations", "messages", "conversation", "dialogue", "dialog", "chat")
 ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")

@@ -8,7 +8,7 @@ from typing import Any
 from pronghorn.dropin import saving
 from pronghorn.dropin.arguments import Recompute, check_recompute
 from pronghorn.dropin.recompute import set_recompute
-from pronghorn.kernels.dispatch import say_once
+from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import base_of, install
 from pronghorn.model.fused_head import answer_fused_heads
 from pronghorn.model.text_stack import set_cache

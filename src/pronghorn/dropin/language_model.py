@@ -36,7 +36,7 @@ from pronghorn.dropin.instance import make_fast, verify_loaded
 from pronghorn.dropin.targets import SWITCHES, chosen_targets, require_same_adapter
 from pronghorn.errors import CommandError
 from pronghorn.hub import model_folder
-from pronghorn.kernels.dispatch import say_once
+from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.hf_adapter import QUANTIZED, with_adapter
 from pronghorn.model.load import load_model, require_fp8_precision, require_tokenizer_fits
 from pronghorn.model.stored_adapter import adapter_folder, attach_adapter, base_name

@@ -16,7 +16,7 @@ import torch
 
 from pronghorn.dropin.arguments import Recompute
 from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
-from pronghorn.kernels.dispatch import say_once
+from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.gpus import local_gpu, reckoned_with
 from pronghorn.memory.levels import KEEP, Problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pronghorn.data import responses
-from pronghorn.kernels.dispatch import say_once
+from pronghorn.kernels.runtime.dispatch import say_once
 
 
 def train_on_responses_only(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pronghorn.errors import CommandError
-from pronghorn.kernels.dispatch import say_once
+from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.hf_adapter import FUSED, TRAINED_WHOLE
 from pronghorn.model.lora import text_linears
 from pronghorn.model.text_stack import beside_text

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from pronghorn.errors import CommandError, EnvironmentFault
-from pronghorn.kernels.dispatch import say_once
+from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import base_of
 
 HOME = "pronghorn.trainer"  # where a pickle finds the classes

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pronghorn.kernels.attention import SHORT
+from pronghorn.kernels.attention.attention import SHORT
 from pronghorn.memory import moe_sizes
 from pronghorn.memory.gpus import Gpu
 from pronghorn.memory.sizes import FP32, Job, Recompute, moment_bytes
@@ -105,7 +105,7 @@ class Model:
             g = groups[name]
             if not g.weights:
                 continue
-            extra = 3 * g.extra if self.job.fp8 else g.extra  # kernels/fp8.py
+            extra = 3 * g.extra if self.job.fp8 else g.extra  # kernels/lora/fp8.py
             inner, outputs = g.inputs + (0 if turned else extra), sum(g.outputs) + (extra if turned else 0)
             total += self.product(T, outputs, inner) if turned else self.product(T, inner, outputs, plain=plain)
         return total
@@ -223,7 +223,7 @@ class MixtureModel(Model):
 
     @property
     def in_fp8(self) -> bool:
-        """Whether the chip multiplies stacks in FP8 (kernels/grouped_fp8.py): those do that flash-attn-4 serves. The others
+        """Whether the chip multiplies stacks in FP8 (kernels/moe/grouped_fp8.py): those do that flash-attn-4 serves. The others
         dequantize the same bytes where they multiply."""
         return self.job.fp8 and self.gpu.flash4
 

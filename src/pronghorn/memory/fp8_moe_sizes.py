@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pronghorn.kernels.fp8_cast import fp8_pitch
+from pronghorn.kernels.quant.fp8_cast import fp8_pitch
 from pronghorn.memory import fp8_sizes
 from pronghorn.memory.moe_sizes import gradients, logit_bytes, of_the_mlp, stacks, turned_gradient
 

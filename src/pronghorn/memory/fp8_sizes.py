@@ -1,7 +1,7 @@
 """Bytes of layers that multiply in FP8 (model/fp8_layer.py), where they differ from those of sizes.py.
 
 O, D = outputs and inputs of a group, R = its adapters' ranks together, to the next 16, E = 3R columns and rows that carry them
-in the group's matrix (kernels/fp8.py); T = tokens of a micro-batch, e = bytes of a 16- or 32-bit value. An FP8 value is a byte.
+in the group's matrix (fp8.py); T = tokens of a micro-batch, e = bytes of a 16- or 32-bit value. An FP8 value is a byte.
 "_in_pieces": with the MLP's rows done in several turns, of `rows` each (model/mlp_pieces.py).
 """
 
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from pronghorn.kernels.fp8_cast import fp8_pitch
+from pronghorn.kernels.quant.fp8_cast import fp8_pitch
 
 if TYPE_CHECKING:
     from pronghorn.memory.sizes import Group, Job, Recompute
 
 FP32 = 4
-RANK_MULTIPLE = 16  # kernels/fp8.py
+RANK_MULTIPLE = 16  # kernels/lora/fp8.py
 
 
 def matrix(group: Group) -> int:

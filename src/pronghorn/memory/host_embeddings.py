@@ -1,7 +1,7 @@
 """Frozen input embeddings in pinned host memory: 1.05 GB of an 8B model, of which a step reads 134 MB, over the link.
 
 The weight stays the module's parameter, with its name, shape, dtype and device: a tensor of the GPU whose memory is the host's
-(kernels/host_embedding.py). So saving, exporting and the model's own forward work as ever; training gathers the rows with a
+(host_embedding.py). So saving, exporting and the model's own forward work as ever; training gathers the rows with a
 kernel made for it.
 """
 
@@ -11,7 +11,7 @@ import weakref
 
 import torch
 
-from pronghorn.kernels.host_embedding import seen_by_gpu
+from pronghorn.kernels.embedding.host_embedding import seen_by_gpu
 from pronghorn.memory.pinned import pin, unpin
 from pronghorn.model.causal_lm import FastCausalLM, head_of
 

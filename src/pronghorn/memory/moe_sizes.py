@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from pronghorn.kernels.grouped_lora import RANK_MULTIPLE
-from pronghorn.kernels.grouped_quantized import triton_rank
-from pronghorn.kernels.nf4 import BLOCK, NESTED_BLOCK
+from pronghorn.kernels.moe.grouped_lora import RANK_MULTIPLE
+from pronghorn.kernels.moe.grouped_quantized import triton_rank
+from pronghorn.kernels.quant.nf4 import BLOCK, NESTED_BLOCK
 from pronghorn.model.families import EXPERTS, FAMILIES, num_experts
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def stored(job: Job) -> int:
 def _stored(stack: Stack, job: Job, m: Mixture) -> int:
     E, R = stack.experts, stack.extra
     if job.method not in ("qlora", "fp8"):
-        return E * (stack.outputs + R) * (stack.inputs + R) * job.element  # one buffer: kernels/grouped_lora.py
+        return E * (stack.outputs + R) * (stack.inputs + R) * job.element  # one buffer: kernels/moe/grouped_lora.py
     if job.method == "fp8":
         in_few_bits = stack.weights + E * stack.outputs * FP32  # a scale an output channel of each expert
     elif m.four_bit == "mxfp4":

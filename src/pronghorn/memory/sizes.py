@@ -19,10 +19,10 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from pronghorn.errors import ModelError
-from pronghorn.kernels.adamw8bit import BLOCK as MOMENT_BLOCK
-from pronghorn.kernels.attention import SHORT
-from pronghorn.kernels.attention_short import MAX_WIDTH
-from pronghorn.kernels.nf4 import BLOCK, NESTED_BLOCK
+from pronghorn.kernels.attention.attention import SHORT
+from pronghorn.kernels.attention.attention_short import MAX_WIDTH
+from pronghorn.kernels.optim.adamw8bit import BLOCK as MOMENT_BLOCK
+from pronghorn.kernels.quant.nf4 import BLOCK, NESTED_BLOCK
 from pronghorn.memory import fp8_moe_sizes, fp8_sizes, moe_sizes
 from pronghorn.model.families import family_of, layer_type, rope_kind, text_config, ties_embeddings, why_not_fast
 
@@ -187,7 +187,7 @@ class Job:
     def _group(self, inputs: int, names: Sequence[str], widths: Sequence[int]) -> Group:
         outputs = tuple(widths) if len(names) == len(widths) else (sum(widths),)  # stored fused
         adapters = sum(map(self._adapts, names))
-        multiple = fp8_sizes.RANK_MULTIPLE if adapters <= 1 or self.fp8 else 64  # kernels/lora_linear.py: default_padding
+        multiple = fp8_sizes.RANK_MULTIPLE if adapters <= 1 or self.fp8 else 64  # kernels/lora/lora_linear.py: default_padding
         return Group(inputs, outputs, adapters, -(-adapters * self.rank // multiple) * multiple)
 
     def _adapts(self, linear: str) -> bool:
@@ -276,11 +276,11 @@ def _stored(name: str, group: Group, job: Job) -> int:
     """A group's frozen weights, and its adapters in the form in which products read them."""
     outputs, R = sum(group.outputs), group.extra
     if job.linears == "lora" or (job.method == "fp8" and name == "shared_gate"):  # which stays in 16 bits
-        return (outputs + R) * (group.inputs + R) * job.element  # one buffer: kernels/lora_linear.py
+        return (outputs + R) * (group.inputs + R) * job.element  # one buffer: kernels/lora/lora_linear.py
     if job.method == "fp8":
         return fp8_sizes.stored(group, job.element)
     blocks = group.weights // BLOCK
-    stored = group.weights // 2 + blocks + blocks // NESTED_BLOCK * FP32  # nested scales: kernels/nf4.py
+    stored = group.weights // 2 + blocks + blocks // NESTED_BLOCK * FP32  # nested scales: kernels/quant/nf4.py
     # bf16: adapters are copied in with the dequantized weights
     return stored + (fp8_sizes.beside_4_bits(group, job.element) if job.fp8 else 0)
 

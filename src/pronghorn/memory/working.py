@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pronghorn.kernels.attention_flash import backward_turns
-from pronghorn.kernels.gated_lora_thin import COLUMNS as THIN_COLUMNS
-from pronghorn.kernels.gated_lora_thin import WIDTH as THIN_WIDTH
-from pronghorn.kernels.linear_cross_entropy import chunk_rows
+from pronghorn.kernels.attention.attention_flash import backward_turns
+from pronghorn.kernels.lora.gated_lora_thin import COLUMNS as THIN_COLUMNS
+from pronghorn.kernels.lora.gated_lora_thin import WIDTH as THIN_WIDTH
+from pronghorn.kernels.loss.linear_cross_entropy import chunk_rows
 from pronghorn.memory import fp8_moe_sizes, fp8_sizes, moe_sizes
 from pronghorn.memory.sizes import FP32, FROM_ITS_INPUT, Job, Recompute, kept_bytes, kept_parts, unpacked_bytes
 
 SMALLEST_PIECE = 2048  # rows: below, a product of the MLP does not fill the GPU any more
 MOST_PIECES = 32
-SUMS_PROGRAMS = 8  # partial sums of the adapters' gradients in the activation's backward (kernels/gated_lora.py), at most
+SUMS_PROGRAMS = 8  # partial sums of the adapters' gradients in the activation's backward (kernels/lora/gated_lora.py), at most
 
 
 def pieces_worth_trying(job: Job) -> tuple[int, ...]:
@@ -125,7 +125,7 @@ def working_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:
 
 
 def _thin_sums(job: Job) -> int:
-    """What blocks of columns add to dgu sB in the activation's backward (kernels/gated_lora_thin.py), where it makes that."""
+    """What blocks of columns add to dgu sB in the activation's backward (gated_lora_thin.py), where it makes that."""
     gate_up = job.groups()["gate_up"]
     if not job.graphed or gate_up.adapters != 2 or job.rank > THIN_WIDTH // 2 or job.element != 2:
         return 0

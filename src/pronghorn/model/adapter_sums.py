@@ -2,7 +2,7 @@
 
 Autograd would add each of them to its parameter's `.grad` after every micro-batch, in a launch of its own, after another that
 turned and scaled it: 28 launches a layer more (benchmarks/results/graph-steps.json). Here each group of linears adds its two
-gradients to sums that stay where they are (kernels/lora_linear.py), and `collect` puts all of them into the parameters'
+gradients to sums that stay where they are (kernels/lora/lora_linear.py), and `collect` puts all of them into the parameters'
 `.grad`, in one launch, before the update.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.lora_collect import CollectTable
+from pronghorn.kernels.lora.lora_collect import CollectTable
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.projections import Group
 

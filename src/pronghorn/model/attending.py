@@ -10,9 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from pronghorn.kernels.attention import attention_backward, attention_forward, gradients_in_place, pick_backend, turns_back
-from pronghorn.kernels.attention_torch import Backend
-from pronghorn.kernels.rope import qk_rope_backward, qk_rope_forward
+from pronghorn.kernels.attention.attention import (
+    attention_backward,
+    attention_forward,
+    gradients_in_place,
+    pick_backend,
+    turns_back,
+)
+from pronghorn.kernels.attention.attention_torch import Backend
+from pronghorn.kernels.attention.rope import qk_rope_backward, qk_rope_forward
 from pronghorn.model.families import Family
 from pronghorn.model.kept import Kept
 from pronghorn.model.projections import Projections

@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pronghorn.kernels.dispatch import keeps_graph, say_once
-from pronghorn.kernels.nf4_lora import NF4LoraGroup
+from pronghorn.kernels.lora.nf4_lora import NF4LoraGroup
+from pronghorn.kernels.runtime.dispatch import keeps_graph, say_once
 from pronghorn.model.capture import Graphs, first_line
 from pronghorn.model.decoder_layer import Waiting
 from pronghorn.model.projections import Projections

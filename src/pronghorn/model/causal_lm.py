@@ -16,12 +16,12 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
 
 from pronghorn.errors import ModelError
-from pronghorn.kernels.attention_torch import spans
-from pronghorn.kernels.dispatch import say_once
-from pronghorn.kernels.fp8_lora import SplitTable
-from pronghorn.kernels.host_embedding import host_embedding
-from pronghorn.kernels.linear_cross_entropy import linear_cross_entropy
-from pronghorn.kernels.lora_refresh import CopyTable
+from pronghorn.kernels.attention.attention_torch import spans
+from pronghorn.kernels.embedding.host_embedding import host_embedding
+from pronghorn.kernels.lora.fp8_lora import SplitTable
+from pronghorn.kernels.lora.lora_refresh import CopyTable
+from pronghorn.kernels.loss.linear_cross_entropy import linear_cross_entropy
+from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.captured_layers import CapturedLayers
 from pronghorn.model.changes import Changes, inner_of, is_known
 from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm
@@ -113,7 +113,7 @@ class FastCausalLM:
 
     @property
     def can_run_dry(self) -> bool:
-        """Whether a few tokens may go through everything but our own kernels (kernels/compile_ahead.py). Experts' tokens are
+        """Whether a few tokens may go through everything but our own kernels (compile_ahead.py). Experts' tokens are
         sent where kernels say, FP8 keeps what kernels made of its weights, and host memory has room for whole batches only."""
         groups = [group for layer in self.layers for group in layer.groups]
         fp8 = any(isinstance(group, Fp8Projections) for group in groups)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.attention import attention
-from pronghorn.kernels.gated_mlp import gated_activation
-from pronghorn.kernels.rms_norm import rms_norm
-from pronghorn.kernels.rope import qk_rope
+from pronghorn.kernels.attention.attention import attention
+from pronghorn.kernels.attention.rope import qk_rope
+from pronghorn.kernels.mlp.gated_mlp import gated_activation
+from pronghorn.kernels.norm.rms_norm import rms_norm
 
 if TYPE_CHECKING:
     from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm

@@ -7,7 +7,7 @@ it, so names, hooks, checkpoints and generation stay the family's. Forward, with
 
     *h_TD                                     the residual stream
     x = norm(h)                               computed again in backward only where weights are trained
-    qkv_TX = x Wqkv                           one product; LoRA rides along as extra columns (kernels/lora_linear.py)
+    qkv_TX = x Wqkv                           one product; LoRA rides along as extra columns (kernels/lora/lora_linear.py)
    *q, k, v = rope(qk_norm(qkv))              in place where there is no qk-norm (else *qkv too), and so may be its gradient
    *o, lse = attention(q, k, v)
    *h2, x2 = h + o Wo, norm(h2)               one pass, or h2 by the product; x2 again only where weights are trained
@@ -15,7 +15,7 @@ it, so names, hooks, checkpoints and generation stay the family's. Forward, with
     a = act(gate) * up                        computed again, inside the kernel that needs its gradient
     h3 = h2 + a Wdown                         the product adds the residual itself
 
-On Hopper RoPE and the activation are done inside the products before them (kernels/hopper_product.py).
+On Hopper RoPE and the activation are done inside the products before them (kernels/gemm/hopper_product.py).
 
 With norms after attention or MLP (Gemma, OLMo 2) the branch output is kept as well, since its norm needs it.
 
@@ -34,14 +34,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from pronghorn.kernels.copy_rows import copy_rows
-from pronghorn.kernels.cublaslt import adds_freely
-from pronghorn.kernels.dispatch import keeps_graph
-from pronghorn.kernels.gated_lora import gated_lora_backward, gated_lora_forward, why_not, why_not_thin
-from pronghorn.kernels.gated_mlp import gated_activation_backward, gated_activation_forward
-from pronghorn.kernels.lora_collect import CollectJob
-from pronghorn.kernels.lora_linear import NormOf, Part
-from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
+from pronghorn.kernels.gemm.cublaslt import adds_freely
+from pronghorn.kernels.lora.gated_lora import gated_lora_backward, gated_lora_forward, why_not, why_not_thin
+from pronghorn.kernels.lora.lora_collect import CollectJob
+from pronghorn.kernels.lora.lora_linear import NormOf, Part
+from pronghorn.kernels.mlp.gated_mlp import gated_activation_backward, gated_activation_forward
+from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
+from pronghorn.kernels.runtime.copy_rows import copy_rows
+from pronghorn.kernels.runtime.dispatch import keeps_graph
 from pronghorn.model.attending import Attending, scaled_queries
 from pronghorn.model.expert_load import ExpertLoad
 from pronghorn.model.families import ACTIVATIONS, Family, activation_name, rope_kind, window

@@ -4,7 +4,7 @@ T = packed tokens, E = experts, K = experts a token, L = layers with experts.
 
 Each of these layers adds how often its experts were chosen, and their probabilities, to its rows of one buffer [L, 2, E];
 padding does not count. The sums over all steps wait on the device until somebody reads them (`ExpertCounts`). The auxiliary
-loss (kernels/load_balance.py) needs all layers' counts before any layer's gradient, so it is a node of its own behind the last
+loss (load_balance.py) needs all layers' counts before any layer's gradient, so it is a node of its own behind the last
 layer: forward makes the loss, backward notes what its gradient is to be multiplied by, and the layers add their share to
 the gradient of their logits.
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.load_balance import add_load_balancing_grad, add_router_statistics, load_balancing_loss
+from pronghorn.kernels.moe.load_balance import add_load_balancing_grad, add_router_statistics, load_balancing_loss
 
 
 class ExpertLoad:

@@ -5,7 +5,7 @@ T = packed tokens, E = experts, K = experts a token, S = T * K rows sorted by ex
 stack, R = extra columns that carry its adapter, r = the adapter's rank.
 
 The modules stay the model's own; PEFT wraps them around the parameters it adapts (`target_parameters`), one wrapper around
-another. With an adapter the stack moves into one buffer with it (kernels/grouped_lora.py), and the model's parameter becomes a
+another. With an adapter the stack moves into one buffer with it (grouped_lora.py), and the model's parameter becomes a
 view of that, so it is stored once and keeps its name. A stack in few bits (few_bit_experts.py) stays where it is; one in FP8 is
 multiplied in FP8 where the chip has such products, with the rows cast before each.
 """
@@ -18,27 +18,27 @@ import torch
 from peft.tuners.lora import ParamWrapper
 from torch import Tensor, nn
 
-from pronghorn.kernels.dispatch import say_once
-from pronghorn.kernels.fp8_cast import fp8_cast_rows
-from pronghorn.kernels.grouped_fp8 import (
+from pronghorn.kernels.lora.lora_collect import CollectJob
+from pronghorn.kernels.lora.lora_linear import Adapter
+from pronghorn.kernels.lora.lora_refresh import CopyJob
+from pronghorn.kernels.moe.grouped_fp8 import (
     WIDTH_MULTIPLE,
     Fp8ExpertGroup,
     fp8_cast_grad_rows,
     fp8_gather_rows,
     fp8_grouped_supported,
 )
-from pronghorn.kernels.grouped_gemm import (
+from pronghorn.kernels.moe.grouped_gemm import (
     grouped_linear_backward_bias,
     grouped_linear_backward_weight,
     grouped_linear_forward,
 )
-from pronghorn.kernels.grouped_lora import ExpertAdapter, ExpertGroup
-from pronghorn.kernels.grouped_quantized import QuantizedExpertGroup, QuantizedStack
-from pronghorn.kernels.lora_collect import CollectJob
-from pronghorn.kernels.lora_linear import Adapter
-from pronghorn.kernels.lora_refresh import CopyJob
-from pronghorn.kernels.moe_gather import gather_rows
-from pronghorn.kernels.routing import Routing
+from pronghorn.kernels.moe.grouped_lora import ExpertAdapter, ExpertGroup
+from pronghorn.kernels.moe.grouped_quantized import QuantizedExpertGroup, QuantizedStack
+from pronghorn.kernels.moe.moe_gather import gather_rows
+from pronghorn.kernels.moe.routing import Routing
+from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows
+from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.fp8_projections import SharedBytes
 
 CHOICE_BIAS = "e_score_correction_bias"

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pronghorn.kernels.gated_mlp import Kind
-from pronghorn.kernels.moe_gated import ExpertKind
+from pronghorn.kernels.mlp.gated_mlp import Kind
+from pronghorn.kernels.moe.moe_gated import ExpertKind
 from pronghorn.model.config_keys import ACTIVATION, DROPOUTS, QUERY_SCALE, ROPE_KEYS, fields_of, unknown_key
 
 EXPERTS = "experts"  # among lora.targets: every stack of experts

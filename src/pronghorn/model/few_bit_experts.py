@@ -1,7 +1,7 @@
 """Stacks of experts that stay in few bits: 4 (MXFP4 as gpt-oss checkpoints store them, NF4 for the other families) or FP8,
 with one scale for each output channel of each expert.
 
-E = experts, D = width of a stack's input, O = of its output, S = T * K rows sorted by expert (kernels/routing.py).
+E = experts, D = width of a stack's input, O = of its output, S = T * K rows sorted by expert (kernels/moe/routing.py).
 
 `FewBitExperts` stands in for the family's own module. Its `gate_up_proj` and `down_proj` have the family's shape, so that PEFT
 finds what it adapts, but hold a single zero: PEFT adds an adapter's product to them, so what they give is what is to be added
@@ -18,20 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from pronghorn.errors import ModelError
-from pronghorn.kernels.fp8_cast import E4M3, fp8_quantize_weight
-from pronghorn.kernels.grouped_gemm import grouped_linear
-from pronghorn.kernels.grouped_quantized import (
+from pronghorn.kernels.moe.grouped_gemm import grouped_linear
+from pronghorn.kernels.moe.grouped_quantized import (
     DEPTH,
     QuantizedStack,
     grouped_quantized_backward,
     grouped_quantized_forward,
 )
-from pronghorn.kernels.moe_combine import combine
-from pronghorn.kernels.moe_gated import ExpertActivation, expert_gated, expert_gated_forward
-from pronghorn.kernels.moe_gather import gather_rows
-from pronghorn.kernels.mxfp4 import MXFP4Tensor, mxfp4_quantize
-from pronghorn.kernels.nf4 import NF4Tensor, nf4_quantize
-from pronghorn.kernels.routing import sort_by_expert
+from pronghorn.kernels.moe.moe_combine import combine
+from pronghorn.kernels.moe.moe_gated import ExpertActivation, expert_gated, expert_gated_forward
+from pronghorn.kernels.moe.moe_gather import gather_rows
+from pronghorn.kernels.moe.routing import sort_by_expert
+from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_quantize_weight
+from pronghorn.kernels.quant.mxfp4 import MXFP4Tensor, mxfp4_quantize
+from pronghorn.kernels.quant.nf4 import NF4Tensor, nf4_quantize
 
 STACKS = ("gate_up_proj", "down_proj")
 Bits = Literal[4, 8]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward
+from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_forward
 from pronghorn.model.decoder_layer import Norm
 from pronghorn.model.kept import GradientRoom
 from pronghorn.model.rows import rows_like

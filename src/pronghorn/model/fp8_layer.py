@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
-from pronghorn.kernels.fp8_norm import rms_norm_fp8_forward
-from pronghorn.kernels.lora_linear import NormOf
-from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
+from pronghorn.kernels.lora.lora_linear import NormOf
+from pronghorn.kernels.mlp.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
+from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
+from pronghorn.kernels.quant.fp8_norm import rms_norm_fp8_forward
 from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm
 from pronghorn.model.families import Family
 from pronghorn.model.fp8_linear import Fp8Linear

@@ -25,8 +25,8 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from pronghorn.errors import EnvironmentFault, ModelError
-from pronghorn.kernels.fp8 import fp8_linear
-from pronghorn.kernels.fp8_cast import E4M3, fp8_dequantize, fp8_quantize_weight, fp8_supported
+from pronghorn.kernels.lora.fp8 import fp8_linear
+from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_dequantize, fp8_quantize_weight, fp8_supported
 from pronghorn.model.config import empty_model, generation_config, read_config
 from pronghorn.model.few_bit_experts import STACKS, few_bit_experts_, read_stack
 from pronghorn.model.quantized import (

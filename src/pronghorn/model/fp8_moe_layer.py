@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pronghorn.kernels.fp8_gated import gated_activation_fp8_forward
-from pronghorn.kernels.gated_mlp import gated_activation_forward
+from pronghorn.kernels.mlp.fp8_gated import gated_activation_fp8_forward
+from pronghorn.kernels.mlp.gated_mlp import gated_activation_forward
 from pronghorn.model.decoder_layer import Documents
 from pronghorn.model.families import Family
 from pronghorn.model.fp8_layer import Fp8Attention

@@ -1,7 +1,7 @@
 """Linears of a layer that share an input, multiplied in FP8 both ways, with their adapters: projections.py's counterpart.
 
 T = packed tokens, D = input width, O = output width of all of them together, R = ranks of their adapters, E = 3R columns that
-carry those in the FP8 product (kernels/fp8.py).
+carry those in the FP8 product (kernels/lora/fp8.py).
 
 The frozen weights are stored in FP8 (model/fp8_linear.py; with adapters they move into one matrix for each group, and the
 modules' weights become views of it), or in 4 bits (model/quantized.py): then they are made FP8 for each use, in memory that
@@ -19,13 +19,13 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from pronghorn.errors import RecipeError
-from pronghorn.kernels.fp8 import Fp8Group
-from pronghorn.kernels.fp8_cast import E4M3, fp8_cast_rows, fp8_rows, fp8_transpose
-from pronghorn.kernels.fp8_lora import SplitJob
-from pronghorn.kernels.lora_linear import Adapter, NormOf, linear_backward_weight
-from pronghorn.kernels.nf4 import NF4Tensor
-from pronghorn.kernels.nf4_fp8 import nf4_fp8_scales, nf4_to_fp8
-from pronghorn.kernels.products import product
+from pronghorn.kernels.gemm.products import product
+from pronghorn.kernels.lora.fp8 import Fp8Group
+from pronghorn.kernels.lora.fp8_lora import SplitJob
+from pronghorn.kernels.lora.lora_linear import Adapter, NormOf, linear_backward_weight
+from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_cast_rows, fp8_rows, fp8_transpose
+from pronghorn.kernels.quant.nf4 import NF4Tensor
+from pronghorn.kernels.quant.nf4_fp8 import nf4_fp8_scales, nf4_to_fp8
 from pronghorn.model.fp8_linear import Fp8Linear, fits, require_fp8
 from pronghorn.model.projections import Projections, joined_bias, why_only_peft
 from pronghorn.model.quantized import NF4Linear
@@ -77,7 +77,7 @@ class NF4Fp8Group(Fp8Group):
     """An `Fp8Group` whose matrix is there after `load`, until another group loads, made from weights in 4 bits.
 
     One load serves a layer's recomputed forward and its backward. Who owns the buffer follows from the order of calls alone,
-    so a CUDA graph holds every load it needs, provided that its calls begin with `owner = None` (kernels/nf4_lora.py).
+    so a CUDA graph holds every load it needs, provided that its calls begin with `owner = None` (kernels/lora/nf4_lora.py).
     """
 
     def __init__(self, weights: Sequence[NF4Tensor], adapters: Sequence[Adapter], matrix: SharedBytes, dtype: torch.dtype

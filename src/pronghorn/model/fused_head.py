@@ -2,7 +2,7 @@
 
 TRL's trainers set a forward on the model that takes `fused_lm_head=True`: it calls the backbone and computes log-probabilities
 of the labels from the hidden states, in products with the head that run three times (once more in backward). Ours run twice
-(kernels/linear_log_probs.py). An adapted model has a wrapper around the model that TRL writes to, and there such calls are
+(kernels/loss/linear_log_probs.py). An adapted model has a wrapper around the model that TRL writes to, and there such calls are
 answered, if TRL asks for nothing else than is computed here; if it does, they go on to TRL's own.
 """
 

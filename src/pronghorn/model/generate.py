@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pronghorn.kernels.dispatch import say_once
+from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.static_decode import StaticDecoding, why_not_static
 
 # Prompts in one batch. Each token of an answer is one launch of all layers, whatever the batch: a GPU takes many at a time.

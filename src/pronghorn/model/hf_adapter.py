@@ -14,7 +14,7 @@ from peft.tuners.lora import ParamWrapper
 from torch import Tensor
 
 from pronghorn.errors import CommandError, ModelError
-from pronghorn.kernels.dispatch import say_once
+from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import base_of
 from pronghorn.model.families import EXPERTS, ties_embeddings
 from pronghorn.model.few_bit_experts import FewBitExperts

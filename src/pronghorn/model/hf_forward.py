@@ -22,8 +22,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MoeModelOutputWithPast
 
-from pronghorn.kernels.dispatch import say_once
-from pronghorn.kernels.rms_norm import rms_norm
+from pronghorn.kernels.norm.rms_norm import rms_norm
+from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import ENGINE, IGNORED, FastCausalLM, head_of, in_use
 from pronghorn.model.changes import OURS, inner_of, is_plain_table, why_called
 from pronghorn.model.expert_load import ExpertLoad

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from pronghorn.errors import ModelError, RecipeError, counted
 from pronghorn.hub import model_folder
-from pronghorn.kernels.dispatch import say_once
+from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.config import constructed, empty_model, generation_config, guarded, place, read_config
 from pronghorn.model.config_check import require_room, require_weights_for
 from pronghorn.model.families import FAMILIES, text_config, why_not_fast

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.rms_norm import rms_norm_backward, rms_norm_then_add_forward
+from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_then_add_forward
 from pronghorn.model.kept import GradientRoom, Input, Kept, Level
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ T = packed tokens, D = model width, E = experts, K = experts a token, S = T * K 
 Attention is the other file's. Behind it, with what is kept for backward marked * and adapters (grouped_lora.py) in [ ]:
 
    *h2, x2 = h + o Wo, norm(h2)                          x2 again in backward only where weights or adapters need it
-   *logits_TE = x2 Wrouter                               their softmax, K largest and sort: *routing (kernels/routing.py)
+   *logits_TE = x2 Wrouter                               their softmax, K largest and sort: *routing (kernels/moe/routing.py)
     x_S [| xa] = x2 of each row's token                  one gather; *xa
    *gu_S2F = x_S Wgu                                     one grouped product over all experts
     a_SF [| aa] = act(gate, up), with the expert's bias
@@ -28,14 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.copy_rows import copy_rows
-from pronghorn.kernels.lora_collect import CollectJob
-from pronghorn.kernels.lora_linear import NormOf
-from pronghorn.kernels.moe_combine import combine
-from pronghorn.kernels.moe_gated import ExpertActivation, expert_gated_backward, expert_gated_forward
-from pronghorn.kernels.moe_gather import gather_rows
-from pronghorn.kernels.rms_norm import rms_norm_forward
-from pronghorn.kernels.routing import Routing, Sigmoid, route_backward, routing_forward
+from pronghorn.kernels.lora.lora_collect import CollectJob
+from pronghorn.kernels.lora.lora_linear import NormOf
+from pronghorn.kernels.moe.moe_combine import combine
+from pronghorn.kernels.moe.moe_gated import ExpertActivation, expert_gated_backward, expert_gated_forward
+from pronghorn.kernels.moe.moe_gather import gather_rows
+from pronghorn.kernels.moe.routing import Routing, Sigmoid, route_backward, routing_forward
+from pronghorn.kernels.norm.rms_norm import rms_norm_forward
+from pronghorn.kernels.runtime.copy_rows import copy_rows
 from pronghorn.model.decoder_layer import Documents, FastDecoderLayer
 from pronghorn.model.expert_load import BalancedLogits
 from pronghorn.model.experts import ExpertStack, Router
@@ -117,7 +117,7 @@ class MoeDecoderLayer(FastDecoderLayer):
         return Projections(shared, self.family.gate_up), Projections(shared, ("down_proj",))
 
     def _rule(self) -> dict[str, Any]:
-        """How logits become weights, as kernels/routing.py takes it."""
+        """How logits become weights, as kernels/moe/routing.py takes it."""
         groups = self.groups_of_experts
         sigmoid = None if groups is None else Sigmoid(self.router.choice_bias_E, *groups)
         return {"normalise": self.normalise, "scale": self.scale, "sigmoid": sigmoid}

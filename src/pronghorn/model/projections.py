@@ -3,8 +3,8 @@
 T = packed tokens, D = input width, O = output width of all of them together, R = extra columns that carry their adapters.
 
 The modules stay the model's own: `nn.Linear`, or PEFT's wrapper around one. With adapters, the frozen weights move into one
-buffer (kernels/lora_linear.py) and the modules' weights become views of it, so they are stored once and keep their names.
-Weights in 4 bits stay where they are; `load_weights` dequantizes them into memory that all layers share (kernels/nf4_lora.py).
+buffer (kernels/lora/lora_linear.py) and the modules' weights become views of it, so they are stored once and keep their names.
+Weights in 4 bits stay where they are; `load_weights` dequantizes them into memory that all layers share (nf4_lora.py).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
-from pronghorn.kernels.gated_mlp import Kind
-from pronghorn.kernels.hopper_product import covered, gated_product, turned_product
-from pronghorn.kernels.lora_collect import CollectJob
-from pronghorn.kernels.lora_linear import Adapter, LoraGroup, NormOf, Part, linear_backward_weight
-from pronghorn.kernels.lora_refresh import CopyJob
-from pronghorn.kernels.nf4_lora import NF4LoraGroup
-from pronghorn.kernels.products import product, product_plus
+from pronghorn.kernels.gemm.hopper_product import covered, gated_product, turned_product
+from pronghorn.kernels.gemm.products import product, product_plus
+from pronghorn.kernels.lora.lora_collect import CollectJob
+from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup, NormOf, Part, linear_backward_weight
+from pronghorn.kernels.lora.lora_refresh import CopyJob
+from pronghorn.kernels.lora.nf4_lora import NF4LoraGroup
+from pronghorn.kernels.mlp.gated_mlp import Kind
 from pronghorn.model.quantized import NF4Linear
 
 PLAIN = (nn.Linear, NF4Linear)  # exactly these: a subclass may compute something else

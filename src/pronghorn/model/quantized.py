@@ -23,7 +23,8 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from pronghorn.errors import ModelError, counted
-from pronghorn.kernels.nf4 import (
+from pronghorn.kernels.lora.nf4_lora import Workspace
+from pronghorn.kernels.quant.nf4 import (
     BLOCK,
     NESTED_BLOCK,
     NF4Tensor,
@@ -32,7 +33,6 @@ from pronghorn.kernels.nf4 import (
     nf4_dequantize,
     nf4_quantize,
 )
-from pronghorn.kernels.nf4_lora import Workspace
 from pronghorn.model.config import empty_model, generation_config, read_config
 from pronghorn.model.few_bit_experts import STACKS, few_bit_experts_, has_stack, read_stack
 from pronghorn.model.text_stack import beside_text, is_beside, set_cache, stored_names

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticCache, StaticLayer
 
-from pronghorn.kernels.dispatch import say_once
+from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.capture import Graphs, first_line
 from pronghorn.model.causal_lm import base_of
 

@@ -1,6 +1,6 @@
 """The log-probability of every label of a batch, for losses that are made of them: rows of a trainer in, rows out.
 
-T = packed tokens. The same way as a forward with labels takes (hf_forward.py), and the head of kernels/linear_log_probs.py.
+T = packed tokens. The same way as a forward with labels takes (hf_forward.py), and the head of linear_log_probs.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.linear_log_probs import linear_log_probs
+from pronghorn.kernels.loss.linear_log_probs import linear_log_probs
 from pronghorn.model.causal_lm import IGNORED, FastCausalLM, head_of
 from pronghorn.model.final_norm import final_norm
 from pronghorn.model.hf_forward import (

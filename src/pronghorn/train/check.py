@@ -17,9 +17,9 @@ from pronghorn.recipe import Recipe
 from pronghorn.train.memory import plan_memory
 from pronghorn.train.setup import look_ahead, notices, packs_per_step, prepare_data
 
-LOGITS_CHUNK = 640_000_000  # the most that linear + cross-entropy holds at once (kernels/linear_cross_entropy.py)
+LOGITS_CHUNK = 640_000_000  # the most that linear + cross-entropy holds at once (kernels/loss/linear_cross_entropy.py)
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-NF4_BYTES = 0.516  # a value, its share of the scales included (kernels/nf4.py)
+NF4_BYTES = 0.516  # a value, its share of the scales included (kernels/quant/nf4.py)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""AdamW as an optimizer object over kernels/adamw.py: torch's groups and state, three launches in all, clipping inside.
+"""AdamW as an optimizer object over kernels/optim/adamw.py: torch's groups and state, three launches in all, clipping inside.
 
-Moments can be stored in 8 bits (kernels/adamw8bit.py) and can lie in pinned host memory, where the update reads and writes them
+Moments can be stored in 8 bits (adamw8bit.py) and can lie in pinned host memory, where the update reads and writes them
 over the link: 16 or 4 bytes a parameter in all, half of them each way, at 55 GB/s where PCIe 5 has 16 lanes. Of 8 B parameters
 that should be 1.2 s and 0.3 s a step (predicted), which only a step of many tokens makes worth it.
 """
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from pronghorn.kernels.adamw import AdamWTensors, Shadow, adamw_step
-from pronghorn.kernels.adamw8bit import SMALL, AdamW8bitTensors, blocks_of
-from pronghorn.kernels.host_memory import device_shift
+from pronghorn.kernels.optim.adamw import AdamWTensors, Shadow, adamw_step
+from pronghorn.kernels.optim.adamw8bit import SMALL, AdamW8bitTensors, blocks_of
+from pronghorn.kernels.runtime.host_memory import device_shift
 from pronghorn.memory.pinned import pin, unpin
 
 ABSMAX = ("exp_avg_absmax", "exp_avg_sq_absmax")
@@ -28,7 +28,7 @@ class FusedAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW's parameters, groups and state (exp_avg, exp_avg_sq, step), on `adamw_step`.
 
     `grad_norm` holds the last step's norm before clipping, `skipped` how many steps were left out; both on the device.
-    `watched_loss`: a 0-dim tensor on the device; see kernels/adamw.py. Tables are built again when an address changes: keep
+    `watched_loss`: a 0-dim tensor on the device; see adamw.py. Tables are built again when an address changes: keep
     gradients in place for speed, and for a CUDA graph, which is captured after `prepare` and replayed after `refresh_lr`.
     `eight_bit`: moments are uint8, with `exp_avg_absmax` and `exp_avg_sq_absmax` in the state. `paged`: moments are in host
     memory. Either only for parameters of 4,096 elements and more. Who reads paged moments on the host waits for the device.

@@ -19,7 +19,7 @@ import torch
 
 from pronghorn.data.batches import PackedBatch, Shapes
 from pronghorn.errors import EnvironmentFault, RecipeError
-from pronghorn.kernels.attention import gradients_in_place, pick_backend
+from pronghorn.kernels.attention.attention import gradients_in_place, pick_backend
 from pronghorn.memory.calibrate import calibrate
 from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.forecast import job_of, memory_lines, picture, problem_of

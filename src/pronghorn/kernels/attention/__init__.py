@@ -1,0 +1,1 @@
+"""Attention over packed documents, and RoPE."""

@@ -1,0 +1,322 @@
+"""Causal attention over packed documents: one function for windows, soft-caps, sinks and grouped heads.
+
+T = packed tokens, N = query heads, K = key/value heads, H = head width. A document is the rows
+`cu_seqlens[d] : cu_seqlens[d + 1]`; `cu_seqlens` (int32) is padded to a fixed length by repeating T, so that its shape
+never changes (the padding is documents of no tokens). For tokens i, j of one document and query head n:
+
+    s_ij   = scale * q_in . k_jn'                  n' = n // (N / K);  softcap * tanh(s / softcap) where there is one
+    seen   : j <= i, and i - j < window where there is one
+    lse_in = log(sum_j exp s_ij + exp sink_n)      the sink only where there is one (gpt-oss)
+    out_in = sum_j exp(s_ij - lse_in) v_jn'
+
+Five ways to compute it, `pick_backend` chooses: our own kernel where documents are short (without flash-attn-4 on a Hopper also
+where they are not), flash-attn-4, FlashAttention-2 in torch, flex attention, plain torch.
+None of them ever builds a T x T mask. All keep `out` and `lse` for backward and nothing else, so the layer decides what
+becomes of q, k and v. q, k, v, out and their gradients may be views into wider rows (a qkv buffer, extra LoRA columns).
+On the GPU no call waits for the device as long as the backend is not "torch", so all of this captures in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pronghorn.errors import EnvironmentFault
+from pronghorn.kernels.attention import attention_flash, attention_flex, attention_short, attention_torch
+from pronghorn.kernels.attention.attention_torch import Backend, Packed
+from pronghorn.kernels.runtime.dispatch import HAS_TRITON, Chip, cuda_capability, on_gpu, pretended, say_once
+
+MAX_FLASH_WIDTH = 256  # widest head of FlashAttention-2, and of flash-attn-4 on Hopper
+HALF = (torch.bfloat16, torch.float16)
+# Up to here documents are short, or of middle length: their mean length, each token counted. On a Hopper, forward and backward,
+# our kernel and flash-attn-4 were even at 512. FlashAttention-2, the choice where flash-attn-4 is not installed, takes 1.5
+# times as long as ours at 1,024 tokens, 1.24 times at 4,096, and as long at 32,768 (benchmarks/results/op-attention.json).
+SHORT, MIDDLE = 512, 16_384
+Length = Literal["short", "middle", "long"]
+BACKENDS: dict[Backend, Any] = {
+    "short": attention_short.Short,
+    "flash4": attention_flash.Flash4,
+    "flash2": attention_flash.Flash2,
+    "flex": attention_flex.Flex,
+    "torch": attention_torch.PlainTorch,
+}
+Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def attention_reference(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """The definition, document by document, for autograd to differentiate. Meant for tests."""
+    outs = []
+    group = q_TNH.shape[1] // k_TKH.shape[1]
+    for start, end in pairwise(cu_seqlens.tolist()):
+        q_NLH = q_TNH[start:end].transpose(0, 1)
+        k_NLH, v_NLH = (x[start:end].transpose(0, 1).repeat_interleave(group, 0) for x in (k_TKH, v_TKH))
+        scores = (q_NLH @ k_NLH.transpose(1, 2)) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        i = torch.arange(end - start, device=scores.device)
+        behind = i[:, None] - i[None, :]
+        unseen = (behind < 0) if window is None else (behind < 0) | (behind >= window)
+        scores = scores.masked_fill(unseen, float("-inf"))
+        if sinks_N is not None:
+            column = sinks_N.to(scores.dtype)[:, None, None].expand(-1, end - start, 1)
+            probabilities = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+        else:
+            probabilities = scores.softmax(-1)
+        outs.append((probabilities @ v_NLH).transpose(0, 1))
+    return torch.cat(outs)
+
+
+def pick_backend(
+    device: torch.device, dtype: torch.dtype, head_width: int, *, softcap: bool = False, sinks: bool = False,
+    typical: int | None = None,
+) -> Backend:
+    """The fastest backend that computes this call, said once together with why the faster ones do not serve.
+
+    `typical`: the documents' mean length, each token counted, where the host knows it.
+    """
+    length: Length = "long" if typical is None or typical > MIDDLE else "middle" if typical > SHORT else "short"
+    return _pick(_Case(device, dtype, head_width, softcap, sinks, length), pretended())
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """All that the choice depends on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_width: int
+    softcap: bool
+    sinks: bool
+    length: Length = "long"  # of the documents
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        told = f"{kind}, head width {self.head_width}" + ", soft-cap" * self.softcap + ", sinks" * self.sinks
+        return told + {"short": ", short documents", "middle": ", documents of middle length", "long": ""}[self.length]
+
+
+@cache
+def _pick(case: _Case, chip: Chip | None) -> Backend:
+    """`chip`: that of the device, where it is another than it really has."""
+    reasons: list[str] = []
+    for backend, why_not in REFUSALS.items():
+        reason = why_not(case)
+        if reason is None:
+            because = f" ({'; '.join(reasons)})" if reasons and case.device.type == "cuda" else ""
+            if case.device.type == "cuda":  # on a CPU there is no choice to tell of
+                say_once(f"attention on a GPU: {BACKENDS[backend].title} for {case}{because}")
+            return backend
+        reasons.append(f"{BACKENDS[backend].title}: {reason}")
+    raise AssertionError("plain torch takes every case")
+
+
+def _no_short(case: _Case) -> str | None:
+    if not on_gpu(case.device) or not HAS_TRITON:
+        return "it needs an NVIDIA GPU and Triton"
+    if case.dtype not in (*HALF, torch.float32) or case.head_width > attention_short.MAX_WIDTH:
+        return f"it takes bf16, fp16 and fp32, and heads up to {attention_short.MAX_WIDTH} wide"
+    if case.dtype not in HALF or case.length == "short":
+        return None  # fp32 whatever the documents are: the flash kernels do not compute in fp32
+    faster_than_flash2 = case.length == "middle" and cuda_capability(case.device) == (9, 0)
+    return None if faster_than_flash2 and _no_flash4(case) else "the documents are long"
+
+
+def _no_flash(case: _Case) -> str | None:
+    if case.device.type != "cuda":
+        return "it needs an NVIDIA GPU"
+    if case.dtype not in HALF:
+        return "it computes in bf16 and fp16 only"
+    if case.head_width % 8 or case.head_width > MAX_FLASH_WIDTH:
+        return f"its heads are multiples of 8, up to {MAX_FLASH_WIDTH} wide"
+    return None
+
+
+def _no_flash4(case: _Case) -> str | None:
+    if reason := _no_flash(case):
+        return reason
+    major, _ = cuda_capability(case.device)
+    if major not in (9, 10, 11):
+        return "it is for Hopper and data-centre Blackwell chips"
+    # Blackwell's own kernels end at 128; its separate one for 256 knows neither soft-caps nor sinks backward.
+    if major > 9 and case.head_width > 128 and (case.head_width != 256 or case.softcap or case.sinks):
+        return "on Blackwell it has no such case"
+    return attention_flash.why_no_flash4()
+
+
+def _no_flash2(case: _Case) -> str | None:
+    if reason := _no_flash(case):
+        return reason
+    if case.softcap:
+        return "it has no soft-cap"
+    if cuda_capability(case.device) < (8, 0) or not torch.backends.cuda.is_flash_attention_available():
+        return "this chip is older than Ampere, or this torch was built without"
+    return None
+
+
+def _no_flex(case: _Case) -> str | None:
+    return None if case.device.type == "cuda" and HAS_TRITON else "it needs an NVIDIA GPU and Triton"
+
+
+# In order of preference: None where the backend computes a case, else the reason it does not.
+REFUSALS: dict[Backend, Callable[[_Case], str | None]] = {
+    "short": _no_short,
+    "flash4": _no_flash4,
+    "flash2": _no_flash2,
+    "flex": _no_flex,
+    "torch": lambda case: None,
+}
+
+
+def attention_forward(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
+    lengths: tuple[int, ...] | None = None,
+    spans_2T: Tensor | None = None,
+    typical: int | None = None,
+    out: Tensor | None = None,
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out_TNH, lse_NT in fp32). `longest`: no document is longer, constant over the replays of a CUDA graph.
+
+    `lengths`: the documents' lengths on the host, which spare the plain-torch backend a wait for the device. `spans_2T`: where
+    each token's document begins and ends (attention_torch.spans). `typical`: see `pick_backend`.
+    """
+    packed = Packed(cu_seqlens, longest, scale, _useful(window, longest), softcap, sinks_N, lengths, spans_2T)
+    chosen = backend or _backend_for(q_TNH, packed, typical)
+    with torch.no_grad():
+        out_TNH, lse_NT = BACKENDS[chosen].forward(q_TNH, k_TKH, v_TKH, packed, out)
+    return out_TNH, lse_NT
+
+
+def attention_backward(
+    dout_TNH: Tensor,
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    out_TNH: Tensor,
+    lse_NT: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
+    lengths: tuple[int, ...] | None = None,
+    spans_2T: Tensor | None = None,
+    typical: int | None = None,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
+    turned: tuple[Tensor, Tensor] | None = None,
+    backend: Backend | None = None,
+) -> Grads:
+    """(dq_TNH, dk_TKH, dv_TKH, dsinks_N or None), written into `grads` (dq, dk, dv) where given.
+
+    `out_TNH` and `lse_NT` are the forward's, of the same backend, as are all the other arguments. `turned`: cos and sin by
+    which RoPE turned q and k, where `turns_back`; dq and dk are then those of before.
+    """
+    packed = Packed(cu_seqlens, longest, scale, _useful(window, longest), softcap, sinks_N, lengths, spans_2T)
+    chosen = backend or _backend_for(q_TNH, packed, typical)
+    with torch.no_grad():
+        more = () if turned is None else (turned,)
+        dq, dk, dv, dsinks = BACKENDS[chosen].backward(dout_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_NT, packed, grads, *more)
+    return dq, dk, dv, dsinks
+
+
+def gradients_in_place(backend: Backend, heads: int, kv_heads: int, head_width: int) -> bool:
+    """Whether dq, dk and dv may be written where q, k and v are. flash-attn-4 makes them out of its fp32 sums, when all is read
+    (of dk and dv it has such sums only where query heads share a key head); FlashAttention-2 has tensors of its own; plain
+    torch is done with a block, and with a document, before it writes them."""
+    if backend == "flash4":
+        return heads > kv_heads and head_width <= 128  # Blackwell's kernel for 256 is another
+    return backend in ("flash2", "torch")
+
+
+def turns_back(backend: Backend, head_width: int, cos_TP: Tensor, neighbours: bool) -> bool:
+    """Whether the backend's gradients can be those before RoPE (`attention_backward`'s `turned`)."""
+    return backend == "short" and not neighbours and attention_short.Short.turns_back(head_width, cos_TP.shape[1])
+
+
+def _useful(window: int | None, longest: int) -> int | None:
+    """A window that covers every document is none: plain causal kernels are faster and already compiled."""
+    return None if window is None or window >= longest else window
+
+
+def _backend_for(q_TNH: Tensor, packed: Packed, typical: int | None) -> Backend:
+    """The backend for these tensors; inside a CUDA graph one that waits for the device is an error said in words."""
+    softcap, sinks = packed.softcap is not None, packed.sinks_N is not None
+    backend = pick_backend(q_TNH.device, q_TNH.dtype, q_TNH.shape[-1], softcap=softcap, sinks=sinks, typical=typical)
+    if backend == "torch" and q_TNH.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise EnvironmentFault(
+            what="this attention cannot run inside a CUDA graph",
+            why="only the plain-torch backend computes it here, and that one needs the documents' lengths on the host",
+            fix="install triton, or train without CUDA graphs",
+        )
+    return backend
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_N: Tensor | None, packed: Packed, backend: Backend
+    ) -> Tensor:
+        out, lse = BACKENDS[backend].forward(q, k, v, packed, None)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.packed, ctx.backend = packed, backend
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        with torch.no_grad():
+            grads = BACKENDS[ctx.backend].backward(grad_outputs[0], q, k, v, out, lse, ctx.packed, None)
+        return (*grads, None, None)
+
+
+def attention(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
+    lengths: tuple[int, ...] | None = None,
+    spans_2T: Tensor | None = None,
+    typical: int | None = None,
+    backend: Backend | None = None,
+) -> Tensor:
+    """Attention over packed documents, with gradients for q, k, v and the sinks."""
+    fixed = None if sinks_N is None else sinks_N.detach()
+    packed = Packed(cu_seqlens, longest, scale, _useful(window, longest), softcap, fixed, lengths, spans_2T)
+    chosen = backend or _backend_for(q_TNH, packed, typical)
+    out: Tensor = _Attention.apply(q_TNH, k_TKH, v_TKH, sinks_N, packed, chosen)  # type: ignore[no-untyped-call]
+    return out

@@ -1,0 +1,168 @@
+"""Attention through flash-attn-4 and through the FlashAttention-2 kernels that torch ships (letters: attention.py).
+
+Both are called below their autograd, forward and backward, and both take grouped heads and row-strided tensors as they
+are. A window of w tokens (i - j < w) is `left = w - 1` in their terms.
+
+flash-attn-4 (package flash_attn.cute) is written in a Python-embedded language and compiles a kernel in about 6 s on first
+use. On an H200 it is 1.7 to 1.9 times as fast as FlashAttention-2 forward and 1.3 to 2 times backward. It writes gradients
+straight into the caller's buffers; FlashAttention-2 allocates its own, so there they are copied. Both backwards allocate
+fp32 sums for 64 or 128 rows more for every entry of `cu_seqlens`, its padding included, and flash-attn-4 zeroes those of dk
+and dv: at 16,384 tokens of an 8B model 514 entries instead of 128 are 0.8 GB more, half of it to be zeroed in every layer.
+Of 200,000 tokens the sums are 4.9 GB: such packs have their heads done in several turns, each with sums of its own.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.attention.attention_torch import Packed, apply_sinks, sink_gradients
+from pronghorn.kernels.runtime.copy_rows import copy_rows
+
+
+@cache
+def _flash4() -> tuple[Any, str | None]:
+    """(the module with flash-attn-4's raw forward and backward, None) or (None, why there is none)."""
+    try:
+        module = import_module("flash_attn.cute.interface")
+    except ImportError as error:
+        return None, f"the package flash-attn-4 cannot be imported: {error}"
+    if not (hasattr(module, "_flash_attn_fwd") and hasattr(module, "_flash_attn_bwd")):
+        return None, "this version of flash-attn-4 has other raw functions than 4.0"
+    return module, None
+
+
+def why_no_flash4() -> str | None:
+    """None where flash-attn-4 can be imported."""
+    return _flash4()[1]
+
+
+MOST_SUMS = 2 * 10**9  # bytes: what a turn may take for them, if there are heads enough
+
+
+def backward_turns(tokens: int, heads: int, kv_heads: int, head_width: int) -> int:
+    """In how many turns flash-attn-4's backward does the heads. Each has as many blocks of tokens as the whole, and half a
+    million tokens are thousands of them: the GPU stays busy."""
+    sums, turns = 4 * tokens * (heads + 2 * kv_heads) * head_width, 1
+    while sums > turns * MOST_SUMS and kv_heads % (2 * turns) == 0:
+        turns *= 2
+    return turns
+
+
+class Flash4:
+    title: ClassVar[str] = "flash-attn-4"
+
+    @staticmethod
+    def _options(packed: Packed) -> dict[str, Any]:
+        return {
+            "cu_seqlens_q": packed.cu_seqlens,
+            "cu_seqlens_k": packed.cu_seqlens,
+            "max_seqlen_q": packed.longest,
+            "max_seqlen_k": packed.longest,
+            "softmax_scale": packed.scale,
+            "causal": True,
+            "softcap": packed.softcap or 0.0,
+            "window_size_left": None if packed.window is None else packed.window - 1,
+            "window_size_right": None if packed.window is None else 0,
+            "learnable_sink": None if packed.sinks_N is None else packed.sinks_N.detach(),
+        }
+
+    @staticmethod
+    def forward(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: Packed, out: Tensor | None) -> tuple[Tensor, Tensor]:
+        module, _ = _flash4()
+        result = module._flash_attn_fwd(q_TNH, k_TKH, v_TKH, out=out, return_lse=True, **Flash4._options(packed))
+        return result[0], result[1]
+
+    @staticmethod
+    def backward(
+        dout_TNH: Tensor,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        out_TNH: Tensor,
+        lse_NT: Tensor,
+        packed: Packed,
+        grads: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        module, _ = _flash4()
+        heads, kv_heads = q_TNH.shape[1], k_TKH.shape[1]
+        turns = backward_turns(len(q_TNH), heads, kv_heads, q_TNH.shape[2])
+        if turns > 1 and grads is not None and packed.sinks_N is None:
+            for i in range(turns):
+                mine, shared = (slice(i * n // turns, (i + 1) * n // turns) for n in (heads, kv_heads))
+                module._flash_attn_bwd(
+                    q_TNH[:, mine], k_TKH[:, shared], v_TKH[:, shared], out_TNH[:, mine], dout_TNH[:, mine], lse_NT[mine],
+                    dq=grads[0][:, mine], dk=grads[1][:, shared], dv=grads[2][:, shared], **Flash4._options(packed)
+                )  # fmt: skip
+            return (*grads, None)
+        dq, dk, dv = grads or (None, None, None)
+        result = module._flash_attn_bwd(
+            q_TNH, k_TKH, v_TKH, out_TNH, dout_TNH, lse_NT, dq=dq, dk=dk, dv=dv, **Flash4._options(packed)
+        )
+        return result[0], result[1], result[2], result[3] if packed.sinks_N is not None else None
+
+
+class Flash2:
+    title: ClassVar[str] = "FlashAttention-2"
+
+    @staticmethod
+    def _options(packed: Packed) -> dict[str, Any]:
+        left = None if packed.window is None else packed.window - 1
+        return {"scale": packed.scale, "window_size_left": left, "window_size_right": None if left is None else 0}
+
+    @staticmethod
+    def forward(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: Packed, out: Tensor | None) -> tuple[Tensor, Tensor]:
+        bounds, longest = packed.cu_seqlens, packed.longest
+        result = torch.ops.aten._flash_attention_forward(
+            q_TNH, k_TKH, v_TKH, bounds, bounds, longest, longest, 0.0, packed.window is None, False, **Flash2._options(packed)
+        )
+        out_TNH, lse_NT = result[0], result[1]
+        if packed.sinks_N is not None:
+            lse_NT = apply_sinks(out_TNH, lse_NT, packed.sinks_N)
+        if out is None:
+            return out_TNH, lse_NT
+        copy_rows(out_TNH.flatten(1), out.flatten(1))
+        return out, lse_NT
+
+    @staticmethod
+    def backward(
+        dout_TNH: Tensor,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        out_TNH: Tensor,
+        lse_NT: Tensor,
+        packed: Packed,
+        grads: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        bounds, longest = packed.cu_seqlens, packed.longest
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=q_TNH.device)  # its random state: never read without
+        unused = torch.empty(0, device=q_TNH.device)
+        found = torch.ops.aten._flash_attention_backward(
+            dout_TNH,
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            out_TNH,
+            lse_NT,
+            bounds,
+            bounds,
+            longest,
+            longest,
+            0.0,
+            packed.window is None,
+            no_dropout,
+            unused,
+            **Flash2._options(packed),
+        )
+        dsinks = sink_gradients(dout_TNH, out_TNH, lse_NT, packed.sinks_N)
+        if grads is not None:
+            for mine, theirs in zip(grads, found, strict=True):
+                mine.copy_(theirs)
+            return (*grads, dsinks)
+        dq, dk, dv = found
+        return dq, dk, dv, dsinks

@@ -1,0 +1,121 @@
+"""Attention through torch's flex attention: CUDA where no flash kernel applies (letters: attention.py).
+
+That is fp32, heads wider than 256, and soft-caps where flash-attn-4 is missing. The block mask is built from the
+documents' bounds at the granularity of 128-token blocks, on the device: (T / 128)^2 numbers, never a T x T mask.
+
+Flex has no backward that can be called by itself, so backward runs the forward again with autograd on: a third slower
+than it could be, and nothing but `out` and `lse` is kept in between, as with every other backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.attention.attention_torch import Packed
+
+BLOCK = 128  # flex attention's own default
+
+
+@cache
+def _flex_attention(compiled: bool) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Uncompiled, flex materializes all scores: only for small cases on the CPU, in tests.
+    chosen: Callable[..., Any] = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention  # type: ignore[assignment]
+    return chosen
+
+
+def block_mask(packed: Packed, tokens: int, device: torch.device) -> Any:
+    """Which 128 x 128 blocks have a pair that is seen, and the rule inside a block.
+
+    A block of queries sees one run of key blocks: from the block with the first key that its first query sees (later
+    queries see no earlier ones, as documents and windows only move forward) up to itself.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    window = packed.window
+    rows = torch.arange(tokens, device=device, dtype=torch.int32)
+    document_T = torch.searchsorted(packed.cu_seqlens, rows, right=True, out_int32=True)  # counted from 1
+
+    def seen(_batch: Tensor, _head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        allowed = (document_T[i] == document_T[j]) & (i >= j)
+        return allowed if window is None else allowed & (i - j < window)
+
+    first_row = rows[::BLOCK]
+    first_key = packed.cu_seqlens[document_T[::BLOCK] - 1]
+    if window is not None:
+        first_key = torch.maximum(first_key, first_row - (window - 1))
+    blocks = torch.arange(first_row.numel(), device=device, dtype=torch.int32)
+    first_block = first_key // BLOCK
+    counts = blocks - first_block + 1
+    indices = (first_block[:, None] + blocks[None, :]).clamp_max(first_row.numel() - 1).to(torch.int32)
+    return BlockMask.from_kv_blocks(
+        counts.to(torch.int32)[None, None],
+        indices[None, None],
+        BLOCK_SIZE=BLOCK,
+        mask_mod=seen,
+        seq_lengths=(tokens, tokens),
+    )
+
+
+def _run(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks_N: Tensor | None, packed: Packed) -> tuple[Tensor, Tensor]:
+    """(out_TNH, lse_NT), differentiable."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    softcap = packed.softcap or 0.0
+
+    def capped(score: Tensor, _batch: Tensor, _head: Tensor, _i: Tensor, _j: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    out_1NTH, aux = _flex_attention(q_TNH.is_cuda)(
+        *(x.transpose(0, 1)[None] for x in (q_TNH, k_TKH, v_TKH)),
+        score_mod=capped if softcap else None,
+        block_mask=block_mask(packed, q_TNH.shape[0], q_TNH.device),
+        scale=packed.scale,
+        enable_gqa=q_TNH.shape[1] != k_TKH.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    out_TNH, lse_NT = out_1NTH[0].transpose(0, 1), aux.lse[0]
+    if sinks_N is not None:
+        with_sinks = torch.logaddexp(lse_NT, sinks_N.to(lse_NT.dtype)[:, None])
+        out_TNH = (out_TNH * torch.exp(lse_NT - with_sinks).T[..., None]).to(q_TNH.dtype)
+        lse_NT = with_sinks
+    return out_TNH, lse_NT
+
+
+class Flex:
+    title: ClassVar[str] = "flex attention"
+
+    @staticmethod
+    def forward(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: Packed, out: Tensor | None) -> tuple[Tensor, Tensor]:
+        out_TNH, lse_NT = _run(q_TNH, k_TKH, v_TKH, packed.sinks_N, packed)
+        return (out_TNH.contiguous() if out is None else out.copy_(out_TNH)), lse_NT
+
+    @staticmethod
+    def backward(
+        dout_TNH: Tensor,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        out_TNH: Tensor,
+        lse_NT: Tensor,
+        packed: Packed,
+        grads: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        del out_TNH, lse_NT  # the forward runs again
+        leaves = [x.detach().requires_grad_() for x in (q_TNH, k_TKH, v_TKH)]
+        sinks = None if packed.sinks_N is None else packed.sinks_N.detach().requires_grad_()
+        with torch.enable_grad():
+            out, _ = _run(leaves[0], leaves[1], leaves[2], sinks, packed)
+            found = torch.autograd.grad(out, leaves if sinks is None else [*leaves, sinks], dout_TNH)
+        dsinks = None if sinks is None else found[3]
+        if grads is not None:
+            for mine, theirs in zip(grads, found, strict=False):
+                mine.copy_(theirs)
+            return (*grads, dsinks)
+        return found[0], found[1], found[2], dsinks

@@ -1,0 +1,445 @@
+"""Attention over packed short documents in Triton (see attention.py for what is computed and for the letters).
+
+Kernels for long sequences cut each document into tiles of 128 rows and start a pipeline for each tile of each head: with
+documents of 200 tokens most of the time goes into starting and into rows that are not there. Here a tile is a piece of the
+pack itself, whatever documents its tokens belong to; it looks at the keys from the beginning of its first token's document to
+its own end, and a mask keeps documents apart. So the grid follows from T alone, there is nothing to be zeroed or converted,
+every sum has one place (the results repeat bit for bit), and many small programs an SM hide each other's latency.
+
+Query heads that share a key/value head (PACK of them, a power of 2) lie side by side in a tile: its BM rows are BM / PACK
+tokens of each. The fewer tokens a tile spans, the fewer keys it looks at in vain: with documents of 200 tokens 64 rows of one
+head see 229 keys on average, 16 tokens of four heads 181, of which 165 count (computed).
+
+A program of forward can do two key/value heads for its tokens (PAIR; names that end in 2 are the second head's). What does not
+depend on the head, the mask above all, is there once: 13.6 instructions a score instead of 17.4 in its loop at width 64
+(compiled for an H200). What is computed for a head, and in which order, is the same.
+
+    starts_T, ends_T    int32: where each token's document begins and ends, made once per batch (`spans` in attention_torch.py)
+    forward             program = BM query rows; loops over key blocks; online softmax
+    backward, dq        the same programs; also delta = sum_h dout * out, which the next one reads beside lse
+    backward, dk, dv    program = BN key rows of one key/value head; loops over the query heads of its group and over query
+                        blocks up to the end of its last row's document
+
+Backward can also turn dq and dk back by the rotary positions, while it has them in fp32: one rounding and one pass less.
+
+Products run on tensor cores in the inputs' dtype with fp32 sums (fp32 inputs: true fp32); the softmax is in fp32, base 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.attention.attention_softmax import LOG2E, as_power, capped, powers, weights_by
+from pronghorn.kernels.attention.attention_torch import Packed, sink_gradients
+from pronghorn.kernels.runtime.add_dot import add_dot, halves
+from pronghorn.kernels.runtime.dispatch import BLACKWELL, HOPPER, Chip, chip_of, jit, tl, triton
+
+MAX_WIDTH = 128  # of a head: wider accumulators do not fit the registers
+_LEAST = tl.constexpr(-1e38)  # the largest score of a row that has seen nothing yet: below all others, but -inf - -inf is NaN
+
+
+def _padded(width: int) -> int:
+    """The columns of a tile."""
+    return max(16, int(triton.next_power_of_2(width)))
+
+
+class Tiles(NamedTuple):
+    rows: int  # query rows
+    keys: int
+    warps: int
+    stages: int
+    heads: int = 8  # side by side in a tile, at most
+    pair: bool = False  # forward: two key/value heads a program, where that is possible
+
+    def pack(self, group: int) -> int:
+        """How many of a group's heads are."""
+        return min(self.heads, group & -group)
+
+    def pairs(self, group: int, kv_heads: int) -> bool:
+        """Whether a program does two: there is an even number of them, and a tile holds all query heads of one."""
+        return self.pair and kv_heads % 2 == 0 and self.pack(group) == group
+
+    def options(self, tokens: int, pack: int, width: int) -> dict[str, Any]:
+        """Of a kernel. WHOLE: no tile reaches beyond the pack or a head's columns, so that no load needs a mask."""
+        whole = tokens % max(self.rows, self.keys) == 0 and width == _padded(width)
+        return {"BM": self.rows, "BN": self.keys, "PACK": pack, "STAGES": self.stages, "WHOLE": whole}
+
+
+class Config(NamedTuple):
+    forward: Tiles
+    dq: Tiles
+    dkdv: Tiles
+
+
+# By head width; the first is used, `python -m benchmarks.ops --sweep attention` times the others. Of some twelve tiles for
+# each kernel these were the fastest (16,384 tokens of instructions, 32 query and 8 key/value heads, H200): forward 159 us at
+# width 64 and 250 at 128, where 64 keys at a time take 182 and 280 (benchmarks/results/sweep-attention.json). None spills.
+# Stages are from attention-short-variants.json: dk, dv at width 64 take 191 us with 4 and 197 with 3, dq at 128 353 with 2 and
+# 372 with 3. Forward by pairs takes 0.05 to 0.2 ms off a 1B step of 148 (step-tried-llama-1b.json); dq by pairs took 0.1 more,
+# though it has a fifth fewer instructions, and at width 128 pairs leave room for fewer programs.
+CONFIGS = {
+    64: [Config(Tiles(64, 32, 4, 3, pair=True), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 4)),
+         Config(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+         Config(Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3), Tiles(32, 64, 4, 2)),
+         Config(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 4))],
+    128: [Config(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2)),
+          Config(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 1), Tiles(32, 64, 4, 2, heads=1)),
+          Config(Tiles(64, 64, 4, 3), Tiles(128, 32, 8, 3), Tiles(64, 128, 8, 2))],
+}  # fmt: skip
+
+
+# fp32 products are not for tensor cores: Triton unrolls them, and larger tiles spill kilobytes. A run in fp32 is for looking
+# closely, not for speed.
+FP32_CONFIGS = {64: Config(*[Tiles(32, 32, 8, 1)] * 3), 128: Config(*[Tiles(16, 16, 4, 1)] * 3)}
+
+
+# Small chips give an instruction of the tensor cores a tile in registers, and not in shared memory: at width 128 dk and dv need
+# more than a thread of four warps can have (compiled for 12.0: 8 to 40 bytes spilled; 180 registers with eight).
+SMALL_CONFIGS = {64: CONFIGS[64][0], 128: CONFIGS[128][0]._replace(dkdv=Tiles(32, 64, 8, 2))}
+
+
+def config_for(width: int, dtype: torch.dtype, chip: Chip = HOPPER) -> Config:
+    size = 64 if width <= 64 else 128
+    if dtype == torch.float32:
+        return FP32_CONFIGS[size]
+    if chip == BLACKWELL and size == 64:
+        return CONFIGS[64][0]._replace(dq=Tiles(64, 32, 8, 3))  # with four warps dq spills 8 to 16 bytes there
+    return CONFIGS[size][0] if chip.large else SMALL_CONFIGS[size]
+
+
+# ---- Triton -------------------------------------------------------------------------------------------------
+# Parameters of kernels carry no types: Triton's compiler looks an annotation up and takes only its own names.
+
+
+@jit
+def _places(pointer, token, row_stride, head, column, H: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[rows, columns] of one head, or each row of its own."""
+    return pointer + (token.to(tl.int64) * row_stride + head * H)[:, None] + column[None, :]
+
+
+@jit
+def _rows(places, inside, column, H: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What lies there; zeros outside."""
+    if WHOLE:
+        return tl.load(places)
+    return tl.load(places, mask=inside[:, None] & (column < H)[None, :], other=0.0)
+
+
+@jit
+def _store(pointer, token, row_stride, head, column, inside, x, cos, sin, H: tl.constexpr, TURN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rounded; with TURN turned back first: (a, b) -> (a cos + b sin, b cos - a sin) for every pair (i, i + H / 2)."""
+    if TURN:
+        column = tl.arange(0, H // 2)
+        angles = token.to(tl.int64)[:, None] * (H // 2) + column[None, :]
+        cosines = tl.load(cos + angles, mask=inside[:, None], other=0.0)
+        sines = tl.load(sin + angles, mask=inside[:, None], other=0.0)
+        a, b = halves(x)
+        places = _places(pointer, token, row_stride, head, column, H)
+        tl.store(places, (a * cosines + b * sines).to(pointer.dtype.element_ty), mask=inside[:, None])
+        tl.store(places + H // 2, (b * cosines - a * sines).to(pointer.dtype.element_ty), mask=inside[:, None])
+    else:
+        places = _places(pointer, token, row_stride, head, column, H)
+        tl.store(places, x.to(pointer.dtype.element_ty), mask=inside[:, None] & (column < H)[None, :])
+
+
+@jit
+def _query_rows(block, first_head, BM: tl.constexpr, PACK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(the block's first token, the token and the head of each row)"""
+    first = block * (BM // PACK)
+    return first, first + tl.arange(0, BM) // PACK, first_head + tl.arange(0, BM) % PACK
+
+
+@jit
+def _keys_of(starts, first, T, WINDOW: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the key blocks begin and end that TOKENS tokens from the first on look at; and from which key on all of them look
+    at every key before the first of them."""
+    begin = tl.load(starts + first)
+    end = tl.minimum(first + TOKENS, T)
+    common = tl.load(starts + end - 1)
+    if WINDOW > 0:
+        begin = tl.maximum(begin, first - WINDOW + 1)
+        common = tl.maximum(common, end - WINDOW)
+    return begin // BN * BN, end, common
+
+
+@jit
+def _way_on(step, blocks, TOKENS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many tokens and heads on the next query block lies; after the last one of some heads, it is the first of the next."""
+    tokens, heads = TOKENS, 0
+    if GROUP > PACK:
+        wraps = step % blocks == blocks - 1
+        tokens = tl.where(wraps, TOKENS - blocks * TOKENS, TOKENS)
+        heads = tl.where(wraps, PACK, 0)
+    return tokens, heads
+
+
+@jit
+def _seen(row, column, start, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which keys (columns) a query (row) looks at; `start` is where the query's document begins."""
+    seen = (column <= row) & (column >= start)
+    if WINDOW > 0:
+        seen &= row - column < WINDOW
+    return seen
+
+
+@jit
+def _attend(scores, factor, values, largest, total, result, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One step of the online softmax: (largest, total, result) with these keys."""
+    larger = tl.maximum(largest, tl.max(scores, 1) * factor)
+    weights = powers(scores, factor, larger[:, None], PRECISION == "ieee")
+    shrink = tl.exp2((largest - larger) * LOG2E)
+    total = total * shrink + tl.sum(weights, 1)
+    return larger, total, add_dot(result * shrink[:, None], weights.to(values.dtype), values, PRECISION)
+
+
+@jit
+def _store_attended(  # type: ignore[no-untyped-def]
+    out, out_row, lse, sinks, token, head, column, inside, largest, total, result, T, H: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """With the sinks, and divided by the total."""
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        larger = tl.maximum(largest, sink)
+        shrink = tl.exp2((largest - larger) * LOG2E)
+        result *= shrink[:, None]
+        total = total * shrink + tl.exp2((sink - larger) * LOG2E)
+        largest = larger
+    total = tl.where(inside, total, 1.0)
+    _store(out, token, out_row, head, column, inside, result / total[:, None], None, None, H, False)
+    tl.store(lse + head.to(tl.int64) * T + token, largest + tl.log2(total) / LOG2E, mask=inside)
+
+
+@jit
+def _forward_kernel(  # type: ignore[no-untyped-def]
+    q, q_row, k, k_row, v, v_row, out, out_row, lse, starts, sinks, scale, softcap, T,
+    H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, PAIR: tl.constexpr,
+):  # fmt: skip
+    EXACT: tl.constexpr = PRECISION == "ieee"
+    ABREAST: tl.constexpr = 2 * PACK if PAIR else PACK  # query heads a program
+    first_head = tl.program_id(0) % (HEADS // ABREAST) * ABREAST
+    first, token, head = _query_rows(tl.program_id(0) // (HEADS // ABREAST), first_head, BM, PACK)
+    kv_head = first_head // GROUP
+    inside = token < T
+    column = tl.arange(0, HP)
+    q_places = _places(q, token, q_row, head, column, H)
+    queries = _rows(q_places, inside, column, H, WHOLE)
+    start = tl.load(starts + token, mask=inside, other=0)
+    begin, end, common = _keys_of(starts, first, T, WINDOW, BM // PACK, BN)
+    key = begin + tl.arange(0, BN)
+    k_places = _places(k, key, k_row, kv_head, column, H)
+    v_places = _places(v, key, v_row, kv_head, column, H)
+    largest = tl.full([BM], _LEAST, tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    result = tl.zeros([BM, HP], tl.float32)
+    if PAIR:
+        queries2 = _rows(q_places + GROUP * H, inside, column, H, WHOLE)
+        largest2, total2, result2 = largest, total, result
+    for first_key in tl.range(begin, end, BN, num_stages=STAGES):
+        keys = _rows(k_places, key < T, column, H, WHOLE)
+        values = _rows(v_places, key < T, column, H, WHOLE)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        scores, factor, _ = capped(scores, scale, softcap, HAS_SOFTCAP, EXACT)
+        if PAIR:
+            keys2 = _rows(k_places + H, key < T, column, H, WHOLE)
+            values2 = _rows(v_places + H, key < T, column, H, WHOLE)
+            scores2 = tl.dot(queries2, tl.trans(keys2), input_precision=PRECISION)
+            scores2, _, _ = capped(scores2, scale, softcap, HAS_SOFTCAP, EXACT)
+        if (first_key < common) | (first_key + BN > first + 1):
+            block = tl.arange(0, BN)  # from first_key on: nothing to be moved on where there is no mask
+            seen = _seen((token - first_key)[:, None], block[None, :], (start - first_key)[:, None], WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+            if PAIR:
+                scores2 = tl.where(seen, scores2, float("-inf"))
+        largest, total, result = _attend(scores, factor, values, largest, total, result, PRECISION)
+        if PAIR:
+            largest2, total2, result2 = _attend(scores2, factor, values2, largest2, total2, result2, PRECISION)
+        key += BN
+        k_places += BN * k_row
+        v_places += BN * v_row
+    _store_attended(out, out_row, lse, sinks, token, head, column, inside, largest, total, result, T, H, HAS_SINKS)
+    if PAIR:
+        head2 = head + GROUP
+        _store_attended(out, out_row, lse, sinks, token, head2, column, inside, largest2, total2, result2, T, H, HAS_SINKS)
+
+
+@jit
+def _dq_kernel(  # type: ignore[no-untyped-def]
+    dout, dout_row, q, q_row, k, k_row, v, v_row, out, out_row, lse, norms, starts, dq, dq_row, cos, sin, scale, softcap,
+    T, H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    EXACT: tl.constexpr = PRECISION == "ieee"
+    first_head = tl.program_id(0) % (HEADS // PACK) * PACK
+    first, token, head = _query_rows(tl.program_id(0) // (HEADS // PACK), first_head, BM, PACK)
+    kv_head = first_head // GROUP
+    inside = token < T
+    column = tl.arange(0, HP)
+    queries = _rows(_places(q, token, q_row, head, column, H), inside, column, H, WHOLE)
+    douts = _rows(_places(dout, token, dout_row, head, column, H), inside, column, H, WHOLE)
+    outs = _rows(_places(out, token, out_row, head, column, H), inside, column, H, WHOLE)
+    deltas = tl.sum(douts.to(tl.float32) * outs.to(tl.float32), 1)
+    norm = as_power(tl.load(lse + head.to(tl.int64) * T + token, mask=inside, other=0.0), EXACT)
+    place = norms + (token.to(tl.int64) * HEADS + head) * 2
+    tl.store(place, norm, mask=inside)
+    tl.store(place + 1, deltas, mask=inside)
+    start = tl.load(starts + token, mask=inside, other=0)
+    begin, end, common = _keys_of(starts, first, T, WINDOW, BM // PACK, BN)
+    key = begin + tl.arange(0, BN)
+    k_places = _places(k, key, k_row, kv_head, column, H)
+    v_places = _places(v, key, v_row, kv_head, column, H)
+    result = tl.zeros([BM, HP], tl.float32)
+    for first_key in tl.range(begin, end, BN, num_stages=STAGES):
+        keys = _rows(k_places, key < T, column, H, WHOLE)
+        values = _rows(v_places, key < T, column, H, WHOLE)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        dweights = tl.dot(douts, tl.trans(values), input_precision=PRECISION)
+        scores, factor, slope = capped(scores, scale, softcap, HAS_SOFTCAP, EXACT)
+        weights = weights_by(scores, factor, norm[:, None], EXACT)
+        if (first_key < common) | (first_key + BN > first + 1):
+            weights = tl.where(_seen(token[:, None], key[None, :], start[:, None], WINDOW), weights, 0.0)
+        dscores = weights * (dweights - deltas[:, None]) * slope
+        result = add_dot(result, dscores.to(keys.dtype), keys, PRECISION)
+        key += BN
+        k_places += BN * k_row
+        v_places += BN * v_row
+    _store(dq, token, dq_row, head, column, inside, result * scale, cos, sin, H, TURN)
+
+
+@jit
+def _dkdv_kernel(  # type: ignore[no-untyped-def]
+    dout, dout_row, q, q_row, k, k_row, v, v_row, norms, ends, dk, dk_row, dv, dv_row, cos, sin, scale, softcap,
+    T, H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    """Scores are transposed here, [keys, queries]: both products into the results then take their left factor as it is. One
+    loop goes over the query blocks of PACK heads of the group, then of the next PACK."""
+    EXACT: tl.constexpr = PRECISION == "ieee"
+    TOKENS: tl.constexpr = BM // PACK
+    kv_head = tl.program_id(0) % (HEADS // GROUP)
+    first_key = tl.program_id(0) // (HEADS // GROUP) * BN
+    key = first_key + tl.arange(0, BN)
+    there = key < T
+    column = tl.arange(0, HP)
+    keys = _rows(_places(k, key, k_row, kv_head, column, H), there, column, H, WHOLE)
+    values = _rows(_places(v, key, v_row, kv_head, column, H), there, column, H, WHOLE)
+    end = tl.load(ends + key, mask=there, other=0)
+    last = tl.load(ends + tl.minimum(first_key + BN, T) - 1)
+    if WINDOW > 0:
+        last = tl.minimum(last, first_key + BN - 1 + WINDOW)
+    begin = first_key // TOKENS
+    blocks = tl.cdiv(last, TOKENS) - begin
+    _, token, head = _query_rows(begin, kv_head * GROUP, BM, PACK)
+    q_places = _places(q, token, q_row, head, column, H)
+    dout_places = _places(dout, token, dout_row, head, column, H)
+    norm_places = norms + token.to(tl.int64) * HEADS + head
+    key_sums = tl.zeros([BN, HP], tl.float32)
+    value_sums = tl.zeros([BN, HP], tl.float32)
+    for step in tl.range(0, GROUP // PACK * blocks, num_stages=STAGES):
+        inside = token < T
+        queries = _rows(q_places, inside, column, H, WHOLE)
+        douts = _rows(dout_places, inside, column, H, WHOLE)
+        if WHOLE:
+            pair = tl.load(norm_places)
+        else:
+            pair = tl.load(norm_places, mask=inside, other=0)
+        norm = pair.to(tl.int32).to(tl.float32, bitcast=True)
+        deltas = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+        dweights = tl.dot(values, tl.trans(douts), input_precision=PRECISION)
+        scores, factor, slope = capped(scores, scale, softcap, HAS_SOFTCAP, EXACT)
+        weights = weights_by(scores, factor, norm[None, :], EXACT)
+        seen = (key[:, None] <= token[None, :]) & (token[None, :] < end[:, None])
+        if WINDOW > 0:
+            seen &= token[None, :] - key[:, None] < WINDOW
+        weights = tl.where(seen, weights, 0.0)
+        value_sums = add_dot(value_sums, weights.to(douts.dtype), douts, PRECISION)
+        dscores = weights * (dweights - deltas[None, :]) * slope
+        key_sums = add_dot(key_sums, dscores.to(queries.dtype), queries, PRECISION)
+        tokens, heads = _way_on(step, blocks, TOKENS, PACK, GROUP)
+        token += tokens
+        q_places += tokens * q_row.to(tl.int64) + heads * H  # back to a long document's beginning may be 2^31 values and more
+        dout_places += tokens * dout_row.to(tl.int64) + heads * H
+        norm_places += tokens * HEADS + heads
+    _store(dk, key, dk_row, kv_head, column, there, key_sums * scale, cos, sin, H, TURN)
+    _store(dv, key, dv_row, kv_head, column, there, value_sums, cos, sin, H, False)
+
+
+# ---- the backend --------------------------------------------------------------------------------------------
+
+
+class Short:
+    title: ClassVar[str] = "our kernel for short documents"
+
+    @staticmethod
+    def _options(q_TNH: Tensor, k_TKH: Tensor, packed: Packed) -> dict[str, Any]:
+        _, heads, width = q_TNH.shape
+        if any(x.stride()[1:] != (width, 1) for x in (q_TNH, k_TKH)):
+            raise ValueError(f"heads must lie side by side in a row; strides are {q_TNH.stride()} and {k_TKH.stride()}")
+        return {
+            "H": width, "HP": _padded(width), "HEADS": heads, "GROUP": heads // k_TKH.shape[1],
+            "WINDOW": packed.window or 0, "HAS_SOFTCAP": packed.softcap is not None,
+            "PRECISION": "ieee" if q_TNH.dtype == torch.float32 else None,
+        }  # fmt: skip
+
+    @staticmethod
+    def forward(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: Packed, out: Tensor | None) -> tuple[Tensor, Tensor]:
+        T, heads, width = q_TNH.shape
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device) if out is None else out
+        lse_NT = torch.empty(heads, T, dtype=torch.float32, device=q_TNH.device)
+        options = Short._options(q_TNH, k_TKH, packed)
+        tiles = config_for(width, q_TNH.dtype, chip_of(q_TNH.device)).forward
+        pack, pair = tiles.pack(options["GROUP"]), tiles.pairs(options["GROUP"], k_TKH.shape[1])
+        _forward_kernel[(heads // (2 * pack if pair else pack) * triton.cdiv(T, tiles.rows // pack),)](
+            q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0), out_TNH, out_TNH.stride(0), lse_NT,
+            packed.spans_of(T)[0], packed.sinks_N, packed.scale, packed.softcap or 1.0, T,
+            **options, **tiles.options(T, pack, width), HAS_SINKS=packed.sinks_N is not None, PAIR=pair, num_warps=tiles.warps,
+        )  # fmt: skip
+        return out_TNH, lse_NT
+
+    @staticmethod
+    def backward(
+        dout_TNH: Tensor,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        out_TNH: Tensor,
+        lse_NT: Tensor,
+        packed: Packed,
+        grads: tuple[Tensor, Tensor, Tensor] | None,
+        turned: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """`turned`: cos and sin, [T, H / 2], by which RoPE turned q and k; dq and dk are then those of before."""
+        T, heads, width = q_TNH.shape
+        dq, dk, dv = grads or tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TNH, k_TKH, v_TKH))
+        norms_TN2 = torch.empty(T, heads, 2, dtype=torch.float32, device=lse_NT.device)  # lse as a power, and delta
+        starts_T, ends_T = packed.spans_of(T)
+        options = Short._options(q_TNH, k_TKH, packed)
+        options["TURN"] = turned is not None
+        cos, sin = turned or (None, None)
+        config, softcap = config_for(width, q_TNH.dtype, chip_of(q_TNH.device)), packed.softcap or 1.0
+        inputs = (dout_TNH, dout_TNH.stride(0), q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0))
+        tiles = config.dq
+        pack = tiles.pack(options["GROUP"])
+        _dq_kernel[(heads // pack * triton.cdiv(T, tiles.rows // pack),)](
+            *inputs, out_TNH, out_TNH.stride(0), lse_NT, norms_TN2, starts_T, dq, dq.stride(0), cos, sin, packed.scale,
+            softcap, T, **options, **tiles.options(T, pack, width), num_warps=tiles.warps,
+        )  # fmt: skip
+        tiles = config.dkdv
+        pack = tiles.pack(options["GROUP"])
+        _dkdv_kernel[(k_TKH.shape[1] * triton.cdiv(T, tiles.keys),)](
+            *inputs, norms_TN2.view(torch.int64), ends_T, dk, dk.stride(0), dv, dv.stride(0), cos, sin, packed.scale,
+            softcap, T, **options, **tiles.options(T, pack, width), num_warps=tiles.warps,
+        )  # fmt: skip
+        return dq, dk, dv, sink_gradients(dout_TNH, out_TNH, lse_NT, packed.sinks_N)
+
+    @staticmethod
+    def turns_back(head_width: int, half: int) -> bool:
+        """Whether `backward` takes cos and sin of so many columns: a half each of heads that fill a tile."""
+        return 2 * half == head_width == _padded(head_width)

@@ -1,0 +1,1 @@
+"""Embeddings that stay in host memory."""

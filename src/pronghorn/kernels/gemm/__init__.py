@@ -1,0 +1,1 @@
+"""Matrix products: cuBLASLt by algorithm, and our Hopper product with fused epilogues."""

@@ -1,0 +1,172 @@
+"""Products x W^T on Hopper with what follows them inside (hopper_product.cu): the gated activation, the head's powers of 2, the
+rotary positions of queries and keys.
+
+In a step at its power limit a kernel between two products costs what its bytes cost. The gated activation reads 537 MB a layer
+of a 1B model, the softmax 525 MB for 2,048 rows of 128,256 logits and writes as many; here both are done by the warps that
+hold the result in their registers, while the other warps of the multiprocessor multiply. A product's time on an H200, in turns
+with the library's (benchmarks/results/hopper-product.json):
+
+    16,384 rows, 1B's gate and up    library 1.66 ms, and with the activation and a A^T 1.82    here 1.68, with a A^T 1.74
+    2,048 rows, 1B's head            library 1.56 ms, and with the softmax 1.84                 here 1.62
+
+The product itself has torch's bits. Where a GPU is no Hopper, a dtype is not bf16, or rows do not begin at multiples of 16
+bytes: False, nothing is done, and callers do the two one after the other.
+
+The last terms of x may lie in a tensor of their own (`behind`), where LoRA's x A^T is kept without a copy.
+
+T = rows, K = terms, R = terms behind x, F = width of an MLP, X = of q, k and v, V = vocabulary, C = rows of a head's chunk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.mlp.gated_mlp import Kind
+from pronghorn.kernels.runtime import cuda_source
+from pronghorn.kernels.runtime.cuda_source import Source, TensorMap, launch
+from pronghorn.kernels.runtime.dispatch import HAS_TRITON, cuda_capability, processor_count
+
+ROWS, TERMS, HALF = 128, 64, 96  # of a tile, which has 2 HALF columns: gate and up of 96 neurons, or 192 logits
+COLUMNS = 2 * HALF
+STAGES, BUFFERS = 4, 2  # tiles under way; and pieces of a result, of 64 rows
+NARROW_CHUNK, POWERS_CHUNK = 32, 64  # columns of such a piece
+THREADS = 384
+# Column tiles whose weights stay in the L2 cache while all rows pass by. Of 4 to 86 of 1B's gate and up, 12 and 16 read the
+# fewest bytes from memory (725 and 689 MB; 903 with 8, 897 with 24, 3,432 with all 86).
+BAND = 16
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("turning", "width")]
+
+
+class _Sizes(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("rows", "columns", "row_pairs", "column_tiles", "k_tiles", "x_tiles", "band")]
+
+
+def gated_product(x_TK: Tensor, weight_GK: Tensor, kind: Kind, *, gu_out: Tensor, a_out: Tensor, behind_TR: Tensor | None = None
+                  ) -> bool:
+    """gu_out [T, 2 F] = [x | behind] W^T, and a_out [T, F] = act(gate) up; all may be row-strided. Whether it is done."""
+    T, F = a_out.shape
+    if F % 8 or not _fit(x_TK, behind_TR, weight_GK, gu_out, a_out):
+        return False
+    piece = (NARROW_CHUNK, 1, ROWS // 2)
+    rows, K = _rows(x_TK, behind_TR)
+    maps = [
+        *rows, TensorMap(weight_GK, (K, F, 2), (weight_GK.stride(0), F * weight_GK.stride(0)), (TERMS, HALF, 1)),
+        TensorMap(gu_out, (F, 2, T), (F, gu_out.stride(0)), piece),
+        TensorMap(a_out, (F, 1, T), (a_out.stride(0), a_out.stride(0)), piece),
+    ]
+    return _run(_source(K, GATED=1, GELU=int(kind == "gelu_tanh")), x_TK, 3 * NARROW_CHUNK,
+                [*maps, _sizes(T, F, HALF, K, x_TK)])
+
+
+class Labelled(NamedTuple):
+    """Of each row: the anchor and the label that are read, and the place for the label's logit, which is left as it is where
+    the label is none."""
+
+    anchors_C: Tensor
+    labels_C: Tensor
+    logits_C: Tensor
+
+
+def powers_product(x_CK: Tensor, weight_VK: Tensor, rows: Labelled, *, out: Tensor, scale: float, sums_2NC: Tensor,
+                   wanted: Tensor | None = None) -> bool:
+    """out [C, V] = 2^(x W^T scale - anchor), and of each row of each of N tiles of columns the sum of that in fp32, before it
+    is rounded, and the largest of x W^T; and x W^T at the label. `wanted`: an int on the device; where it is 0, nothing happens
+    there. Whether it is done."""
+    (C, K), V = x_CK.shape, weight_VK.shape[0]
+    if not _fit(x_CK, None, weight_VK, out):
+        return False
+    assert sums_2NC.shape == (2, column_tiles(V), C)
+    assert all(x.is_contiguous() for x in (sums_2NC, *rows))
+    assert rows.labels_C.dtype == torch.int64
+    maps = [
+        *_rows(x_CK, None)[0],
+        TensorMap(weight_VK, (K, V, 1), (weight_VK.stride(0), weight_VK.stride(0)), (TERMS, HALF, 1)),
+        TensorMap(out, (V, 1, C), (out.stride(0), out.stride(0)), (POWERS_CHUNK, 1, ROWS // 2)),
+    ]
+    flag = ctypes.c_void_p(0) if wanted is None else wanted
+    return _run(_source(K, POWERS=1), x_CK, POWERS_CHUNK,
+                [*maps, (ctypes.c_void_p * 3)(*(x.data_ptr() for x in rows)), ctypes.c_float(scale), sums_2NC, flag,
+                 _sizes(C, V, COLUMNS, K, x_CK)])
+
+
+def turned_product(x_TK: Tensor, weight_XK: Tensor, cos_TP: Tensor, sin_TP: Tensor, *, turning: int, head_width: int,
+                   out: Tensor, behind_TR: Tensor | None = None) -> bool:
+    """out [T, X] = [x | behind] W^T, in which the first `turning` heads are turned by halves over their whole width, in fp32,
+    and rounded once. Whether it is done."""
+    T, X = len(x_TK), len(weight_XK)
+    angles = (T, head_width // 2)
+    fits = all(x.dtype == torch.float32 and x.is_contiguous() and x.shape == angles for x in (cos_TP, sin_TP))
+    if not fits or head_width % (2 * NARROW_CHUNK) or not _fit(x_TK, behind_TR, weight_XK, out):
+        return False
+    rows, K = _rows(x_TK, behind_TR)
+    maps = [
+        *rows, TensorMap(weight_XK, (K, X, 1), (weight_XK.stride(0), weight_XK.stride(0)), (TERMS, NARROW_CHUNK, 1)),
+        TensorMap(out, (X, 1, T), (out.stride(0), out.stride(0)), (NARROW_CHUNK, 1, ROWS // 2)),
+    ]
+    return _run(_source(K, TURNED=1), x_TK, 2 * NARROW_CHUNK,
+                [*maps, cos_TP, sin_TP, _Heads(turning, head_width), _sizes(T, X, COLUMNS, K, x_TK)])
+
+
+def column_tiles(columns: int) -> int:
+    return -(-columns // COLUMNS)
+
+
+def covered(*operands: Tensor) -> bool:
+    """Whether this file has anything to say about such operands."""
+    first = operands[0]
+    if not first.is_cuda or cuda_capability(first.device) != (9, 0) or first.device.index != torch.cuda.current_device():
+        return False
+    fits = all(x.dtype == torch.bfloat16 and x.stride(1) == 1 and x.stride(0) % 8 == x.data_ptr() % 16 == 0 for x in operands)
+    return fits and len(first) > 0 and HAS_TRITON and cuda_source.available()
+
+
+def _fit(x_TK: Tensor, behind_TR: Tensor | None, *others: Tensor) -> bool:
+    if behind_TR is None:
+        return covered(x_TK, *others)
+    return x_TK.shape[1] % TERMS == 0 and covered(x_TK, behind_TR, *others)
+
+
+def _rows(x_TK: Tensor, behind_TR: Tensor | None) -> tuple[list[TensorMap], int]:
+    """x and what lies behind it; and the terms of both."""
+    parts = [x_TK, x_TK if behind_TR is None else behind_TR]
+    maps = [TensorMap(part, (part.shape[1], len(part)), (part.stride(0),), (TERMS, ROWS)) for part in parts]
+    return maps, x_TK.shape[1] + (0 if behind_TR is None else behind_TR.shape[1])
+
+
+def _sizes(rows: int, columns: int, of_a_tile: int, terms: int, x: Tensor) -> _Sizes:
+    x_tiles = -(-x.shape[1] // TERMS)
+    return _Sizes(rows, columns, -(-rows // (2 * ROWS)), -(-columns // of_a_tile), -(-terms // TERMS), x_tiles, BAND)
+
+
+@cache
+def _source(terms: int, **definitions: int) -> Source:
+    last = (terms - 1) % TERMS // 16 + 1  # sixteenths, which is what the tensor cores take at a time
+    all_of_them = {"GATED": 0, "POWERS": 0, "TURNED": 0, "HALF": HALF, "STAGES": STAGES, "BUFFERS": BUFFERS, "LAST": last,
+                   **definitions}
+    return Source("gemm/hopper_product.cu", ("@WGMMA@", _multiplication(COLUMNS)), tuple(all_of_them.items()))
+
+
+def _multiplication(columns: int) -> str:
+    """The tensor cores' instruction for 64 rows, so many columns and 16 terms; each result of a thread is named."""
+    count = columns // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    results = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return (f'  asm volatile("{{\\n.reg .pred adds;\\nsetp.ne.b32 adds, %{count + 2}, 0;\\n"\n'
+            f'               "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{registers}}}, "\n'
+            f'               "%{count}, %{count + 1}, adds, 1, 1, 0, 0;\\n}}\\n"\n'
+            f'               : {results} : "l"(x), "l"(w), "r"(add));')  # fmt: skip
+
+
+def _run(source: Source, x: Tensor, piece_columns: int, arguments: list[object]) -> bool:
+    stage, piece = (ROWS + COLUMNS) * TERMS * 2, piece_columns * ROWS // 2 * 2
+    shared = 1024 + STAGES * (stage + 16) + 2 * BUFFERS * piece
+    blocks = processor_count(x.device) // 2 * 2
+    return launch(source, "hopper_product", blocks, THREADS, shared, arguments)

@@ -1,0 +1,112 @@
+"""dgu sB, the gradient behind the B of gate and of up, as a by-product of the kernel that makes dgu (gated_lora.py).
+
+A product of its own reads all of dgu again, 537 MB at T = 16,384 and F = 8192, for a result of 2 MB. A program of that kernel
+has ROWS rows of one block of columns in hand, of gate and of up, and finds what these columns add to dgu sB: [ROWS, WIDTH].
+That is written, and a second kernel adds up the blocks, in their order:
+
+    sums [blocks, T, WIDTH] in fp16, powers [blocks, T] in one byte, dgu sB = the sum over blocks of 2^(power - 141) sums
+
+In fp32 they would be half of what the product reads, in bf16 a gradient would be rounded twice. fp16 has three bits more, and
+a power of two for each row and block puts the row's largest at 2^14 to 2^15, whatever its size: everything down to 2^-28 of it
+keeps 11 bits. Their sum, rounded to bf16, is at most a twentieth further from the truth than if it were rounded once
+(tests/kernels/test_gated_lora_thin.py).
+
+T = packed tokens, F = MLP width, G = 2F, R = columns of sB: gate's adapter has rows 0 to F, up's F to 2F, each in columns of
+its own within the first WIDTH; everything else in sB is zero.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.runtime.dispatch import jit, tl, triton
+
+WIDTH = 32  # two adapters' ranks, each at most 16
+COLUMNS = 64  # of a block, as gated_lora.py takes them
+ROWS, TOGETHER = 8, 8  # of the kernel that adds up
+
+
+class ThinSums(NamedTuple):
+    """What the blocks of columns add to dgu sB."""
+
+    sums_BTW: Tensor
+    powers_BT: Tensor
+
+    @classmethod
+    def empty(cls, blocks: int, T: int, device: torch.device) -> ThinSums:
+        """134 and 2 MB for 128 blocks of 16,384 rows."""
+        return cls(torch.empty(blocks, T, WIDTH, dtype=torch.float16, device=device),
+                   torch.empty(blocks, T, dtype=torch.uint8, device=device))  # fmt: skip
+
+    def add_up(self, out_TR: Tensor) -> None:
+        """dgu sB; columns behind WIDTH become zero."""
+        blocks, T = self.powers_BT.shape
+        R = out_TR.shape[1]
+        _add_blocks_kernel[(triton.cdiv(T, ROWS),)](
+            self.sums_BTW, self.powers_BT, out_TR, out_TR.stride(0), T, COUNT=blocks, R=R, R_BLOCK=triton.next_power_of_2(R),
+            WIDTH=WIDTH, ROWS=ROWS, TOGETHER=TOGETHER, num_warps=1,
+        )  # fmt: skip
+
+
+@jit
+def _thin_weight(
+    sB: tl.tensor, sB_row: tl.tensor, column: tl.tensor, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr
+) -> tl.tensor:
+    """Rows of sB that belong to a program's columns, [COLUMNS, WIDTH]: the same for all its rows."""
+    rank = tl.arange(0, WIDTH)
+    return tl.load(sB + column.to(tl.int64)[:, None] * sB_row + rank[None, :], mask=(column < F)[:, None] & (rank < R)[None, :],
+                   other=0.0)  # fmt: skip
+
+
+@jit
+def _thin_product(dgate: tl.tensor, dup: tl.tensor, sB_gate: tl.tensor, sB_up: tl.tensor, NARROW: tl.constexpr) -> tl.tensor:
+    """One sum for both: where one has its columns, the other's sB is zero. So there is one row to find the largest of, and one
+    to write."""
+    if not NARROW:
+        dgate, dup = dgate.to(tl.float32), dup.to(tl.float32)
+        sB_gate, sB_up = sB_gate.to(tl.float32), sB_up.to(tl.float32)
+    total = tl.dot(dgate, sB_gate, input_precision="ieee")
+    return tl.dot(dup, sB_up, total, input_precision="ieee")
+
+
+@jit
+def _give_thin(
+    sums: tl.tensor, powers: tl.tensor, total: tl.tensor, row: tl.tensor, left: tl.tensor, WIDTH: tl.constexpr
+) -> None:
+    """Rows times 2^(141 - power), power being the exponent's bits of the row's largest: 127 for a number from 1 to 2. At least
+    15, so that both factors are numbers that fp32 has, neither 0 nor subnormal: a row of zeros stays one, and what is infinite
+    or no number, whose bits are 255, stays so too."""
+    rank = tl.arange(0, WIDTH)
+    largest = tl.max(tl.abs(total), axis=1)
+    power = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
+    factor = ((268 - power) << 23).to(tl.float32, bitcast=True)
+    scaled = (total * factor[:, None]).to(tl.float16)
+    tl.store(sums + row[:, None] * WIDTH + rank[None, :], scaled, mask=(row < left)[:, None])
+    tl.store(powers + row, power.to(tl.uint8), mask=row < left)
+
+
+@jit
+def _add_blocks_kernel(
+    sums: tl.tensor, powers: tl.tensor, out: tl.tensor, out_row: tl.tensor, T: tl.tensor, COUNT: tl.constexpr, R: tl.constexpr,
+    R_BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
+) -> None:  # fmt: skip
+    """A program adds up all COUNT blocks of ROWS rows, TOGETHER at a time: their loads are all under way at once, 8 of 16 bytes
+    a thread, where the program is one warp (of four warps the compiler gives a thread 40 registers instead of 64, and lets it
+    wait after every second)."""
+    row, rank, every = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, R_BLOCK)
+    total = tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in tl.range(0, COUNT, TOGETHER):
+        for one in tl.static_range(TOGETHER):
+            inside = (row < T) & (start + one < COUNT)
+            place = row.to(tl.int64) + (start + one) * T
+            power = tl.load(powers + place, mask=inside, other=15).to(tl.int32)
+            factor = ((power - 14) << 23).to(tl.float32, bitcast=True)
+            part = tl.load(sums + place[:, None] * WIDTH + rank[None, :], mask=inside[:, None], other=0.0)
+            total += part.to(tl.float32) * factor[:, None]
+    target = out + row.to(tl.int64)[:, None] * out_row
+    behind = (row < T)[:, None] & ((every >= WIDTH) & (every < R))[None, :]
+    tl.store(target + every[None, :], tl.zeros([ROWS, R_BLOCK], out.dtype.element_ty), mask=behind)
+    tl.store(target + rank[None, :], total.to(out.dtype.element_ty), mask=(row < T)[:, None] & (rank < R)[None, :])

@@ -1,0 +1,327 @@
+"""Frozen linears that share an input, with their adapters, as one matrix product each way.
+
+T = packed tokens, D = width of the input, O = rows of all the linears together (q, k, v one under the other), R = ranks of
+all their adapters together, padded. One buffer M [O + R, D + R] holds everything:
+
+    M = [ W   sB ]      W  [O, D] the frozen weights            sB [O, R] block diagonal: rows of a linear, columns of
+        [ A   0  ]      A  [R, D] the adapters' A, stacked                its adapter, times the adapter's scale
+
+    forward     x_ext  = [x  | x A^T]       y  = x_ext  M[:O]^T   = x W^T + (x A^T)(sB)^T
+    backward    dy_ext = [dy | dy sB]       dx = dy_ext M[:, :D]  = dy W  + (dy sB) A
+                dA = (dy sB)^T x            dB_i = s_i dy_i^T (x A_i^T), only for the rows of linear i
+
+Where x = norm(h), x need not be computed again for dA: with x = rstd_T h w_D it is ((rstd dy sB)^T h) w, and h is there.
+
+The callers own x_ext and dy_ext: row-strided buffers whose last R columns are filled here. At 16k x 28,672 the extra
+columns cost 3 % of the frozen product, where LoRA as a second product costs 17 % (H200). `nn.Linear.weight.data` can be a
+view of M (`weight_view`), so the weights are there once. Gradients are summed in fp32 and have the parameters' dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.gemm.products import add_product, product
+from pronghorn.kernels.lora.lora_collect import CollectJob
+from pronghorn.kernels.lora.lora_refresh import CopyJob, CopyTable
+from pronghorn.kernels.lora.thin_sums import ThinJob, add_thin_products, covered
+
+AdapterGrads = tuple[Tensor, Tensor]  # dA [r, D], dB [O_i, r]
+Part = Literal["dA", "dB"]
+
+
+def lora_linear_reference(
+    x_TD: Tensor, weight_OD: Tensor, A_RD: Tensor, B_OR: Tensor, scale: float, bias_O: Tensor | None = None
+) -> Tensor:
+    """One linear and its adapter, as PEFT computes them."""
+    y_TO = torch.nn.functional.linear(x_TD, weight_OD, bias_O)
+    return y_TO + (x_TD @ A_RD.to(x_TD.dtype).T) @ B_OR.to(x_TD.dtype).T * scale
+
+
+def linear_backward_weight(dy_TO: Tensor, x_TD: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+    """dW_OD of a linear that is trained itself, in `dtype` (default: x's)."""
+    return product(dy_TO.T, x_TD, dtype, out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormOf:
+    """Says of an x that it is the norm's input, not its output."""
+
+    rstd_T: Tensor
+    weight_D: Tensor
+    one_plus: bool
+
+    def columns(self, dtype: torch.dtype) -> Tensor:
+        weight = self.weight_D.detach().to(dtype)
+        return weight + 1.0 if self.one_plus else weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """One LoRA adapter of the linear number `linear` of a group."""
+
+    linear: int
+    A_RD: Tensor
+    B_OR: Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.A_RD.shape[0]
+
+
+def default_padding(adapters: Sequence[Adapter]) -> int:
+    """R is a multiple of this. One adapter of rank 16 as 16 columns is faster than as 64 (8B down forward: 2.91 ms), several
+    together go to whole tiles of 64 (8B gate and up: 5.63 ms; H200, 16,384 tokens)."""
+    return 16 if len(adapters) <= 1 else 64
+
+
+class AdapterGroup:
+    """Where the linears of a group and their adapters stand among each other, and the adapters' gradients: the same whatever
+    their frozen weights are stored in."""
+
+    def _lay_out(self, widths: Sequence[int], D: int, adapters: Sequence[Adapter], padding: int | None) -> None:
+        ranks = sum(adapter.rank for adapter in adapters)
+        multiple = padding or default_padding(adapters)
+        self.adapters = tuple(adapters)
+        self.D = D
+        self.R = -(-ranks // multiple) * multiple
+        self.rows: list[slice] = []  # of each linear in M
+        self.columns: list[slice] = []  # of each adapter among the R
+        self.O = 0
+        for width in widths:
+            self.rows.append(slice(self.O, self.O + width))
+            self.O += width
+        used = 0
+        for adapter in adapters:
+            self.columns.append(slice(used, used + adapter.rank))
+            used += adapter.rank
+        self.sums: tuple[Tensor, Tensor] | None = None  # dA and dB^T of a step (`sum_shapes`); None: gradients are handed out
+
+    @property
+    def used(self) -> int:
+        """All ranks, to the next 16: the columns behind these are zero."""
+        return min(self.R, -(-sum(adapter.rank for adapter in self.adapters) // 16) * 16)
+
+    @property
+    def sum_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of dA [S, D] and dB^T [S, O]. S: the columns that are used; R is padded further where that makes products faster, and
+        would make these sums half as large again."""
+        return (self.used, self.D), (self.used, self.O)
+
+    def load(self) -> None:
+        """Before M is used: nothing to do for a group that owns it."""
+
+    def adapter_grads(
+        self, dy_TO: Tensor, dyb_TR: Tensor, x_TD: Tensor, xa_TR: Tensor, norm: NormOf | None = None
+    ) -> list[AdapterGrads]:
+        """dA of all adapters is one product; dB is one product an adapter, over its own columns of dy only. With `norm`, x is
+        that norm's input; dyb is then scaled in place."""
+        if not self.adapters:
+            return []
+        dtype = self.adapters[0].A_RD.dtype
+        if norm is not None:
+            dyb_TR.mul_(norm.rstd_T[:, None])
+        dA_RD = product(dyb_TR.T, x_TD, dtype)
+        if norm is not None:
+            dA_RD.mul_(norm.columns(dtype))
+        grads = []
+        for adapter, columns in zip(self.adapters, self.columns, strict=True):
+            dy_TO_i = dy_TO[:, self.rows[adapter.linear]]
+            # As [r, O], not [O, r]: the long side goes to the tensor cores' 64-row side. The scale's pass turns it round.
+            dB_RO = product(xa_TR[:, columns].T, dy_TO_i, adapter.B_OR.dtype)
+            grads.append((dA_RD[columns], torch.mul(dB_RO.T, adapter.scale, out=torch.empty_like(adapter.B_OR))))
+        return grads
+
+    def add_adapter_grads(
+        self, dy_TO: Tensor, dyb_TR: Tensor, x_TD: Tensor, xa_TR: Tensor, norm: NormOf | None = None,
+        without: Part | None = None,
+    ) -> None:
+        """The same gradients, added to `sums` by two products: dB of all adapters together, blocks that belong to no adapter
+        included (dy is read once either way). The norm's weight is left for `collect_jobs`. dyb is scaled in place where
+        thin_sums.py does not cover them."""
+        assert self.sums is not None
+        dA_SD, dB_SO = self.sums
+        jobs = []
+        if without != "dA":
+            jobs.append(ThinJob(dA_SD, dyb_TR[:, : len(dA_SD)], x_TD, None if norm is None else norm.rstd_T))
+        if without != "dB":
+            jobs.append(ThinJob(dB_SO, xa_TR[:, : len(dB_SO)], dy_TO))
+        if all(covered(job) for job in jobs):
+            add_thin_products(jobs)
+            return
+        for job in jobs:
+            if job.rstd_T is not None:
+                job.thin_TS.mul_(job.rstd_T[:, None])
+            add_product(job.total_SD, job.thin_TS.T, job.wide_TD)
+
+    def collect_jobs(self, norm: NormOf | None = None) -> list[CollectJob]:
+        """What takes A.grad and B.grad out of `sums`. `norm`: as `add_adapter_grads` is given it; its rstd is not looked at."""
+        assert self.sums is not None
+        dA_SD, dB_SO = self.sums
+        jobs = []
+        for adapter, columns in zip(self.adapters, self.columns, strict=True):
+            assert adapter.A_RD.grad is not None
+            assert adapter.B_OR.grad is not None
+            weight, one_plus = (norm.weight_D.detach(), norm.one_plus) if norm else (None, False)
+            jobs.append(CollectJob(dA_SD[columns], adapter.A_RD.grad, weight=weight, one_plus=one_plus))
+            block = dB_SO[columns, self.rows[adapter.linear]]
+            jobs.append(CollectJob(block, adapter.B_OR.grad, adapter.scale, transposed=True))
+        return jobs
+
+
+class LoraGroup(AdapterGroup):
+    """Linears that share an input, any subset of them with an adapter. Owns M; the adapters' parameters stay the caller's.
+
+    Without adapters M is the weights alone, R is 0, and x_ext, dy_ext are plain x and dy.
+    """
+
+    M: Tensor
+
+    def __init__(self, weights: Sequence[Tensor], adapters: Sequence[Adapter] = (), *, padding: int | None = None) -> None:
+        self._lay_out([weight.shape[0] for weight in weights], weights[0].shape[1], adapters, padding)
+        self.M = self._joined(weights)
+        self._table = CopyTable([job for pair in self._jobs() for job in pair])
+        self.refresh()
+
+    def _joined(self, weights: Sequence[Tensor]) -> Tensor:
+        if len(weights) == 1 and not self.adapters:
+            return weights[0].detach()  # nothing to join: no second copy
+        like = weights[0]
+        joined = torch.zeros(self.O + self.R, self.D + self.R, dtype=like.dtype, device=like.device)
+        for rows, weight in zip(self.rows, weights, strict=True):
+            joined[rows, : self.D] = weight.detach()
+        return joined
+
+    def _jobs(self) -> list[tuple[CopyJob, CopyJob]]:
+        """What a refresh copies, for each adapter: A into its rows, sB into its block."""
+        jobs = []
+        for adapter, columns in zip(self.adapters, self.columns, strict=True):
+            A_RD = self.M[self.O + columns.start : self.O + columns.stop, : self.D]
+            sB_OR = self.M[self.rows[adapter.linear], self.D + columns.start : self.D + columns.stop]
+            jobs.append((CopyJob(adapter.A_RD, A_RD, 1.0), CopyJob(adapter.B_OR, sB_OR, adapter.scale)))
+        return jobs
+
+    @property
+    def jobs(self) -> list[CopyJob]:
+        """For one `CopyTable` over all the groups of a model: one launch an optimizer step."""
+        return self._table.jobs
+
+    def refresh(self) -> None:
+        """Copies A and sB into M. Always: torch's version counters do not tell of a change, since its fused optimizers leave
+        them as they are. A CUDA graph can capture it."""
+        self._table.run()
+
+    def weight_view(self, linear: int) -> Tensor:
+        """The frozen weight [O_i, D] as a view of M, for `nn.Linear.weight.data`."""
+        return self.M[self.rows[linear], : self.D]
+
+    @property
+    def input_width(self) -> int:
+        """Columns of x_ext."""
+        return self.D + self.R
+
+    @property
+    def grad_width(self) -> int:
+        """Columns of dy_ext."""
+        return self.O + self.R
+
+    def extend(self, x_ext: Tensor) -> Tensor:
+        """Fills the last R columns of x_ext with x A^T (zeros where R is padding) and returns them."""
+        xa_TR = x_ext[:, self.D :]
+        if self.R:
+            product(x_ext[:, : self.D], self.M[self.O :, : self.D].T, out=xa_TR)
+        return xa_TR
+
+    def extend_grad(self, dy_ext: Tensor) -> Tensor:
+        """Fills the last R columns of dy_ext with dy sB and returns them."""
+        dyb_TR = dy_ext[:, self.O :]
+        if self.R:
+            product(dy_ext[:, : self.O], self.M[: self.O, self.D :], out=dyb_TR)
+        return dyb_TR
+
+    def widen(self, x_TD: Tensor) -> Tensor:
+        """x_ext made from x with a copy, for callers whose x is not in such a buffer. Columns not filled yet."""
+        if not self.R:
+            return x_TD
+        x_ext = torch.empty(x_TD.shape[0], self.input_width, dtype=x_TD.dtype, device=x_TD.device)
+        x_ext[:, : self.D] = x_TD
+        return x_ext
+
+    def forward(
+        self, x_ext: Tensor, *, bias_O: Tensor | None = None, out: Tensor | None = None, extended: bool = False
+    ) -> Tensor:
+        """y_TO. `extended`: the last R columns are filled already (by a kernel that made x)."""
+        if not extended:
+            self.extend(x_ext)
+        weight = self.M[: self.O].T
+        if bias_O is None:
+            return product(x_ext, weight, out=out)
+        if out is None or x_ext.is_cuda:  # one kernel there: the bias is added in the product's epilogue
+            return torch.addmm(bias_O, x_ext, weight) if out is None else torch.addmm(bias_O, x_ext, weight, out=out)
+        return product(x_ext, weight, out=out).add_(bias_O)
+
+    def backward(
+        self, dy_ext: Tensor, x_ext: Tensor, xa_TR: Tensor | None = None, *, need_dx: bool = True, out: Tensor | None = None
+    ) -> tuple[Tensor | None, list[AdapterGrads]]:
+        """(dx_TD or None, [(dA, dB)] of each adapter). Fills dy_ext's last R columns.
+
+        Without `xa_TR`, x_ext is the forward's. With it, x_ext may be a plain x [T, D] that was computed again.
+        """
+        dyb_TR = self.extend_grad(dy_ext)
+        xa_TR = x_ext[:, self.D :] if xa_TR is None else xa_TR
+        grads = self.adapter_grads(dy_ext[:, : self.O], dyb_TR, x_ext[:, : self.D], xa_TR)
+        if not need_dx:
+            return None, grads
+        return product(dy_ext, self.M[:, : self.D], out=out), grads
+
+
+def lora_linear_forward(
+    x_TD: Tensor, weight_OD: Tensor, A_RD: Tensor, B_OR: Tensor, scale: float, bias_O: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(y_TO, xa_TR) of one linear and its adapter, as a second product onto the first: for odd uses."""
+    xa_TR = x_TD @ A_RD.to(x_TD.dtype).T
+    y_TO = x_TD @ weight_OD.T if bias_O is None else torch.addmm(bias_O, x_TD, weight_OD.T)
+    return y_TO.addmm_(xa_TR, B_OR.to(x_TD.dtype).T, alpha=scale), xa_TR
+
+
+def lora_linear_backward(
+    dy_TO: Tensor, x_TD: Tensor, xa_TR: Tensor, weight_OD: Tensor, A_RD: Tensor, B_OR: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx_TD, dA_RD, dB_OR)"""
+    dyb_TR = (dy_TO @ B_OR.to(dy_TO.dtype)).mul_(scale)
+    dx_TD = (dy_TO @ weight_OD).addmm_(dyb_TR, A_RD.to(dy_TO.dtype))
+    dA_RD = product(dyb_TR.T, x_TD, A_RD.dtype)
+    return dx_TD, dA_RD, product(dy_TO.T, xa_TR, B_OR.dtype).mul_(scale)
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, weight_OD: Tensor, A_RD: Tensor, B_OR: Tensor, scale: float, bias_O: Tensor | None
+    ) -> Tensor:
+        y_TO, xa_TR = lora_linear_forward(x_TD, weight_OD, A_RD, B_OR, scale, bias_O)
+        ctx.save_for_backward(x_TD, xa_TR, weight_OD, A_RD, B_OR)
+        ctx.scale = scale
+        return y_TO
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        dy_TO = grad_outputs[0]
+        x_TD, xa_TR, weight_OD, A_RD, B_OR = ctx.saved_tensors
+        dx_TD, dA_RD, dB_OR = lora_linear_backward(dy_TO, x_TD, xa_TR, weight_OD, A_RD, B_OR, ctx.scale)
+        dbias = dy_TO.sum(0) if ctx.needs_input_grad[5] else None
+        return dx_TD, None, dA_RD, dB_OR, None, dbias
+
+
+def lora_linear(
+    x: Tensor, weight_OD: Tensor, A_RD: Tensor, B_OR: Tensor, scale: float, bias_O: Tensor | None = None
+) -> Tensor:
+    """One frozen linear with its adapter: gradients for x, A, B and the bias."""
+    flat: Tensor = _LoraLinear.apply(x.flatten(0, -2), weight_OD.detach(), A_RD, B_OR, scale, bias_O)  # type: ignore[no-untyped-call]
+    return flat.view(*x.shape[:-1], weight_OD.shape[0])

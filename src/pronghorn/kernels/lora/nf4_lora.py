@@ -1,0 +1,107 @@
+"""Frozen linears in 4 bits with their adapters: the products of lora_linear.py, M dequantized into shared memory before use.
+
+A matrix M of its own for every layer would be the 16-bit weights again. Instead all layers of a model share one buffer for
+each kind of group (q, k, v; o; gate, up; down), as large as the largest of them, and whichever layer is at work owns it:
+
+    owner -> W from its 4 bits, one launch (kernels/quant/nf4.py); A and sB from the adapters' parameters, another
+
+A group that owns the buffer finds its weights there, so one load serves a layer's recomputed forward and its backward, and
+the last layer's forward and backward. Who owns it follows from the order of calls alone, never from the device. A CUDA graph
+therefore holds every load that its own calls need, provided that they begin with `forget`: what stands in the buffer when
+the graph is replayed, and adapters as they were before an update, must not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup
+from pronghorn.kernels.lora.lora_refresh import CopyTable
+from pronghorn.kernels.quant.nf4 import NF4Job, NF4Table, NF4Tensor
+
+
+class Scratch:
+    """One buffer, allocated when it is first used, and who owns it."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self.owner: NF4LoraGroup | None = None
+        self.layout: Any = None  # where the owner's M is not zero beside W
+        self._values = 0
+        self._buffer: Tensor | None = None
+
+    def reserve(self, values: int) -> None:
+        self._values = max(self._values, values)
+
+    def matrix(self, rows: int, columns: int) -> Tensor:
+        if self._buffer is None or self._buffer.numel() < self._values:
+            self._buffer = torch.zeros(self._values, dtype=self.dtype, device=self.device)
+            self.forget()
+        return self._buffer[: rows * columns].view(rows, columns)
+
+    def forget(self) -> None:
+        """The next user loads, whoever it is."""
+        self.owner = self.layout = None
+
+    def __deepcopy__(self, memo: Any) -> Scratch:
+        """A copied model has its own; nothing in it is worth copying."""
+        copy = Scratch(self.dtype, self.device)
+        copy.reserve(self._values)
+        return copy
+
+
+class Workspace:
+    """The buffers that the layers of one model share."""
+
+    def __init__(self) -> None:
+        self._scratches: dict[Any, Scratch] = {}
+
+    def scratch(self, kind: tuple[str, ...], dtype: torch.dtype, device: torch.device) -> Scratch:
+        key = (kind, dtype, device)
+        if key not in self._scratches:
+            self._scratches[key] = Scratch(dtype, device)
+        return self._scratches[key]
+
+
+class NF4LoraGroup(LoraGroup):
+    """A `LoraGroup` whose M is there after `load`, until another group loads. Some of its weights may be in 16 bits: they are
+    copied in. R may be 0: M is then the weights alone."""
+
+    def __init__(self, weights: Sequence[NF4Tensor | Tensor], adapters: Sequence[Adapter], scratch: Scratch, *,
+                 padding: int | None = None) -> None:
+        self._lay_out([weight.shape[0] for weight in weights], weights[0].shape[1], adapters, padding)
+        self.scratch = scratch
+        self._weights = list(weights)
+        self._layout = (self.O, self.D, self.R, *((self.rows[adapter.linear].start, columns.start, columns.stop)
+                                                  for adapter, columns in zip(self.adapters, self.columns, strict=True)))
+        self._table, self._nf4 = CopyTable([]), NF4Table([])
+        scratch.reserve((self.O + self.R) * (self.D + self.R))
+        self.M = torch.empty(0)
+
+    def load(self) -> None:
+        """Before M is used. The tables of addresses go to the device on first use, so a capture needs a run before it."""
+        scratch = self.scratch
+        if scratch.owner is self:
+            return
+        M = scratch.matrix(self.O + self.R, self.D + self.R)
+        if M.data_ptr() != self.M.data_ptr() or M.shape != self.M.shape:
+            self._build(M)
+        if self.R and scratch.layout != self._layout:
+            self.M[: self.O, self.D :] = 0
+            self.M[self.O :] = 0
+        self._nf4.run()
+        for rows, weight in zip(self.rows, self._weights, strict=True):
+            if isinstance(weight, Tensor):
+                self.M[rows, : self.D] = weight
+        self.refresh()
+        scratch.owner, scratch.layout = self, self._layout
+
+    def _build(self, M: Tensor) -> None:
+        self.M = M
+        self._nf4 = NF4Table([NF4Job(weight, M[rows, : self.D]) for rows, weight in zip(self.rows, self._weights, strict=True)
+                              if not isinstance(weight, Tensor)])
+        self._table = CopyTable([job for pair in self._jobs() for job in pair])

@@ -1,0 +1,1 @@
+"""The head: cross-entropy and log-probs without logits in memory."""

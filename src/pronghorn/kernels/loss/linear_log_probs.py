@@ -1,0 +1,104 @@
+"""Log-probabilities of labels under a language-model head, a gradient for each, without ever holding the logits.
+
+    log_prob_n = -loss_n                       of linear_cross_entropy.py, which computes d loss_n / d hidden_n beside it
+    d hidden_n = -gradient_n * that            whatever gradient comes in for each row: the row is multiplied by it, once
+    entropy_n  = loss_n - <hidden_n, d loss_n / d hidden_n>
+    top_n      = [exp(-loss_n) >= the largest probability of another token]
+
+The entropy needs no pass over the logits: with z_v = hidden . W_v and p = softmax(z), d loss / d hidden is sum_v p_v W_v -
+W_label, whose product with hidden is sum_v p_v z_v - z_label; and the entropy is lse - sum_v p_v z_v. The largest probability
+is read off the logits' gradient, which is p_v everywhere but at the label: one pass over it, 4 GB at 16,384 rows of 128,256.
+
+For heads that are frozen (a gradient of the weight is a sum over rows, which cannot be weighted afterwards) and without a
+softcap. N = rows, D = model width, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pronghorn.kernels.loss.cross_entropy_rows import Terms
+from pronghorn.kernels.loss.linear_cross_entropy import HeadLoss, _precise, _scale_in_place, linear_cross_entropy_forward
+from pronghorn.kernels.runtime.dispatch import keeps_graph
+
+ROWS = 4096  # at a time, in fp32: three times 67 MB at D = 4096
+
+
+class LogProbs(NamedTuple):
+    log_probs: Tensor  # [N] fp32, differentiable
+    entropy: Tensor | None  # [N] fp32; its own gradient is refused
+    top: Tensor | None  # [N] bool: whether no other token is likelier
+
+
+def linear_log_probs_reference(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, bias_V: Tensor | None = None,
+                               logit_scale: float = 1.0) -> LogProbs:
+    """Plain torch, all logits at once."""
+    logits = torch.nn.functional.linear(hidden_ND, weight_VD, bias_V)
+    everything = (logits.to(_precise(logits.dtype)) * logit_scale).log_softmax(-1)
+    entropy = -(everything.exp() * everything).sum(-1)
+    log_probs = everything.gather(1, labels_N[:, None])[:, 0]
+    return LogProbs(log_probs, entropy, log_probs >= everything.amax(-1))
+
+
+def linear_log_probs(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, bias_V: Tensor | None = None,
+                     logit_scale: float = 1.0, chunk_share: int = 1, entropy: bool = False, top: bool = False) -> LogProbs:
+    """Differentiable once in hidden. A bias moves the logits, and so the entropy asks for none."""
+    if weight_VD.requires_grad or (bias_V is not None and (bias_V.requires_grad or entropy)):
+        raise ValueError("a head that trains, or the entropy under a head with a bias, needs its logits")
+    terms = Terms(logit_scale=logit_scale, chunk_share=chunk_share)
+    wanted = entropy or top or (torch.is_grad_enabled() and hidden_ND.requires_grad)
+    return LogProbs(*_LinearLogProbs.apply(hidden_ND, weight_VD, bias_V, labels_N, terms, wanted, entropy, top))  # type: ignore[no-untyped-call]
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms, wanted: bool,
+                entropy: bool, top: bool) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)  # so that a gradient of the entropy is noticed
+        found = linear_cross_entropy_forward(hidden, weight, labels, bias_V=bias, terms=terms, need_hidden_grad=wanted,
+                                             factors_later=True, need_most=top)
+        ctx.gradient, ctx.factors = found.d_hidden, found.factors
+        likeliest = _likeliest(found, terms) if top else None
+        if likeliest is not None:
+            ctx.mark_non_differentiable(likeliest)
+        return -found.row_losses, _entropy(found, hidden) if entropy else None, likeliest
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        of_log_probs, of_entropy, _ = incoming
+        if of_entropy is not None:
+            raise RuntimeError("the entropy of the fused head has no gradient: detach it, or compute it from logits")
+        if of_log_probs is None:
+            return (None,) * 8
+        gradient = ctx.gradient
+        if gradient is None:
+            raise RuntimeError("linear_log_probs gave its gradient away in a first backward: compute the loss again, or ask "
+                               "the first backward for retain_graph=True")
+        if keeps_graph():
+            gradient = gradient.clone()
+        else:
+            ctx.gradient = None
+        rows = -of_log_probs.to(_precise(gradient.dtype))
+        one = torch.ones((), dtype=rows.dtype, device=rows.device)
+        _scale_in_place(gradient, one, rows if ctx.factors is None else rows * ctx.factors)
+        return (gradient, *(None,) * 7)
+
+
+def _entropy(found: HeadLoss, hidden_ND: Tensor) -> Tensor:
+    assert found.d_hidden is not None
+    along, precise = torch.empty_like(found.row_losses), found.row_losses.dtype
+    for first in range(0, len(along), ROWS):
+        part = slice(first, first + ROWS)
+        along[part] = torch.linalg.vecdot(hidden_ND[part].to(precise), found.d_hidden[part].to(precise))
+    return found.row_losses - (along if found.factors is None else along * found.factors)
+
+
+def _likeliest(found: HeadLoss, terms: Terms) -> Tensor:
+    assert found.most is not None
+    most = found.most.to(found.row_losses.dtype) / terms.logit_scale
+    return torch.exp(-found.row_losses) >= (most if found.factors is None else most * found.factors)

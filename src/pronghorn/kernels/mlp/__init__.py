@@ -1,0 +1,1 @@
+"""The gated MLP: activation, with LoRA, in FP8."""

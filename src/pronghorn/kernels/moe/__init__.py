@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, grouped products, gather and combine."""

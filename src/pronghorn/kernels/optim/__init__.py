@@ -1,0 +1,1 @@
+"""AdamW, in 32 and in 8 bits."""

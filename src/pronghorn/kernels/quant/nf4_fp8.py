@@ -1,0 +1,89 @@
+"""Weights stored in NF4 (nf4.py), made FP8 (fp8_cast.py) for a product: 4 bits read and 8 written, with no bf16 between.
+
+    q8 = round(level * absmax / scale)       scale [O] from `nf4_fp8_scales`, once, when the weight is loaded
+
+O = rows of the weight, D = its width, a multiple of 64 (else it goes through fp32). The rows of q8 may be strided.
+A block's largest value is a level of -1 or 1, so a row's largest value is the largest absmax of its blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.quant.fp8_cast import E4M3, _scale_torch
+from pronghorn.kernels.quant.nf4 import (
+    BLOCK,
+    NF4Tensor,
+    _chunk,
+    _config,
+    _fits,
+    _level,
+    _lookup,
+    _shuffled_levels,
+    _tiles,
+    nf4_dequantize_reference,
+    nf4_scales_reference,
+)
+from pronghorn.kernels.runtime.dispatch import jit, tl
+
+
+def nf4_fp8_scales(q: NF4Tensor) -> Tensor:
+    """scale_O, as fp8_quantize_weight would choose it."""
+    if q.shape[1] % BLOCK:
+        largest_O = nf4_dequantize_reference(q, torch.float32).abs().amax(1)
+    else:
+        largest_O = nf4_scales_reference(q).view(q.shape[0], -1).amax(1)
+    return _scale_torch(torch.maximum(largest_O, largest_O.max() * 2.0**-8), None, None)
+
+
+def nf4_to_fp8_reference(q: NF4Tensor, scale_O: Tensor) -> Tensor:
+    return (nf4_dequantize_reference(q, torch.float32) * (1 / scale_O)[:, None]).to(E4M3)
+
+
+@jit
+def _to_fp8_kernel(
+    packed: tl.tensor, absmax: tl.tensor, nested_absmax: tl.tensor, nested_code: tl.tensor, offset: tl.tensor, code: tl.tensor,
+    row_scale: tl.tensor, out: tl.tensor, row_stride: int, rows: int, row_blocks: int, NESTED: tl.constexpr,
+    CHUNK: tl.constexpr, GROUPS: tl.constexpr, LOOKUP: tl.constexpr,
+) -> None:  # fmt: skip
+    """GROUPS blocks of 64: GROUPS / CHUNK rows of CHUNK neighbouring blocks, as nf4.py dequantizes them."""
+    chunks = row_blocks // CHUNK
+    group = tl.arange(0, GROUPS)
+    row = (tl.program_id(0) // chunks) * (GROUPS // CHUNK) + group // CHUNK
+    column = (tl.program_id(0) % chunks) * CHUNK + group % CHUNK
+    inside = row < rows
+    block = row.to(tl.int64) * row_blocks + column
+    scale = tl.load(absmax + block, mask=inside, other=0)
+    if NESTED:
+        largest = tl.load(nested_absmax + block // 256, mask=inside, other=0.0)
+        scale = tl.load(nested_code + scale.to(tl.int32)) * largest + tl.load(offset)
+    scale = tl.div_rn(scale, tl.load(row_scale + row, mask=inside, other=1.0))
+    if LOOKUP == "shuffle":
+        place = tl.max_contiguous(block[:, None] * 8 + tl.arange(0, 8)[None, :], [1, 1])
+        words = tl.load(packed.to(tl.pointer_type(tl.int32)) + place, mask=inside[:, None], other=0)
+        values = _shuffled_levels(code, words)
+    else:
+        place = tl.max_contiguous(block[:, None] * 32 + tl.arange(0, 32)[None, :], [1, 4])
+        pair = tl.load(packed + place, mask=inside[:, None], other=0).to(tl.int32)
+        values = tl.reshape(tl.join(_level(code, pair >> 4, LOOKUP), _level(code, pair & 15, LOOKUP)), (GROUPS, 64))
+    target = (row.to(tl.int64) * row_stride + column * 64)[:, None] + tl.arange(0, 64)[None, :]
+    tl.store(out + target, (values * scale[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
+
+
+def nf4_to_fp8(q: NF4Tensor, scale_O: Tensor, out: Tensor | None = None) -> Tensor:
+    """The weight [O, D] in e4m3, in `out` (a view of a group's matrix) or a new tensor."""
+    if out is None:
+        out = torch.empty(q.shape, dtype=E4M3, device=q.packed.device)
+    if not _fits(q, out):
+        return out.copy_(nf4_to_fp8_reference(q, scale_O))
+    config, row_blocks = _config(), q.shape[1] // BLOCK
+    chunk = _chunk([row_blocks], config.groups)
+    unused = q.absmax  # stands for the tensors that are not there without double quantization
+    _to_fp8_kernel[(_tiles(q, chunk, config.groups),)](
+        q.packed, q.absmax, unused if q.nested_absmax is None else q.nested_absmax,
+        unused if q.nested_code is None else q.nested_code, unused if q.offset is None else q.offset, q.code,
+        scale_O, out, out.stride(0), q.shape[0], row_blocks, NESTED=q.nested, CHUNK=chunk, GROUPS=config.groups,
+        LOOKUP=_lookup(config, q.packed.data_ptr() % 16 == 0), num_warps=config.warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out

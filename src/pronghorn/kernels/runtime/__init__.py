@@ -1,0 +1,1 @@
+"""Where a kernel runs: dispatch, compilation, CUDA sources, host memory, and helpers that kernels share."""

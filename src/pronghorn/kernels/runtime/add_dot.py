@@ -1,0 +1,41 @@
+"""sums + a b inside a kernel, fp32 as near to the truth as plain torch's.
+
+A GPU's fp32 product (PRECISION "ieee") adds one term after the other; where the sums so far come in as its start, a sum over D
+is D roundings in a row, 2.8 times the error of plain torch's product at D = 128 on an H200. Summed by blocks of 16, it is 16
+and the number of blocks. 16-bit inputs keep the tensor cores' own accumulator.
+"""
+
+from __future__ import annotations
+
+from pronghorn.kernels.runtime.dispatch import jit, tl
+
+EXACT_INNER = 16  # terms a block of an fp32 product: the fewest that `tl.dot` takes
+
+
+@jit
+def halves(x: tl.tensor) -> tl.tensor:
+    """The left half of the columns, and the right one."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@jit
+def _dot_by_16(a: tl.tensor, b_turned: tl.tensor) -> tl.tensor:
+    """16 or 32 columns. max_num_imprecise_acc is ignored for fp32, but keeps the compiler from merging sum and product."""
+    if a.shape[1] == 32:
+        left, right = halves(a)
+        b_left, b_right = halves(b_turned)
+        first = tl.dot(left, tl.trans(b_left), input_precision="ieee", max_num_imprecise_acc=1)
+        return first + tl.dot(right, tl.trans(b_right), input_precision="ieee", max_num_imprecise_acc=1)
+    return tl.dot(a, tl.trans(b_turned), input_precision="ieee", max_num_imprecise_acc=1)
+
+
+@jit
+def add_dot(sums: tl.tensor, a: tl.tensor, b: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
+    """a: [M, K], b: [K, N]; in fp32 K is 16, 32 or 64."""
+    if PRECISION != "ieee":
+        return tl.dot(a, b, sums, input_precision=PRECISION)
+    if a.shape[1] == 64:
+        left, right = halves(a)
+        b_left, b_right = halves(tl.trans(b))
+        return sums + (_dot_by_16(left, b_left) + _dot_by_16(right, b_right))
+    return sums + _dot_by_16(a, tl.trans(b))

@@ -1,0 +1,179 @@
+"""Which way an op runs: Triton on a GPU, plain torch elsewhere.
+
+`jit`, `triton` and `tl` exist on every machine, so that kernel files import everywhere; the kernels themselves are only
+called where `use_triton` says so. With TRITON_INTERPRET=1 set both when this file is imported and when an op is called,
+the Triton kernels run on CPU tensors through Triton's interpreter: slow, and meant for tests.
+
+What a GPU offers is said here and nowhere else (`CHIPS`): tiles are chosen by `chip_of(device)`. Within `as_on(chip)` every op
+does what it would do on that chip, wherever its tensors are: for compiling kernels without having one (compile_for.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+triton: Any
+tl: Any
+try:
+    import triton as _triton
+    import triton.language as _tl
+
+    triton, tl = _triton, _tl
+    HAS_TRITON = True
+except ImportError:  # CPU-only builds and platforms without Triton: names that decorators and constants can use
+    triton = SimpleNamespace(jit=lambda function: function)
+    tl = SimpleNamespace(constexpr=lambda value: value)
+    HAS_TRITON = False
+
+_said: set[str] = set()
+
+
+class Chip(NamedTuple):
+    """What a GPU's multiprocessor has for our programs, of the tables in NVIDIA's CUDA programming guide."""
+
+    capability: tuple[int, int]
+    gpus: str
+    shared: int  # bytes of shared memory that one program may have
+    all_shared: int  # and all of them together; each takes 1 KB more than it asks for
+    warps: int  # of all of them together
+
+    @property
+    def sm(self) -> int:
+        return 10 * self.capability[0] + self.capability[1]
+
+    @property
+    def large(self) -> bool:
+        """Room for tiles of 128 x 256 in three stages (144 KB), which the tensor cores of these chips read from there."""
+        return self.shared >= 200 * 1024
+
+
+CHIPS = {chip.capability: chip for chip in (
+    Chip((8, 0), "A100", 163 * 1024, 164 * 1024, 64),
+    Chip((8, 6), "RTX 3090, A10", 99 * 1024, 100 * 1024, 48),
+    Chip((8, 9), "RTX 4090, L4, L40S", 99 * 1024, 100 * 1024, 48),
+    Chip((9, 0), "H100, H200", 227 * 1024, 228 * 1024, 64),
+    Chip((10, 0), "B200", 227 * 1024, 228 * 1024, 64),
+    Chip((12, 0), "RTX 5090, RTX PRO 6000", 99 * 1024, 100 * 1024, 48),
+)}
+HOPPER, BLACKWELL = CHIPS[9, 0], CHIPS[10, 0]
+_SMALLEST = CHIPS[8, 6]
+_as_on: list[Chip] = []
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+# Triton decides at decoration time whether a kernel is compiled or interpreted, so the answer is kept from import.
+KERNELS_ARE_INTERPRETED = HAS_TRITON and _interpreting()
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """`triton.jit` with a type: the result is launched as `kernel[grid](...)`, or compiled ahead of that."""
+    if not HAS_TRITON or _interpreting():
+        return triton.jit(function)
+    from pronghorn.kernels.runtime.compile_ahead import Kernel  # needs Triton
+
+    return Kernel(function)
+
+
+def compile_kernels(work: Callable[[], None]) -> None:
+    """All kernels of this work at once, where there are any; the work itself is gone through without them."""
+    if HAS_TRITON and not _interpreting():
+        from pronghorn.kernels.runtime.compile_ahead import compile_ahead
+
+        compile_ahead(work)
+
+
+def compile_elsewhere(compilation: Callable[[], Any]) -> bool:
+    """Whether kernels are being compiled ahead: then this is done in a thread, too, and nothing is to be launched."""
+    if not HAS_TRITON or _interpreting():
+        return False
+    from pronghorn.kernels.runtime.compile_ahead import submit
+
+    return submit(compilation)
+
+
+def use_triton(tensor: torch.Tensor) -> bool:
+    """Whether an op on this tensor runs through its Triton kernels; they compute in fp32, so float64 never does."""
+    if tensor.dtype == torch.float64:
+        return False
+    if tensor.is_cuda or _as_on:
+        return HAS_TRITON
+    return KERNELS_ARE_INTERPRETED and _interpreting() and tensor.device.type == "cpu"
+
+
+def say_once(text: str) -> None:
+    """One line on stderr, once a process: a fallback is always told, and never in every layer."""
+    if text not in _said:
+        _said.add(text)
+        print(text, file=sys.stderr, flush=True)
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs now leaves the graph for another one (`retain_graph=True`): what forward left for it must
+    stay as it is. Where torch cannot tell, it does not, and the second backward says so."""
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return asked is not None and bool(asked())
+
+
+@cache
+def _capability_of(index: int) -> tuple[int, int]:
+    major, minor = torch.cuda.get_device_capability(index)
+    return major, minor
+
+
+def cuda_capability(device: torch.device | str) -> tuple[int, int]:
+    """(9, 0) on Hopper; (0, 0) where the device is not a CUDA one, so that comparisons with a minimum just fail."""
+    device = torch.device(device)
+    if _as_on:
+        return _as_on[-1].capability
+    if device.type != "cuda":
+        return 0, 0
+    return _capability_of(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def on_gpu(device: torch.device | str) -> bool:
+    return bool(_as_on) or torch.device(device).type == "cuda"
+
+
+def chip_of(device: torch.device | str) -> Chip:
+    """One that is not in the table is taken for the newest there that is not newer. The interpreter has small tiles, too."""
+    capability = cuda_capability(device)
+    return CHIPS[max((known for known in CHIPS if known <= capability), default=_SMALLEST.capability)]
+
+
+def pretended() -> Chip | None:
+    """The chip of `as_on`."""
+    return _as_on[-1] if _as_on else None
+
+
+@contextmanager
+def as_on(chip: Chip) -> Iterator[None]:
+    """Ops launch what they would launch on this chip. The kernels cannot run: see compile_for.py."""
+    _as_on.append(chip)
+    try:
+        yield
+    finally:
+        _as_on.pop()
+
+
+@cache
+def _processors_of(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def processor_count(device: torch.device | str) -> int:
+    """Multiprocessors of the GPU, for grids of a fixed size; 2 for the interpreter, so that tests see more than one."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return 100 if _as_on else 2
+    return _processors_of(torch.cuda.current_device() if device.index is None else device.index)
