@@ -47,8 +47,8 @@ def table(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[..., Any]
                         own["monkeypatch"] = stack.enter_context(fixtures["monkeypatch"].context())
                     try:
                         test(**own, **dict(zip(columns, row, strict=True)))
-                    except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # a row may not skip
-                        # pytest's own outcomes are no Exception: "did not raise" comes as one
+                    except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # noqa: BLE001 raised below
+                        # pytest's own outcomes ("did not raise", and a skip, which no row may) are no Exception
                         told = error if isinstance(error, Exception) else AssertionError(str(error))
                         told.add_note("row: " + ", ".join(f"{n}={v!r}"[:300] for n, v in zip(columns, row, strict=True)))
                         failed.append(told.with_traceback(error.__traceback__))

@@ -21,8 +21,11 @@ from pronghorn.kernels.attention.attention import (
 from pronghorn.kernels.attention.attention_short import Config, Tiles
 from pronghorn.kernels.attention.attention_torch import spans
 from pronghorn.kernels.attention.rope import qk_rope_reference
+from tables import covering
 
 CUDA = torch.cuda.is_available()
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PAIR_DTYPES = DTYPES[:2]
 # One token; documents that end in the middle of a block, at its end, and that span several; padding of no tokens behind.
 LENGTHS = (1, 37, 26, 64, 3, 90, 5) if CUDA else (1, 20, 11, 32, 2, 29)
 WHOLE = (*LENGTHS, 30) if CUDA else (*LENGTHS, 33)  # no tile reaches beyond the pack: nothing is masked where it is loaded
@@ -105,8 +108,9 @@ def ours(tensors: list[torch.Tensor], cu: torch.Tensor, options: dict[str, Any],
     return [out, *(grad for grad in grads if grad is not None)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", CASES)
+# The interpreter takes half a second a case: each in one dtype in turn, the one with everything in all of them.
+@pytest.mark.parametrize(("name", "dtype"), [*itertools.product(CASES, DTYPES)] if CUDA else [
+    *covering(CASES, DTYPES), ("all", torch.float32), ("all", torch.bfloat16)], ids=str)
 def test_forward_and_backward_are_as_near_to_the_truth_as_plain_torch(
     where: str, name: str, dtype: torch.dtype, judge: Callable[..., None]
 ) -> None:
@@ -149,8 +153,8 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [*PAIRS, *NO_PAIRS])
+@pytest.mark.parametrize(("name", "dtype"), [*itertools.product([*PAIRS, *NO_PAIRS], PAIR_DTYPES)] if CUDA else
+                         [*covering([*PAIRS, *NO_PAIRS], PAIR_DTYPES), ("whole, all", torch.bfloat16)], ids=str)
 def test_two_heads_in_a_program_give_the_bits_of_one(
     where: str, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

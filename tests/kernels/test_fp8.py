@@ -32,6 +32,7 @@ from pronghorn.kernels.quant.fp8_cast import (
     fp8_transpose,
 )
 from pronghorn.kernels.quant.fp8_norm import rms_norm_fp8_forward
+from tables import table
 
 BF16 = torch.bfloat16
 CUDA = torch.cuda.is_available()
@@ -59,8 +60,8 @@ def assert_product(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, plus: torc
     assert ((y.double() - true).abs() <= rounding + summing).all()
 
 
-@pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(1, 16, 32), (17, 96, 64), (128, 576, 208)])
+@table("fast", [True, False])
+@table(("tokens", "inputs", "outputs"), [(1, 16, 32), (17, 96, 64), (128, 576, 208)])
 def test_product(place: str, tokens: int, inputs: int, outputs: int, fast: bool) -> None:
     x = torch.randn(tokens, inputs, device=place).to(BF16)
     q, scale = fp8_quantize_weight(torch.randn(outputs, inputs, device=place) * 0.05)
@@ -156,7 +157,7 @@ def bf16_lora(group: Fp8Group, x: torch.Tensor, weight: torch.Tensor) -> torch.T
     return x.double() @ weight.double().T + (x.double() @ group.A_RD.double().T) @ group.sB_OR.double().T
 
 
-@pytest.mark.parametrize("trained", [1e-5, 1e-3, 0.02, 0.3])
+@table("trained", [1e-5, 1e-3, 0.02, 0.3])
 def test_adapters_in_the_product_are_as_good_as_in_bf16(place: str, trained: float) -> None:
     group, weight = group_of(place, trained)
     x = torch.randn(40, 64, device=place).to(BF16)
@@ -180,7 +181,7 @@ def test_adapters_in_the_product_are_as_good_as_in_bf16(place: str, trained: flo
     assert relative(extra, share) < floor
 
 
-@pytest.mark.parametrize("trained", [1e-5, 1e-3, 0.02, 0.3])
+@table("trained", [1e-5, 1e-3, 0.02, 0.3])
 def test_gradients_through_the_product(place: str, trained: float) -> None:
     group, weight = group_of(place, trained)
     x, dy = torch.randn(40, 64, device=place).to(BF16), torch.randn(40, group.O, device=place).to(BF16) * 1e-4
@@ -294,7 +295,7 @@ def test_one_launch_for_many_groups(device: str, dtype: torch.dtype) -> None:
     SplitTable([]).run()
 
 
-@pytest.mark.parametrize(("tokens", "rank"), [(1, 16), (70, 48), (129, 64)])
+@table(("tokens", "rank"), [(1, 16), (70, 48), (129, 64)])
 def test_extend(device: str, tokens: int, rank: int) -> None:
     xa = torch.randn(tokens, rank + 8, device=device).to(BF16)[:, :rank]
     scale, factor = torch.rand(tokens, device=device) * 0.01 + 1e-3, torch.rand(rank, device=device) + 0.1

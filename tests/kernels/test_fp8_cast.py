@@ -27,6 +27,7 @@ from pronghorn.kernels.quant.fp8_cast import (
 )
 from pronghorn.kernels.quant.fp8_norm import rms_norm_fp8_forward, rms_norm_fp8_reference
 from pronghorn.kernels.runtime import dispatch
+from tables import covering, table
 
 BF16 = torch.bfloat16
 
@@ -56,8 +57,11 @@ def assert_same_values(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=2**-7, atol=0)
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 96), (5, 576), (127, 64), (2, 5120), (3, 2064), (2, 17408)])
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@table(("rows", "width", "dtype"), [
+    (*size, dtype) for size, dtype in covering(
+        [(1, 64), (3, 96), (5, 576), (127, 64), (2, 5120), (3, 2064), (2, 17408)], [BF16, torch.float16, torch.float32],
+        together=(0, 1))
+])
 def test_rows(device: str, dtype: torch.dtype, rows: int, width: int) -> None:
     x = (torch.randn(rows, width) * torch.logspace(-4, 2, rows)[:, None]).to(dtype).to(device)
     x8, scale = fp8_cast_rows(x)
@@ -67,7 +71,7 @@ def test_rows(device: str, dtype: torch.dtype, rows: int, width: int) -> None:
     assert_same_cast((x8, scale), fp8_cast_rows_reference(x))
 
 
-@pytest.mark.parametrize("width", [96, 5120, 18432])
+@table("width", [96, 5120, 18432])
 def test_column_scales_strided_rows_and_room(device: str, width: int) -> None:
     x = torch.randn(5, width + 32, dtype=BF16, device=device)[1:4, 16 : width + 16]
     columns = torch.rand(width, device=device) + 0.01
@@ -85,7 +89,7 @@ def test_column_scales_strided_rows_and_room(device: str, width: int) -> None:
     assert_rounded(x8, roomy, x.double() * columns.double())
 
 
-@pytest.mark.parametrize("width", [64, 20480])
+@table("width", [64, 20480])
 def test_zeros_tiny_huge_and_broken_rows(device: str, width: int) -> None:
     x = torch.randn(7, width, device=device)
     x[0], x[1], x[2] = 0, x[1] * 1e-38, x[2].clamp(-3, 3) * 1e38
@@ -114,7 +118,7 @@ def test_weights(device: str) -> None:
     assert (q.float().abs().amax(1)[rest] == 448).all()
 
 
-@pytest.mark.parametrize("shape", [(16, 16), (48, 144), (160, 272), (128, 128), (5, 7), (20, 36)])
+@table("shape", [(16, 16), (48, 144), (160, 272), (128, 128), (5, 7), (20, 36)])
 def test_transpose(device: str, shape: tuple[int, int]) -> None:
     q = torch.randint(0, 256, (shape[0], shape[1] + 16), dtype=torch.uint8, device=device).view(E4M3)[:, : shape[1]]
     assert torch.equal(fp8_transpose(q).view(torch.uint8), q.view(torch.uint8).T)
@@ -125,8 +129,8 @@ def test_transpose(device: str, shape: tuple[int, int]) -> None:
     assert (wide.view(torch.uint8) == 0).all()
 
 
-@pytest.mark.parametrize("one_plus", [False, True])
-@pytest.mark.parametrize(("rows", "width"), [(3, 96), (5, 576), (2, 5120)])
+@table("one_plus", [False, True])
+@table(("rows", "width"), [(3, 96), (5, 576), (2, 5120)])
 def test_norm(device: str, judge: Callable[..., None], rows: int, width: int, one_plus: bool) -> None:
     x, residual = torch.randn(2, rows, width, device=device).to(BF16)
     weight = torch.rand(width, device=device).to(BF16)
@@ -148,8 +152,8 @@ def test_norm(device: str, judge: Callable[..., None], rows: int, width: int, on
     assert (wide8[:, width:].float() == 0).all()
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize(("rows", "width"), [(3, 96), (2, 2100)])
+@table("kind", ["silu", "gelu_tanh"])
+@table(("rows", "width"), [(3, 96), (2, 2100)])
 def test_gated_activation(device: str, rows: int, width: int, kind: Any) -> None:
     gu = torch.randn(rows, 2 * width + 16, device=device).to(BF16)[:, : 2 * width] * 2
     da, columns = torch.randn(rows, width, device=device).to(BF16), torch.rand(2 * width, device=device) + 0.1

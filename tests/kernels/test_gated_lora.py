@@ -25,6 +25,7 @@ from pronghorn.kernels.lora.gated_lora import (
 )
 from pronghorn.kernels.mlp.gated_mlp import gated_activation_backward, gated_activation_reference
 from pronghorn.kernels.runtime.dispatch import use_triton
+from tables import covering, table
 
 Kind = Literal["silu", "gelu_tanh"]
 KINDS: list[Kind] = ["silu", "gelu_tanh"]
@@ -105,9 +106,7 @@ class Case:
         judge(gate_up, wide[1], true[1], "sums of gate and up")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("kind", "dtype", "shape"), covering(KINDS, DTYPES, SHAPES, together=(1, 2)), ids=str)
 def test_backward_is_as_good_as_plain_torch(
     device: str, judge: Callable[..., None], kind: Kind, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
@@ -167,9 +166,11 @@ def test_every_way_of_cutting_it_up(
         case.judge_sums(judge, "silu", dgu, down, gate_up)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("shape", "rank"), [((1, 64), 16), ((3, 300), 5), ((33, 128), 64)], ids=str)
+# Which rank goes with which shape decides the tiles; the activation is the same line in each of them.
+@pytest.mark.parametrize(("kind", "dtype", "shape", "rank"), [
+    (kind, dtype, *size) for kind, dtype, size in covering(
+        KINDS, DTYPES, [((1, 64), 16), ((3, 300), 5), ((33, 128), 64)], together=(0, 1))
+], ids=str)
 def test_forward(
     device: str, judge: Callable[..., None], kind: Kind, dtype: torch.dtype, shape: tuple[int, int], rank: int
 ) -> None:
@@ -185,8 +186,8 @@ def test_forward(
     assert untouched_beside(out)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@table("kind", KINDS)
+@table("dtype", DTYPES)
 def test_extreme_gates(device: str, kind: Kind, dtype: torch.dtype) -> None:
     """The largest numbers of the dtype, and where fp32's exp overflows: finite, with torch's limits 0, g and 0, 1."""
     largest = torch.finfo(dtype).max

@@ -19,6 +19,7 @@ from pronghorn.kernels.moe.grouped_gemm import grouped_linear_backward_input, gr
 from pronghorn.kernels.moe.grouped_lora import ExpertAdapter
 from pronghorn.kernels.moe.routing import sort_by_expert
 from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_cast_rows
+from tables import table
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +34,8 @@ def routed(T: int, K: int, E: int, device: str) -> tuple[torch.Tensor, torch.Ten
     return ids, order, offsets
 
 
-@pytest.mark.parametrize("gather", [True, False])
-@pytest.mark.parametrize("width", [48, 2100])
+@table("gather", [True, False])
+@table("width", [48, 2100])
 def test_gradients_are_cast_with_their_own_experts_scales(device: str, gather: bool, width: int) -> None:
     T, K, E = 6, 2, 3
     ids, order, _ = routed(T, K, E, device)

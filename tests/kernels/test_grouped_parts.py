@@ -18,10 +18,11 @@ from pronghorn.kernels.moe.grouped_parts import (
     scratch_values,
 )
 from pronghorn.kernels.moe.grouped_quantized import Format, QuantizedExpertGroup
+from tables import table
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@table("form", FORMATS)
+@table("dtype", [torch.float32, torch.bfloat16])
 def test_a_part_is_a_piece_of_the_stack(device: str, form: Format, dtype: torch.dtype) -> None:
     stack = stack_of(torch.randn(2, 70, 128, device=device).to(dtype), form)
     whole = stack.dequantized_reference(dtype)

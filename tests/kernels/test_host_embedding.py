@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from pronghorn.kernels.embedding.host_embedding import host_embedding, host_embedding_reference, seen_by_gpu
+from tables import table
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "width"), [(7, 1), (50, 96), (130, 576), (5, 5000)])
+@table("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@table(("rows", "width"), [(7, 1), (50, 96), (130, 576), (5, 5000)])
 def test_rows_are_gathered_exactly(device: str, rows: int, width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight = torch.randn(rows, width).to(dtype).to(device)

@@ -21,6 +21,7 @@ from pronghorn.kernels.loss.linear_cross_entropy import (
     linear_cross_entropy_reference,
 )
 from pronghorn.kernels.runtime.dispatch import use_triton
+from tables import covering, table
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CUDA = torch.cuda.is_available()
@@ -127,7 +128,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "CPU_SCRATCH_BYTES", 1)
 
 
-@pytest.mark.parametrize("chosen", list(itertools.product([False, True], repeat=len(OPTIONS))), ids=str)
+@table("chosen", list(itertools.product([False, True], repeat=len(OPTIONS))))
 def test_every_combination_of_options(device: str, chosen: tuple[bool, ...]) -> None:
     """Bias and weights, which no option knows of, so that each of the two occurs with and without each option and the other."""
     bias, weights = chosen[0] != chosen[1], chosen[2] != chosen[3]
@@ -136,21 +137,23 @@ def test_every_combination_of_options(device: str, chosen: tuple[bool, ...]) -> 
     problem.check(problem.ours())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
+@table(("dtype", "name"), list(itertools.product(DTYPES, OPTIONS)))
 def test_every_dtype_with_every_option(device: str, dtype: torch.dtype, name: str) -> None:
     problem = Problem(9, 64, 259, dtype, device, terms={name: OPTIONS[name]})
     problem.check(problem.ours())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@table("dtype", DTYPES)
 def test_all_options_together(device: str, dtype: torch.dtype) -> None:
     problem = Problem(9, 64, 259, dtype, device, bias=True, weights=True, terms=OPTIONS)
     problem.check(problem.ours())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 64, 2), (3, 96, 49), (33, 576, 1000), (17, 64, 8192), (3, 72, 8257)], ids=str)
+# The wide ones are several tiles of columns, whose partial sums depend on the dtype.
+@pytest.mark.parametrize(("dtype", "shape"), [
+    *covering(DTYPES, [(1, 64, 2), (3, 96, 49), (33, 576, 1000), (17, 64, 8192)]),
+    *((dtype, (3, 72, 8257)) for dtype in DTYPES),
+], ids=str)
 @pytest.mark.usefixtures("small_chunks")
 def test_odd_shapes_over_several_chunks(
     device: str, dtype: torch.dtype, shape: tuple[int, int, int]
@@ -161,13 +164,12 @@ def test_odd_shapes_over_several_chunks(
 
 @pytest.mark.parametrize("vocabulary", [50_257, 262_144] + [49_152, 128_256, 151_936] * CUDA)
 def test_real_vocabularies(device: str, vocabulary: int) -> None:
-    problem = Problem(2, 32, vocabulary, torch.bfloat16, device)
+    problem = Problem(2, 32 if CUDA else 8, vocabulary, torch.bfloat16, device)
     problem.labels[0] = vocabulary - 1
     problem.check(problem.ours())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("as_tensor", [False, True])
+@table(("dtype", "as_tensor"), list(itertools.product(DTYPES, [False, True])))
 def test_gradients_take_a_scale_known_up_front(
     device: str, dtype: torch.dtype, as_tensor: bool
 ) -> None:
@@ -186,9 +188,12 @@ def test_fp16_gradients_do_not_vanish_under_a_small_scale(device: str) -> None:
     assert (got - truth).norm() < 2e-3 * truth.norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("terms", [{}, {"softcap": 5.0}, {"softcap": 5.0, "logit_scale": 0.25}], ids=str)
-@pytest.mark.parametrize(("shape", "bias"), [((33, 64, 259), False), ((3, 72, 8257), True)], ids=str)
+# Soft-cap and scale change what a factor is; a bias is added before either, in both shapes' way over the columns.
+@pytest.mark.parametrize(("dtype", "terms", "shape", "bias"), [
+    (dtype, terms, *shape) for dtype, terms, shape in covering(
+        [torch.float32, torch.bfloat16], [{}, {"softcap": 5.0}, {"softcap": 5.0, "logit_scale": 0.25}],
+        [((33, 64, 259), False), ((3, 72, 8257), True)], together=(0, 2))
+], ids=str)
 @pytest.mark.usefixtures("small_chunks")
 def test_rows_with_factors_are_as_near_once_multiplied(
     device: str, dtype: torch.dtype, terms: dict[str, float], shape: tuple[int, int, int], bias: bool, once: None
@@ -197,8 +202,10 @@ def test_rows_with_factors_are_as_near_once_multiplied(
     problem.check_hidden(by_autograd(problem, 0.003), 0.003)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("first", "rise"), [(-400.0, 100.0), (-1000.0, 35.0), (2000.0, -300.0), (-3000.0, 400.0)])
+@pytest.mark.parametrize(("dtype", "first", "rise"), [
+    (torch.float32, -400.0, 100.0), (torch.bfloat16, -1000.0, 35.0), (torch.float32, 2000.0, -300.0),
+    (torch.bfloat16, -3000.0, 400.0),
+], ids=str)
 def test_a_row_may_rise_and_fall_by_hundreds_from_block_to_block(
     device: str, dtype: torch.dtype, first: float, rise: float, once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,7 +229,7 @@ def by_autograd(problem: Problem, scale: float) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach(), "row_losses": rows, "d_hidden": gradient}
 
 
-@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+@table("broken", [float("nan"), float("inf"), -float("inf")])
 def test_factors_hide_no_broken_row(device: str, broken: float, once: None) -> None:
     problem = Problem(8, 64, 259, torch.bfloat16, device)
     sane = by_autograd(problem, 1.0)
@@ -280,7 +287,7 @@ def test_padding_changes_nothing(device: str) -> None:
     torch.testing.assert_close(padded["d_weight"], alone["d_weight"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("label", [-1, -101, 259, 260, 2**31, 2**40])
+@table("label", [-1, -101, 259, 260, 2**31, 2**40])
 def test_a_label_out_of_range_gives_nan_in_its_row_alone(device: str, label: int) -> None:
     problem = Problem(8, 64, 259, torch.float32, device)
     sane = problem.ours()
@@ -294,14 +301,14 @@ def test_a_label_out_of_range_gives_nan_in_its_row_alone(device: str, label: int
     assert torch.equal(got["d_hidden"][others], sane["d_hidden"][others])
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@table("value", [float("nan"), float("inf")])
 def test_a_broken_hidden_state_is_seen_in_the_loss(device: str, value: float) -> None:
     problem = Problem(3, 64, 259, torch.bfloat16, device)
     problem.hidden[1, 5] = value
     assert not problem.ours()["loss"].isfinite()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@table("dtype", DTYPES)
 def test_autograd_multiplies_by_the_incoming_gradient(device: str, dtype: torch.dtype) -> None:
     problem = Problem(9, 64, 259, dtype, device, bias=True, weights=True, terms=OPTIONS)
     assert problem.bias is not None
@@ -372,7 +379,7 @@ def test_wrong_shapes_and_dtypes_are_told() -> None:
         linear_cross_entropy(problem.hidden[:, :32], problem.weight, problem.labels)
 
 
-@pytest.mark.parametrize(("vocabulary", "rows"), [(49_152, 4096), (128_256, 2048), (151_936, 2048), (262_144, 1024)])
+@table(("vocabulary", "rows"), [(49_152, 4096), (128_256, 2048), (151_936, 2048), (262_144, 1024)])
 def test_the_chunk_is_under_a_gigabyte(vocabulary: int, rows: int) -> None:
     assert chunk_rows(16_384, vocabulary, torch.bfloat16, torch.device("cuda")) == rows
     assert rows * vocabulary * 2 < 700e6

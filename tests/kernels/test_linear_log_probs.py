@@ -52,8 +52,10 @@ def check(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Log
     return found
 
 
-@pytest.mark.parametrize("dtype", list(BARS), ids=str)
-@pytest.mark.parametrize("options", [{"entropy": True}, {"entropy": True, "logit_scale": 0.4}, {}], ids=str)
+@pytest.mark.parametrize(("dtype", "options"), [
+    (torch.float32, {"entropy": True}), (torch.bfloat16, {"entropy": True, "logit_scale": 0.4}), (torch.float16, {}),
+    (torch.float32, {"entropy": True, "logit_scale": 0.4}), (torch.float16, {"entropy": True}),
+], ids=str)
 def test_values_and_a_gradient_for_each_row(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     check(*sample(dtype, device), **options)
 

@@ -15,13 +15,14 @@ from pronghorn.kernels.moe.load_balance import (
     load_balancing_loss_reference,
 )
 from pronghorn.kernels.moe.routing import route_reference
+from tables import table
 
 E, K, LAYERS = 12, 3, 2
 
 
-@pytest.mark.parametrize("T", [7, 45, 70])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("padded", [False, True])
+@table("T", [7, 45, 70])
+@table("dtype", [torch.float32, torch.bfloat16])
+@table("padded", [False, True])
 def test_loss_and_gradient(device: str, judge: Callable[..., None], T: int, dtype: torch.dtype, padded: bool) -> None:
     logits = [torch.randn(T, E + 2, device=device).to(dtype)[:, :E] for _ in range(LAYERS)]
     ids = [route_reference(layer, K, normalise=True)[1] for layer in logits]
@@ -44,7 +45,7 @@ def test_loss_and_gradient(device: str, judge: Callable[..., None], T: int, dtyp
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-@pytest.mark.parametrize("padded", [False, True])
+@table("padded", [False, True])
 def test_it_is_transformers_own(device: str, padded: bool) -> None:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 

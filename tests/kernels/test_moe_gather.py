@@ -10,6 +10,7 @@ import torch
 from pronghorn.kernels.moe.moe_gather import gather_rows, gather_rows_reference
 from pronghorn.kernels.moe.routing import sort_by_expert
 from pronghorn.kernels.runtime.dispatch import use_triton
+from tables import covering, table
 
 
 def routed(T: int, K: int, E: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,8 +21,8 @@ def routed(T: int, K: int, E: int, device: str) -> tuple[torch.Tensor, torch.Ten
     return order, offsets
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("width", [8, 130, 2500])
+@table("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@table("width", [8, 130, 2500])
 def test_rows_are_copied_exactly(device: str, dtype: torch.dtype, width: int) -> None:
     order, _ = routed(7, 2, 3, device)
     x = torch.randn(7, width + 5, device=device).to(dtype)[:, :width]
@@ -30,9 +31,11 @@ def test_rows_are_copied_exactly(device: str, dtype: torch.dtype, width: int) ->
     assert out[:, width:].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("width", "rank", "K"), [(128, 16, 2), (200, 16, 3), (65, 32, 1), (40, 8, 2)])
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("dtype", "width", "rank", "K", "turned"), [
+    (dtype, *size, turned) for dtype, size, turned in covering(
+        [torch.float32, torch.bfloat16, torch.float16], [(128, 16, 2), (200, 16, 3), (65, 32, 1), (40, 8, 2)], [False, True],
+        together=(1, 2))
+], ids=str)
 def test_the_adapters_product_is_as_good_as_plain_torch(
     device: str, judge: Callable[..., None], dtype: torch.dtype, width: int, rank: int, K: int, turned: bool
 ) -> None:

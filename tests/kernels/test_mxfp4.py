@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pronghorn.kernels.quant.mxfp4 import MXFP4Tensor, mxfp4_dequantize, mxfp4_dequantize_reference, mxfp4_quantize
+from tables import table
 
 
 def any_bytes(shape: tuple[int, ...], device: str) -> MXFP4Tensor:
@@ -17,8 +18,8 @@ def any_bytes(shape: tuple[int, ...], device: str) -> MXFP4Tensor:
     return MXFP4Tensor(blocks, scales).to(device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(3, 32), (2, 5, 96), (1, 3, 2880)], ids=str)
+@table("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@table("shape", [(3, 32), (2, 5, 96), (1, 3, 2880)])
 def test_dequantized_values_are_exact(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     q = any_bytes(shape, device)
     sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64, device=device)
@@ -51,7 +52,7 @@ def test_it_is_what_transformers_loads(device: str) -> None:
     assert torch.equal(mxfp4_dequantize(q).transpose(1, 2), convert_moe_packed_tensors(q.blocks, q.scales))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@table("dtype", [torch.float32, torch.bfloat16])
 def test_quantizing_goes_to_the_nearest(device: str, dtype: torch.dtype) -> None:
     weight = (torch.randn(3, 8, 96, device=device) * torch.exp(2 * torch.randn(3, 8, 1, device=device))).to(dtype)
     weight[0, 0, :32] = 0

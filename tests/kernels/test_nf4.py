@@ -22,6 +22,7 @@ from pronghorn.kernels.quant.nf4 import (
     nf4_scales_reference,
 )
 from pronghorn.kernels.runtime.dispatch import use_triton
+from tables import table
 
 HAS_BITSANDBYTES = find_spec("bitsandbytes") is not None
 
@@ -66,15 +67,15 @@ def test_bytes_recorded_from_bitsandbytes(device: str) -> None:
 VALUES = {torch.bfloat16: "298a05f2427adc3d", torch.float16: "758be5d732eba8eb", torch.float32: "308f2f09178f99f7"}
 
 
-@pytest.mark.parametrize("dtype", VALUES)
+@table("dtype", VALUES)
 def test_values_recorded_from_bitsandbytes(device: str, dtype: torch.dtype) -> None:
     q = nf4_quantize_reference(sample(128, 256))
     assert digest(nf4_dequantize_reference(q, dtype)) == VALUES[dtype]
     assert_same(nf4_dequantize(q.to(device), dtype=dtype), nf4_dequantize_reference(q, dtype))
 
 
-@pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@table("nested", [True, False])
+@table("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_path_gives_the_same_bytes_and_values(device: str, dtype: torch.dtype, nested: bool) -> None:
     weight = (torch.randn(9, 320) * 0.02).to(dtype).to(device)
     weight[0, :64] = 0
@@ -112,7 +113,7 @@ def test_scales_are_near_the_largest_values(device: str) -> None:
     assert numbers.tolist() == [255, 200, 202]
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3, 64), (127, 192), (70, 1024), (5, 2560)])
+@table(("rows", "columns"), [(1, 64), (3, 64), (127, 192), (70, 1024), (5, 2560)])
 def test_strided_rows_and_odd_sizes(device: str, rows: int, columns: int) -> None:
     q = nf4_quantize(torch.randn(rows, columns, device=device, dtype=torch.float16))
     wide = torch.full((rows + 2, columns + 16), 7.0, dtype=torch.float16, device=device)
@@ -123,7 +124,7 @@ def test_strided_rows_and_odd_sizes(device: str, rows: int, columns: int) -> Non
     assert (wide == 7).all()  # nothing else was touched
 
 
-@pytest.mark.parametrize("shape", [(5, 33), (2, 96), (1, 1)])
+@table("shape", [(5, 33), (2, 96), (1, 1)])
 def test_widths_that_are_no_multiple_of_64(device: str, shape: tuple[int, int]) -> None:
     weight = torch.randn(shape, device=device)
     q = nf4_quantize(weight)
@@ -142,7 +143,7 @@ def _jobs(device: str, shapes: list[tuple[int, int]], nested: bool = True) -> tu
     return jobs, expected
 
 
-@pytest.mark.parametrize("nested", [True, False])
+@table("nested", [True, False])
 def test_a_layer_in_one_launch(device: str, nested: bool) -> None:
     jobs, expected = _jobs(device, [(96, 128), (32, 128), (33, 128), (70, 256), (1, 64), (128, 640), (5, 128)], nested)
     table = NF4Table(jobs)

@@ -9,6 +9,7 @@ from fp8_interpreter import interpreter_casts_as_a_gpu
 from pronghorn.kernels.quant.fp8_cast import E4M3
 from pronghorn.kernels.quant.nf4 import nf4_dequantize_reference, nf4_quantize
 from pronghorn.kernels.quant.nf4_fp8 import nf4_fp8_scales, nf4_to_fp8, nf4_to_fp8_reference
+from tables import table
 
 
 @pytest.fixture(autouse=True)
@@ -16,8 +17,8 @@ def _casts(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter_casts_as_a_gpu(monkeypatch)
 
 
-@pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize("shape", [(1, 64), (33, 192), (20, 320), (3, 96)])
+@table("nested", [True, False])
+@table("shape", [(1, 64), (33, 192), (20, 320), (3, 96)])
 def test_values(device: str, shape: tuple[int, int], nested: bool) -> None:
     weight = torch.randn(shape, device=device) * torch.linspace(0.01, 0.1, shape[0], device=device)[:, None]
     if shape[0] > 2:

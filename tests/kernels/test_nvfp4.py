@@ -14,6 +14,7 @@ from pronghorn.kernels.quant.nvfp4 import (
     nvfp4_quantize,
     nvfp4_quantize_reference,
 )
+from tables import table
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +22,8 @@ def _casts(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter_casts_as_a_gpu(monkeypatch)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("shape", [(1, 16), (3, 96), (9, 272), (1, 4112)])
+@table("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@table("shape", [(1, 16), (3, 96), (9, 272), (1, 4112)])
 def test_every_path_gives_the_same(device: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     wide = (torch.randn(shape[0], shape[1] + 16, device=device) * 0.02).to(dtype)
     weight = wide[:, : shape[1]]

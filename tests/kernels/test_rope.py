@@ -10,6 +10,7 @@ import torch
 
 from pronghorn.kernels.attention.rope import qk_rope, qk_rope_backward, qk_rope_forward, qk_rope_reference
 from pronghorn.kernels.runtime.dispatch import use_triton
+from tables import table
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # heads, key heads, head width, rotary width: whole and partial rotary, powers of two and not, one head, many tiles of heads.
@@ -88,8 +89,8 @@ def test_forward_and_backward_are_as_good_as_plain_torch(
     judge(without, plain[3], truth[3], "dqkv without the norms' gradients")
 
 
-@pytest.mark.parametrize(("shape", "neighbours"), [((4, 2, 64, 64), False), ((4, 2, 64, 64), True), ((5, 5, 80, 32), False),
-                                                   ((5, 5, 80, 32), True)][:: 3 if torch.cuda.is_available() else 1], ids=str)
+@table(("shape", "neighbours"), [((4, 2, 64, 64), False), ((4, 2, 64, 64), True), ((5, 5, 80, 32), False),
+                                                   ((5, 5, 80, 32), True)][:: 3 if torch.cuda.is_available() else 1])
 def test_in_place_is_the_same(device: str, shape: tuple[int, int, int, int], neighbours: bool) -> None:
     given = case(5, shape, torch.float32, device, None) | {"neighbours": neighbours}
     raw = given["qkv_TX"].clone()
