@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -202,14 +203,15 @@ class Memory:
         return {"parent": _peaks(self.parent), "largest_worker": _peaks(self.worker)}
 
 
-def _peaks(looks: list[tuple[float, float]]) -> dict[str, float]:
-    """Flat: the second half needs no more than the first."""
+def _peaks(looks: list[tuple[float, float]]) -> dict[str, Any]:
+    """Flat: the last quarter of the time needs no more than the one before."""
     if not looks:
         return {}
-    half = len(looks) // 2
+    borders = [len(looks) * k // 4 for k in range(5)]
+    quarters = [looks[start:stop] for start, stop in pairwise(borders) if start < stop]
     return {"peak_rss_mb": max(rss for rss, _ in looks), "peak_anonymous_mb": max(own for _, own in looks),
-            "peak_anonymous_first_half_mb": max((own for _, own in looks[:half]), default=0.0),
-            "peak_anonymous_second_half_mb": max(own for _, own in looks[half:])}
+            "peak_rss_by_quarter_mb": [max(rss for rss, _ in quarter) for quarter in quarters],
+            "peak_anonymous_by_quarter_mb": [max(own for _, own in quarter) for quarter in quarters]}
 
 
 def _memory(pid: int) -> tuple[float, float] | None:

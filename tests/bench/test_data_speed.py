@@ -44,5 +44,6 @@ def test_sizes_and_memory() -> None:
     assert 0 < found[1] <= found[0]
     assert _memory(2**22 + 1) is None
     peaks = _peaks([(5.0, 1.0), (9.0, 3.0), (7.0, 2.0), (8.0, 4.0)])
-    assert peaks == {"peak_rss_mb": 9.0, "peak_anonymous_mb": 4.0, "peak_anonymous_first_half_mb": 3.0,
-                     "peak_anonymous_second_half_mb": 4.0}
+    assert peaks == {"peak_rss_mb": 9.0, "peak_anonymous_mb": 4.0, "peak_rss_by_quarter_mb": [5.0, 9.0, 7.0, 8.0],
+                     "peak_anonymous_by_quarter_mb": [1.0, 3.0, 2.0, 4.0]}
+    assert _peaks([(5.0, 1.0)])["peak_rss_by_quarter_mb"] == [5.0]
