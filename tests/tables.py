@@ -5,8 +5,8 @@
 
     @pytest.mark.parametrize(("dtype", "size", "flag"), covering(DTYPES, SIZES, (False, True), together=(0, 2)))
 
-`table` is for rows of milliseconds. A row has a folder of its own as `tmp_path`, and what it does through `monkeypatch` ends
-with it; every other fixture is shared by the rows.
+`table` is for rows of milliseconds. A row has a folder of its own as `tmp_path`; what it does through `monkeypatch`, and what
+it changes in the folder that another fixture gives, ends with it. Every other fixture is shared by the rows.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -45,6 +48,9 @@ def table(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[..., Any]
                         own["tmp_path"].mkdir()
                     if "monkeypatch" in own:
                         own["monkeypatch"] = stack.enter_context(fixtures["monkeypatch"].context())
+                    for name, value in fixtures.items():
+                        if name != "tmp_path" and isinstance(value, Path) and value.is_dir():
+                            stack.enter_context(_left_as_it_was(value))
                     try:
                         test(**own, **dict(zip(columns, row, strict=True)))
                     except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # noqa: BLE001 raised below
@@ -62,6 +68,21 @@ def table(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[..., Any]
         return all_rows
 
     return decorate
+
+
+@contextmanager
+def _left_as_it_was(folder: Path) -> Iterator[None]:
+    def state() -> dict[Path, tuple[int, int]]:
+        return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.exists()}
+
+    with TemporaryDirectory() as elsewhere:
+        copy, before = Path(elsewhere) / "copy", state()
+        shutil.copytree(folder, copy, symlinks=True)
+        yield
+        if state() != before:  # the folder itself stays: it may be the working directory
+            for path in folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            shutil.copytree(copy, folder, symlinks=True, dirs_exist_ok=True)
 
 
 def covering(*axes: Iterable[Any], together: Sequence[int] = ()) -> list[tuple[Any, ...]]:

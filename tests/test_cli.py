@@ -21,6 +21,7 @@ from pronghorn.cli import build_parser, main
 from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, RecipeError
 from pronghorn.recipe_file import EXAMPLE, load_recipe, parse_recipe
 from samples import chat_rows, write_rows
+from tables import table
 
 VERBS = ["demo", "new", "check", "data", "data show", "data stats", "train", "eval", "chat", "export", "runs"]
 HEAVY = {"torch", "transformers", "peft", "numpy", "pyarrow", "rich", "pydantic", "datasets", "safetensors"}
@@ -102,7 +103,7 @@ def test_help_answers_in_a_blink_and_imports_nothing_heavy() -> None:
     assert not HEAVY & set(modules.split())
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@table("verb", VERBS)
 def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main([*verb.split(), "--help"])
@@ -132,9 +133,9 @@ def test_overrides_stand_before_or_after_options(tmp_path: Path, monkeypatch: py
     assert seen == [("r.yaml", ["a=1", "b=2"], True)] * 4
 
 
-@pytest.mark.parametrize("words", [
+@table("words", [
     ["train"], ["export", "run"], ["data"], ["chat", "run", "--max-tokens", "many"], ["new", "f", "--method", "magic"],
-], ids=" ".join)
+])
 def test_a_command_that_makes_no_sense_exits_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(words)
@@ -142,7 +143,7 @@ def test_a_command_that_makes_no_sense_exits_with_2(words: list[str], capsys: py
     assert "usage: pronghorn" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "what", "fix"), [
+@table(("words", "what", "fix"), [
     ("tran r.yaml", "unknown verb `tran`", "did you mean `pronghorn train`?"),
     ("finetune r.yaml", "unknown verb `finetune`", "`pronghorn train`"),
     ("validate r.yaml", "unknown verb `validate`", "`pronghorn check`"),
@@ -197,12 +198,12 @@ def test_every_verb_that_is_meant_is_one() -> None:
     assert not set(MEANT) & set(cli._verbs(build_parser()))
 
 
-@pytest.mark.parametrize(("error", "code"), [
+@table(("error", "code"), [
     (RecipeError("a key", fix="do this"), 2), (EnvironmentFault("disk", fix="do this"), 3),
     (HealthStop("nan", fix="do this"), 4), (Interrupted("stopped", signal_number=15, fix="do this"), 143),
     (KeyboardInterrupt(), 130),
 ])
-@pytest.mark.parametrize("as_json", [False, True], ids=["people", "machines"])
+@table("as_json", [False, True])
 def test_exit_codes(error: BaseException, code: int, as_json: bool, monkeypatch: pytest.MonkeyPatch,
                     capsys: pytest.CaptureFixture[str]) -> None:
     def fail(_: Any) -> None:
@@ -462,11 +463,11 @@ def test_chat_answers_one_prompt(place: Place, capsys: pytest.CaptureFixture[str
     assert said.strip("\n") == answer["answer"]
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@table(("words", "said"), [
     (["--prompt", "a", "--max-tokens", "0"], "--max-tokens 0"), (["--prompt", "a", "--max-tokens", "-5"], "--max-tokens -5"),
     (["--json"], "--json needs --prompt"), (["--prompt", "a\udcff"], "not UTF-8 text"),
     (["--prompt", "a", "--system", "\udcfe"], "not UTF-8 text"),
-], ids=["0 tokens", "-5 tokens", "json", "prompt", "system"])  # fmt: skip
+])  # fmt: skip
 def test_what_chat_cannot_do(place: Place, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     assert main(["chat", str(place.run), *words]) == 2
     out, err = capsys.readouterr()

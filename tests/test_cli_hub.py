@@ -9,6 +9,7 @@ import pytest
 
 from pronghorn import cli
 from pronghorn.model import read_ahead
+from tables import table
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_a_folder_above_the_run_is_no_hub_name(asked: list[str], tmp_path: Path)
     assert asked == []
 
 
-@pytest.mark.parametrize("content", [None, "", "no event\n\n", '{"event": "start"}\n', '{"event": "start", "recipe": 3}\n'])
+@table("content", [None, "", "no event\n\n", '{"event": "start"}\n', '{"event": "start", "recipe": 3}\n'])
 def test_a_log_that_says_nothing_is_left_to_others(asked: list[str], tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "run.jsonl").write_text(content, encoding="utf-8")

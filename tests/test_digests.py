@@ -10,6 +10,7 @@ import pytest
 
 from pronghorn import digests
 from pronghorn.digests import file_digest
+from tables import table
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,7 @@ def test_without_a_place_for_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert file_digest(tmp_path / "a") == file_digest(tmp_path / "a")
 
 
-@pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 3500])
+@table("size", [0, 1, 999, 1000, 1001, 3500])
 def test_what_is_written_piece_by_piece_has_the_digests_of_the_file(tmp_path: Path, size: int) -> None:
     content = bytes(n % 251 for n in range(size))
     (tmp_path / "a").write_bytes(content)

@@ -19,6 +19,7 @@ from pronghorn.errors import (
     printable,
     raise_all,
 )
+from tables import table
 
 
 def test_all_four_parts_are_said_in_order() -> None:
@@ -31,7 +32,7 @@ def test_parts_that_are_not_known_leave_no_trace() -> None:
     assert DataError("a row is empty").as_dict() == {"error": "DataError", "exit_code": 2, "what": "a row is empty"}
 
 
-@pytest.mark.parametrize(("name", "code"), [
+@table(("name", "code"), [
     ("CommandError", 2), ("RecipeError", 2), ("DataError", 2), ("ModelError", 2), ("CheckpointError", 2),
     ("EnvironmentFault", 3), ("HealthStop", 4),
 ])
@@ -72,7 +73,7 @@ def test_problems_are_plain_json() -> None:
     ]}
 
 
-@pytest.mark.parametrize(("count", "nouns", "text"), [
+@table(("count", "nouns", "text"), [
     (0, ("row",), "0 rows"), (1, ("row",), "1 row"), (1200, ("row",), "1,200 rows"),
     (1, ("batch", "batches"), "1 batch"), (2, ("batch", "batches"), "2 batches"),
 ])

@@ -24,6 +24,7 @@ from pronghorn.errors import DataError, EnvironmentFault, ModelError
 from pronghorn.hub import model_folder, refusal
 from pronghorn.model.load import load_model
 from samples import chat_rows, write_rows
+from tables import table
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CPU = torch.device("cpu")
@@ -199,7 +200,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("status", "headers", "code", "said"), CASES, ids=[f"{case[0]}-{len(case[1])}" for case in CASES])
+@pytest.mark.parametrize(("status", "headers", "code", "said"), CASES)
 def test_one_message_says_what_to_do(server: Hub, status: int, headers: dict[str, str], code: int, said: list[str],
                                      tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
                                      ) -> None:
@@ -277,7 +278,7 @@ def test_bytes_that_arrive_keep_a_download_alive(tmp_path: Path, monkeypatch: py
     assert hub._watched(lambda: time.sleep(1.2) or "there", tmp_path, "somebody/tiny") == "there"
 
 
-@pytest.mark.parametrize("name", ["a/b/c", "./nowhere", "/nowhere", "~/nowhere", "a b", "org/"])
+@table("name", ["a/b/c", "./nowhere", "/nowhere", "~/nowhere", "a b", "org/"])
 def test_what_is_no_hub_name_is_not_asked_for(name: str) -> None:
     with pytest.raises(ModelError, match="no such model folder"):
         model_folder(name)

@@ -14,6 +14,7 @@ from pronghorn.data.tokens import load_tokenizer
 from pronghorn.errors import ModelError
 from pronghorn.model.load import inspect_model, load_model
 from pronghorn.model_files import CONFIG, FILES, GENERATION, NAMED_CODE, TOKENIZER, NamedCode, read_json, require_safe_files
+from tables import table
 
 CPU = torch.device("cpu")
 
@@ -61,8 +62,8 @@ def refusals(folder: Path) -> list[ModelError]:
     return found
 
 
-@pytest.mark.parametrize("rule", NAMED_CODE, ids=lambda rule: f"{rule.file}:{rule.key}")
-@pytest.mark.parametrize("nested", [False, True])
+@table("rule", NAMED_CODE)
+@table("nested", [False, True])
 def test_every_key_of_the_table_is_refused_at_any_depth(folder: Path, reached: list[str], rule: NamedCode, nested: bool
                                                         ) -> None:
     values: Any = {rule.key: "somebody/kernels"}
@@ -74,7 +75,7 @@ def test_every_key_of_the_table_is_refused_at_any_depth(folder: Path, reached: l
     assert reached == []
 
 
-@pytest.mark.parametrize("value", ["kernels-community/flash-attn2", "paged|somebody/kernels@v1:name", "flash_attention_2",
+@table("value", ["kernels-community/flash-attn2", "paged|somebody/kernels@v1:name", "flash_attention_2",
                                    {"": "sdpa", "text_config": "somebody/kernels"}, ["somebody/kernels"], 3, True])
 def test_no_form_of_an_attention_s_name_gets_through(folder: Path, reached: list[str], value: Any) -> None:
     """flash_attention_2 is a hub repository, too, where the package is not installed."""
@@ -83,7 +84,7 @@ def test_no_form_of_an_attention_s_name_gets_through(folder: Path, reached: list
     assert reached == []
 
 
-@pytest.mark.parametrize("values", [
+@table("values", [
     {"attn_implementation": "sdpa"}, {"_attn_implementation": None}, {"attn_implementation": "eager"}, {"use_kernels": False},
     {"experts_implementation": "eager"}, {"_attn_implementation_autoset": True}, {"transformers_weights": None},
 ])
@@ -112,7 +113,7 @@ def test_an_auto_map_is_not_followed(folder: Path, reached: list[str], tmp_path:
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("method", ["gptq", "eetq", "fbgemm_fp8", "fp8", "quanto", "compressed-tensors", "somebody/method", 3])
+@table("method", ["gptq", "eetq", "fbgemm_fp8", "fp8", "quanto", "compressed-tensors", "somebody/method", 3])
 def test_other_quantizations_bring_code_of_their_own(folder: Path, reached: list[str], method: Any) -> None:
     change(folder / CONFIG, quantization_config={"quant_method": method})
     for four_bit in (False, True):
@@ -128,14 +129,14 @@ def test_an_adapter_beside_the_model_is_not_loaded_with_it(folder: Path, reached
     assert reached == []
 
 
-@pytest.mark.parametrize("name", ["AutoModelForCausalLM", "AutoTokenizer", "pipeline", "Trainer", "RagRetriever", 3, ["A"]])
+@table("name", ["AutoModelForCausalLM", "AutoTokenizer", "pipeline", "Trainer", "RagRetriever", 3, ["A"]])
 def test_a_tokenizer_class_that_is_none(folder: Path, reached: list[str], name: Any) -> None:
     change(folder / TOKENIZER, tokenizer_class=name)
     assert all("tokenizer_class" in error.what for error in refusals(folder))
     assert reached == []
 
 
-@pytest.mark.parametrize("name", ["../../x", "/x", "", ".hidden", "a/b", "a\0b", "tool use"])
+@table("name", ["../../x", "/x", "", ".hidden", "a/b", "a\0b", "tool use"])
 def test_the_name_of_a_template_becomes_a_file(folder: Path, name: str) -> None:
     """It would be found out when the first checkpoint is saved."""
     for file in folder.glob("chat_template*"):
@@ -159,14 +160,14 @@ def test_named_templates_are_read_and_saved(folder: Path, tmp_path: Path) -> Non
         load_tokenizer(str(folder))
 
 
-@pytest.mark.parametrize("templates", [3, {"a": "b"}, [3], [{"name": "a"}], [{"name": 3, "template": "x"}]])
+@table("templates", [3, {"a": "b"}, [3], [{"name": "a"}], [{"name": 3, "template": "x"}]])
 def test_templates_of_the_wrong_kind(folder: Path, templates: Any) -> None:
     change(folder / TOKENIZER, chat_template=templates)
     with pytest.raises(ModelError, match=r"chat.template"):
         load_tokenizer(str(folder))
 
 
-@pytest.mark.parametrize(("content", "why"), [
+@table(("content", "why"), [
     (b"[1]", "not an object"), (b"\xff\xfe{}", "not"), (b"{" * 3, "not valid JSON"), (b'{"a": ' * 20_000, "nested too deep"),
     (b'{"a":' * 50 + b"1" + b"}" * 50, "nested more than 40 deep"), (b"", "not valid JSON"),
     (b'{"a": 1' + b"0" * 5000 + b"}", "digits"), (b'{"a": ["\\ud800"]}', "half of a character"),

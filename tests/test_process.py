@@ -15,6 +15,7 @@ import pytest
 from pronghorn import process
 from pronghorn.hub import SILENT
 from pronghorn.process import PROXIES, importing, offline_without_hub, set_defaults
+from tables import table
 
 
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_a_name_that_is_looked_up_for_ever(endpoint: socket.socket, monkeypatch:
     over.set()
 
 
-@pytest.mark.parametrize("why", ["folder", "path", "proxy", "decided"])
+@table("why", ["folder", "path", "proxy", "decided"])
 def test_nobody_is_asked_where_it_does_not_matter(
     endpoint: socket.socket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from pronghorn.recipe import Recipe, why_fixed
+from tables import table
 
 
 def recipe(**changes: Any) -> Recipe:
@@ -39,7 +40,7 @@ def test_a_recipe_survives_json() -> None:
     assert Recipe.model_validate_json(one.model_dump_json()) == one
 
 
-@pytest.mark.parametrize("changes", [
+@table("changes", [
     {"train": {"lr": 0.0}}, {"train": {"lr": -1e-4}}, {"train": {"lr": float("nan")}}, {"train": {"lr": float("inf")}},
     {"train": {"epochs": 0}}, {"train": {"warmup": 1.0}}, {"train": {"warmup": -0.1}}, {"train": {"betas": [0.9, 1.0]}},
     {"train": {"betas": [0.9]}}, {"train": {"clip": 0}}, {"train": {"seed": -1}}, {"train": {"steps": 0}},
@@ -52,13 +53,13 @@ def test_a_recipe_survives_json() -> None:
     {"data": {"train": "a", "max_length": 7}}, {"data": {"train": "a", "workers": -1}}, {"checkpoint": {"keep": 0}},
     {"eval": {"stop": {"patience": 0}}}, {"model": ""}, {"output": ""}, {"method": "lroa"}, {"precision": "bf17"},
     {"train": {"lrr": 1}}, {"memory": {"budget": "24 gigs"}}, {"memory": {"budget": "24"}},
-], ids=str)
+])
 def test_values_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         recipe(**changes)
 
 
-@pytest.mark.parametrize("budget", ["auto", "24GB", "24 GiB", "1.5GB", "80%", "900MB"])
+@table("budget", ["auto", "24GB", "24 GiB", "1.5GB", "80%", "900MB"])
 def test_budgets_people_write(budget: str) -> None:
     assert recipe(memory={"budget": budget}).memory.budget == budget
 
@@ -76,19 +77,19 @@ def test_a_batch_smaller_than_a_pack_is_told_a_batch_that_works() -> None:
         recipe(train={"batch_tokens": 4096})
 
 
-@pytest.mark.parametrize(("changes", "fp8"), [
+@table(("changes", "fp8"), [
     ({}, False), ({"method": "fp8"}, True), ({"method": "fp8", "compute": "fp8"}, True),
     ({"method": "qlora", "compute": "fp8"}, True), ({"method": "qlora", "compute": "bf16"}, False),
     ({"method": "full", "compute": "fp8"}, True), ({"method": "full"}, False), ({"compute": "bf16"}, False),
     ({"method": "fp8", "lora": {"dora": True}}, True), ({"method": "fp8", "layers": "own"}, True),
-], ids=str)
+])
 def test_what_is_multiplied_in_fp8(changes: dict[str, Any], fp8: bool) -> None:
     asked = recipe(**changes)
     assert asked.fp8 == fp8
     assert Recipe.model_validate(asked.model_dump()) == asked  # as a checkpoint stores it
 
 
-@pytest.mark.parametrize(("changes", "said"), [
+@table(("changes", "said"), [
     ({"compute": "fp8"}, "fp8 does not go with method: lora, .*; set method: fp8"),
     ({"method": "fp8", "compute": "bf16"}, "bf16 does not go with method: fp8, .*; leave compute out"),
     ({"compute": "bf16", "precision": "fp32"}, "bf16 does not go with precision: fp32, .*; leave compute out"),
@@ -96,7 +97,7 @@ def test_what_is_multiplied_in_fp8(changes: dict[str, Any], fp8: bool) -> None:
     ({"method": "qlora", "compute": "fp8", "lora": {"dropout": 0.1}}, "fp8 does not go with lora.dropout .*; leave"),
     ({"method": "qlora", "compute": "fp8", "lora": {"dora": True}}, "fp8 does not go with .*lora.dora.*; leave compute out"),
     ({"method": "qlora", "compute": "fp16"}, "'auto', 'bf16' or 'fp8'"),
-], ids=str)
+])
 def test_products_that_no_method_makes_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         recipe(**changes)
@@ -119,18 +120,18 @@ def test_what_a_resume_may_not_change_is_named_with_both_values() -> None:
     assert one.differences(recipe()) == {}
 
 
-@pytest.mark.parametrize("changes", [
+@table("changes", [
     {"checkpoint": {"every": 7, "keep": 1}}, {"eval": {"every": 7, "stop": {"patience": 1}}}, {"memory": {"budget": "80%"}},
     {"output": "runs/other"}, {"data": {"train": "a.jsonl", "workers": 0}},
-], ids=str)
+])
 def test_what_does_not_touch_the_numbers_is_no_difference(changes: dict[str, Any]) -> None:
     assert recipe().differences(recipe(**changes)) == {}
 
 
-@pytest.mark.parametrize("changes", [
+@table("changes", [
     {"model": "other/model"}, {"method": "full"}, {"precision": "bf16"}, {"train": {"seed": 1}}, {"train": {"steps": 3}},
     {"data": {"train": "a.jsonl", "eval": 0.1}}, {"lora": {"dora": True}}, {"method": "full", "compute": "fp8"},
-], ids=str)
+])
 def test_what_touches_the_numbers_is_a_difference(changes: dict[str, Any]) -> None:
     assert recipe().differences(recipe(**changes))
 

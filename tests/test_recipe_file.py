@@ -11,6 +11,7 @@ from pronghorn.errors import Problems, PronghornError, RecipeError
 from pronghorn.recipe import Recipe, steps_between
 from pronghorn.recipe_file import EXAMPLE, load_recipe, parse_recipe
 from pronghorn.recipe_keys import MEANS, all_keys, key_like
+from tables import table
 
 SMALLEST = "model: some/model\ndata: {train: a.jsonl}\n"
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
@@ -29,12 +30,12 @@ def told(text: str, *words: str) -> list[tuple[str, str, str]]:
 # YAML 1.2 ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("written", ["1e-4", "1E-4", "1.0e-4", "0.0001", ".0001"])
+@table("written", ["1e-4", "1E-4", "1.0e-4", "0.0001", ".0001"])
 def test_a_number_is_a_number_however_it_is_written(written: str) -> None:
     assert parse_recipe(f"{SMALLEST}train: {{lr: {written}}}").train.lr == 1e-4
 
 
-@pytest.mark.parametrize("word", ["no", "yes", "on", "off", "y", "n"])
+@table("word", ["no", "yes", "on", "off", "y", "n"])
 def test_words_that_were_booleans_in_yaml_1_1_are_words(word: str) -> None:
     assert parse_recipe(f"model: {word}\ndata: {{train: [{word}, b]}}").data.train == (word, "b")
     assert parse_recipe(f"model: {word}\ndata: {{train: x}}").model == word
@@ -128,7 +129,7 @@ def test_no_misfit_is_made_up_from_a_value_that_cannot_be_read() -> None:
     assert [what.split(":")[0] for _, what, _ in found] == ["train.capacity"]
 
 
-@pytest.mark.parametrize(("line", "fix"), [
+@table(("line", "fix"), [
     ("train: {learning_rate: 3}", "did you mean `lr`?"),
     ("learning_rate: 3", "did you mean `train.lr`?"),
     ("lora: {rank: 3}", "did you mean `r`?"),
@@ -151,7 +152,7 @@ def test_unknown_keys_are_answered_with_a_known_one(line: str, fix: str) -> None
     assert fix in hint
 
 
-@pytest.mark.parametrize(("line", "fix"), [
+@table(("line", "fix"), [
     ("lora: {targets: 5}", "write all-linear, or a list"),
     ("train: {betas: [0.9]}", "write two numbers"),
     ("train: {betas: 0.9}", "write two numbers"),
@@ -300,7 +301,7 @@ def test_every_commented_key_of_the_example_is_one() -> None:
     assert recipe.data.special_tokens.pad_token == "<|endoftext|>"
 
 
-@pytest.mark.parametrize(("text", "what", "fix"), [
+@table(("text", "what", "fix"), [
     ("metrics: [exact_match, mine.py]", "mine.py is a file, and code only ever runs when it is named on the command line",
      "leave it out here, and add: --metric-file mine.py"),
     ("metrics: folder/mine", "code only ever runs when it is named on the command line", "--metric-file folder/mine"),
@@ -348,7 +349,7 @@ def test_there_are_recipes_to_start_from() -> None:
     assert len(RECIPES) >= 3
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+@table("path", RECIPES)
 def test_every_recipe_of_the_project_loads(path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe.output == f"runs/{path.stem}"  # two recipes never write into one folder
@@ -364,7 +365,7 @@ def test_an_override_that_is_no_value_is_a_text_and_judged_as_one(word: str) -> 
     assert parse_recipe(text, ["output=2020-02-30"]).output == "2020-02-30"
 
 
-@pytest.mark.parametrize(("train", "what", "fix"), [
+@table(("train", "what", "fix"), [
     ("[{path: a, weigth: 2}]", "data.train.0.weigth: unknown key", "did you mean `weight`?"),
     ("[b, {path: a, fields: {prompt: q}}]", "data.train.1.fields: unknown key", "did you mean `columns`?"),
     ("{weight: 2}", "data.train.0.path: missing", "add `path: ...`"),

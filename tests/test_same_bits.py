@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 
 from same_bits import differences, two_steps
 from samples import make_model
+from tables import table
 
 STEP = {"loss": (0.5).hex(), "gradients": {"w": {"bits": "00", "norm": 1.0}, "frozen": None}}
 SIDE: dict[str, Any] = {"llama / lora / keep": {"steps": [STEP, copy.deepcopy(STEP)]}, "phi / fp8 / keep": {"refused": "no"},
@@ -20,7 +20,7 @@ def test_equal_sides_have_no_differences() -> None:
     assert differences(SIDE, copy.deepcopy(SIDE)) == []
 
 
-@pytest.mark.parametrize(("path", "value", "told"), [
+@table(("path", "value", "told"), [
     (("llama / lora / keep", "steps", 1, "loss"), (0.5000000000000001).hex(), "step 1: loss 0.5 -> 0.5000000000000001"),
     (("llama / lora / keep", "steps", 0, "gradients", "w", "bits"), "01", "step 0: 1 gradients, the first w"),
     (("llama / lora / keep",), {"refused": "now"}, "now"),

@@ -8,9 +8,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pronghorn.bench.ceiling import experts_of, flops, measure, products, stacks
 from pronghorn.bench.workloads import WORKLOADS
+from tables import table
 
 
-@pytest.mark.parametrize("name", ["tiny", "qwen3-0.6b", "llama-1b", "llama-8b"])
+@table("name", ["tiny", "qwen3-0.6b", "llama-1b", "llama-8b"])
 def test_products_have_the_size_of_the_models_linears(name: str) -> None:
     workload = WORKLOADS[name]
     settings = dict(workload.config)

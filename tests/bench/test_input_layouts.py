@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.input_layouts import RESULTS, TABLE, make_tokenizer, outcome
 from benchmarks.layout_cases import LAYOUTS, Layout
+from tables import table
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +17,7 @@ def tokenizer() -> Any:
     return make_tokenizer()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@table("layout", LAYOUTS)
 def test_a_layout_is_read_as_expected_or_refused_with_a_fix(layout: Layout, tokenizer: Any, tmp_path: Path) -> None:
     assert not outcome(layout, tokenizer, tmp_path)["wrong"]
 
@@ -30,7 +31,7 @@ def test_the_table_has_them_all() -> None:
     assert "\n0 other than expected" in TABLE.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("changed", "wrong"), [
+@table(("changed", "wrong"), [
     (Layout("x", {"x.txt": b"hi"}, ("«hi<end>»",)), ""),
     (Layout("x", {"x.txt": b"hi"}, ("hi<end>",)), "trained ['«hi<end>»']"),
     (Layout("x", {"x.txt": b"hi"}, ("«hi<end>»",), unused="id"), "unused columns []"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pronghorn.bench.meter import Meter, RunJudgedWrong, machine
+from tables import table
 
 
 def trained(meter: Meter, *, change: bool = True) -> None:
@@ -32,7 +33,7 @@ def test_tokens_per_second_are_those_after_warm_up() -> None:
     assert (figures["loss_first"], figures["loss_last"], figures["grad_norm"]) == (2.0, 1.9, 0.4)
 
 
-@pytest.mark.parametrize(
+@table(
     ("losses", "norms", "change", "why"),
     [
         ([2.0, 1.9], [0.5, 0.0], True, "gradient norm is 0"),

@@ -26,6 +26,7 @@ from pronghorn.bench.worker import measure, missing
 from pronghorn.bench.workloads import SYSTEMS, WORKLOADS, System
 from pronghorn.cli import main
 from pronghorn.errors import CommandError
+from tables import table
 
 
 @pytest.fixture(autouse=True)
@@ -200,7 +201,7 @@ def test_paths_are_for_the_systems_they_name(tmp_path: Path, monkeypatch: pytest
     assert all((Path(folders(system)[-1]) / "pronghorn").is_dir() for system in ("unsloth", "liger-ckpt"))
 
 
-@pytest.mark.parametrize("word", ["unsloth", "unsloth=", "nobody=/tmp", "unsloth=/no/such/folder"])
+@table("word", ["unsloth", "unsloth=", "nobody=/tmp", "unsloth=/no/such/folder"])
 def test_a_path_that_cannot_be_read_is_refused(word: str) -> None:
     with pytest.raises(CommandError, match="--path"):
         parse_paths([word])
@@ -213,7 +214,7 @@ def test_only_peers_get_another_allocator(tmp_path: Path, monkeypatch: pytest.Mo
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment(plan, "pronghorn")
 
 
-@pytest.mark.parametrize("words", [
+@table("words", [
     "--workloads llama-2b", "--systems nobody", "--steps 0", "--resume no.json", "--path unsloth", "--again nobody",
 ])  # fmt: skip
 def test_a_command_that_cannot_be_meant_starts_nothing(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

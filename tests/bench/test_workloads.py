@@ -19,6 +19,7 @@ from pronghorn.bench.workloads import (
     pick,
 )
 from pronghorn.errors import CommandError
+from tables import table
 
 
 def test_lengths_are_those_of_instruction_data() -> None:
@@ -28,7 +29,7 @@ def test_lengths_are_those_of_instruction_data() -> None:
     assert abs(np.quantile(lengths, 0.95) - 496) < 20
 
 
-@pytest.mark.parametrize("name", ["tiny", "llama-1b", "llama-1b-8k", "llama-8b-32k"])
+@table("name", ["tiny", "llama-1b", "llama-1b-8k", "llama-8b-32k"])
 def test_documents_are_the_same_every_time_and_enough(name: str) -> None:
     workload = WORKLOADS[name]
     one, other = documents(workload, 3), documents(workload, 3)

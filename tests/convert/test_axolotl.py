@@ -13,6 +13,7 @@ from pronghorn.convert.converting import Conversion, convert_file, convert_text
 from pronghorn.errors import CommandError
 from pronghorn.recipe import Recipe, named
 from pronghorn.recipe_file import parse_recipe, read_yaml
+from tables import table
 
 CONFIGS = Path(__file__).parent / "axolotl"
 BASE = "base_model: a/b\nsequence_len: 64\nmicro_batch_size: 1\n"
@@ -71,7 +72,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(EXPECTED))
+@table("name", sorted(EXPECTED))
 def test_an_example_becomes_a_recipe(name: str) -> None:
     _, expected, missing = EXPECTED[name]
     found = convert_file(CONFIGS / name)
@@ -80,7 +81,7 @@ def test_an_example_becomes_a_recipe(name: str) -> None:
     assert not_honoured(found) == missing
 
 
-@pytest.mark.parametrize("name", sorted(EXPECTED))
+@table("name", sorted(EXPECTED))
 def test_nothing_is_said_of_no_key_and_every_line_is_right(name: str) -> None:
     text = (CONFIGS / name).read_text()
     values, _ = read_yaml(text, name, [])
@@ -111,7 +112,7 @@ def test_check_takes_the_recipe(name: str, model: Path, tmp_path: Path, monkeypa
 # Data sets of every type ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("lines", "expected"), [
+@table(("lines", "expected"), [
     ("type: sharegpt", {"data.format": "auto"}),
     ("type: alpaca:chatml", {"data.format": "alpaca", "data.template": "chatml"}),
     ("type: alpaca_w_system.load_open_orca", {"data.fields.instruction": "question", "data.fields.system": "system_prompt"}),
@@ -134,7 +135,7 @@ def test_a_type_has_its_format_and_columns(lines: str, expected: dict[str, Any])
     assert dict(zip(expected, flat(recipe, *expected), strict=True)) == expected
 
 
-@pytest.mark.parametrize(("lines", "key"), [
+@table(("lines", "key"), [
     ("type: input_output", "datasets[0].type"), ("type: pygmalion", "datasets[0].type"),
     ("type: alpaca:chat", "datasets[0].type"), ("type: chat_template\n    train_on_eos: all", "datasets[0].train_on_eos"),
     ("type: chat_template\n    roles_to_train: [user, assistant]", "datasets[0].roles_to_train"),
@@ -172,7 +173,7 @@ def test_sources_that_need_another_template_are_told(first: str, second: str) ->
 # Values with their meaning ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("lines", "expected"), [
+@table(("lines", "expected"), [
     ("micro_batch_size: 3\ngradient_accumulation_steps: 5\nsequence_len: 4096",
      {"train.batch_tokens": 61440, "train.capacity": 12288}),
     ("micro_batch_size: 2\nbatch_size: 8\nsequence_len: 32768", {"train.batch_tokens": 262144, "train.capacity": 32768}),
@@ -200,7 +201,7 @@ def test_values_keep_their_meaning(lines: str, expected: dict[str, Any]) -> None
     assert dict(zip(expected, flat(recipe, *expected), strict=True)) == expected
 
 
-@pytest.mark.parametrize("line", ["rl: dpo", "reward_model: true", "num_labels: 2", "diffusion: {eps: 1}"])
+@table("line", ["rl: dpo", "reward_model: true", "num_labels: 2", "diffusion: {eps: 1}"])
 def test_what_cannot_be_trained_is_refused_as_a_whole(line: str) -> None:
     with pytest.raises(CommandError, match="cannot be converted") as caught:
         convert_text(f"{CHAT}{line}\n", "c.yml")

@@ -11,12 +11,13 @@ from pronghorn.cli import main
 from pronghorn.convert.converting import convert_text
 from pronghorn.errors import PronghornError
 from pronghorn.recipe_file import parse_recipe
+from tables import table
 
 AXOLOTL = Path(__file__).parent / "axolotl" / "lora-alpaca.yml"
 SMALL = "base_model: a/b\ndatasets: [{path: x.jsonl, type: chat_template}]\nadapter: lora\n"
 
 
-@pytest.mark.parametrize("text", [
+@table("text", [
     "", "# nothing\n", "- a\n- b\n", "a: [1, 2", "a: b: c", "model: m\ndata: {train: x}\n", "base_model: a\n", "a: &a [*a]\n",
     "base_model: a\nbase_model: b\ndatasets: []\n", "base_model: !!python/object:os.system ls\ndatasets: []\n", "{" * 3000,
     "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n", "\x00", "base_model: a\nadapter: 2020-02-30\n",
@@ -80,7 +81,7 @@ def test_the_command_writes_recipe_and_list(tmp_path: Path, capsys: pytest.Captu
         key for key in answer["keys"] if key["line"] == 30).items()
 
 
-@pytest.mark.parametrize("words", [
+@table("words", [
     ["--from", "none.yaml"], ["--from", "."], [], ["a.yaml", "-o", "b.yaml"], ["a.yaml", "--format", "axolotl"],
     ["a.yaml", "--dataset-info", "x.json"], ["--from", str(AXOLOTL), "-o", "no/such/folder.yaml"],
 ])

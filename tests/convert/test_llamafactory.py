@@ -14,6 +14,7 @@ from pronghorn.cli import main
 from pronghorn.convert.converting import convert_file, convert_text
 from pronghorn.errors import CommandError
 from pronghorn.recipe_file import parse_recipe, read_yaml
+from tables import table
 
 CONFIGS = Path(__file__).parent / "llamafactory"
 DATA = str(CONFIGS / "data")
@@ -55,7 +56,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(EXPECTED))
+@table("name", sorted(EXPECTED))
 def test_an_example_becomes_a_recipe(name: str) -> None:
     _, expected, missing = EXPECTED[name]
     found = convert_file(CONFIGS / name)
@@ -64,7 +65,7 @@ def test_an_example_becomes_a_recipe(name: str) -> None:
     assert [key for key in not_honoured(found) if key != "template"] == missing  # which names there are, other tests tell
 
 
-@pytest.mark.parametrize("name", sorted(EXPECTED))
+@table("name", sorted(EXPECTED))
 def test_nothing_is_said_of_no_key_and_every_line_is_right(name: str) -> None:
     text = (CONFIGS / name).read_text()
     values, _ = read_yaml(text, name, [])
@@ -95,7 +96,7 @@ def told(text: str, folder: Path) -> dict[str, tuple[str, str]]:
     return {fate.key: (fate.kind, fate.text) for fate in convert_text(text, str(folder / "c.yaml")).fates}
 
 
-@pytest.mark.parametrize(("entry", "why"), [
+@table(("entry", "why"), [
     ({"file_name": "x.json", "ranking": True}, "preference"), ({"ms_hub_url": "x/y"}, "neither a file nor"),
     ({"file_name": "x.json", "columns": {"images": "i"}}, "images"), ({"file_name": "x.json", "columns": 3}, "columns"),
     ("nonsense", "no data set `x`"), ({"hf_hub_url": "x/y", "folder": "z"}, "folder"),
@@ -119,14 +120,14 @@ def test_the_list_of_data_sets_is_given_found_or_asked_for(tmp_path: Path) -> No
     assert parse_recipe(found.recipe).data.train == ("a/b:en:validation",)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "3", "{" * 100_000])
+@table("text", ["{", "[]", "3", "{" * 100_000])
 def test_a_list_of_data_sets_that_is_none_is_an_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "dataset_info.json").write_text(text)
     with pytest.raises(CommandError, match=r"dataset_info.json"):
         convert_text(BASE, str(tmp_path / "c.yaml"))
 
 
-@pytest.mark.parametrize(("change", "where"), [
+@table(("change", "where"), [
     (("stage: sft", "stage: dpo"), 2), (("stage: sft", "stage: ppo"), 2), (("do_train: true", "do_train: false"), 3),
     (("do_train: true", "do_predict: true"), 3),
     (("do_train: true\nfinetuning_type: lora\ndataset: x", "infer_backend: vllm"), 3),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from ruamel.yaml import YAML
 
 from pronghorn.convert.one_line import one_line
+from tables import table
 
 
-@pytest.mark.parametrize("value", [
+@table("value", [
     None, True, False, 0, -3, 0.05, 1e-5, 1e9, 2.5e-7, 10**15, "", "a", "no", "null", "1e-4", "12", "-", "a: b", "#x", "a #b",
     "[x]", "{x}", "x, y", "<|im_end|>", "~/x", "a b", " a", "a ", "'", '"', "ä水", "train[:1%]", "*a", "&a", "!a", "%a", "@a",
     "`a`", "|", ">", "? x", "2020-01-01", "0x10", ".5", "=", "<<", [], {}, ["a, b", 1], {"role": "from"},

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pronghorn.data.chat_messages import SPEAKERS, UnfitError, objects, to_message, to_tools
+from tables import table
 
 ARGUMENTS = {"city": "Oslo", "days": 2}
 FUNCTION = {"name": "weather", "arguments": ARGUMENTS}
@@ -26,11 +27,11 @@ def unfit(message: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("word", "role"), [
+@table(("word", "role"), [
     ("Human", "user"), ("GPT", "assistant"), (" Assistant ", "assistant"), ("SYSTEM", "system"), ("prompter", "user"),
     ("function", "tool"), ("Observation", "tool"), ("developer", "developer"), ("ipython", "ipython"), ("Chatbot", "assistant"),
 ])
-@pytest.mark.parametrize("keys", [("role", "content"), ("from", "value"), ("role", "value"), ("from", "content"),
+@table("keys", [("role", "content"), ("from", "value"), ("role", "value"), ("from", "content"),
                                   ("role", "text")])
 def test_who_speaks_in_any_spelling(word: str, role: str, keys: tuple[str, str]) -> None:
     assert to_message({keys[0]: word, keys[1]: "hi"}, 1) == {"role": role, "content": "hi"}
@@ -43,11 +44,11 @@ def test_nothing_of_a_message_is_lost_or_changed(who: str, said: str, more: dict
     assert made == more | {"role": SPEAKERS[who], "content": said}
 
 
-@pytest.mark.parametrize("call", [
+@table("call", [
     CALL, FUNCTION, {"function": FUNCTION}, {"function": FUNCTION | {"arguments": json.dumps(ARGUMENTS)}},
     {"name": "weather", "arguments": json.dumps(ARGUMENTS)}, {"name": "weather", "parameters": ARGUMENTS},
 ])
-@pytest.mark.parametrize("way", ["tool_calls", "as text", "function_call", "spoken", "spoken list"])
+@table("way", ["tool_calls", "as text", "function_call", "spoken", "spoken list"])
 def test_a_call_has_one_form(call: dict[str, Any], way: str) -> None:
     messages = {
         "tool_calls": {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -69,7 +70,7 @@ def test_what_stands_beside_a_call_stays() -> None:
         assert made == {"role": "assistant", "content": "a"}
 
 
-@pytest.mark.parametrize(("message", "why"), [
+@table(("message", "why"), [
     ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x=1"}}]}, "no JSON object: x=1"),
     ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}, "no JSON object: []"),
     ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}]}, "no JSON object"),

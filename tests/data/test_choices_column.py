@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from pronghorn.data.choices import choices_of
 from pronghorn.data.formats import unused_columns
 from pronghorn.data.prepare import prepare
 from pronghorn.evaluation.questions import held_out_questions
 from pronghorn.recipe import Data
 from samples import make_tokenizer, write_rows
+from tables import table
 
 
-@pytest.mark.parametrize(("value", "choices"), [
+@table(("value", "choices"), [
     (["a", "b"], ("a", "b")),
     ({"text": ["a", "b"], "label": ["A", "B"]}, ("a", "b")),
     ('["a", "b"]', ("a", "b")),

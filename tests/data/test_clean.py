@@ -15,6 +15,7 @@ from pronghorn.data import clean
 from pronghorn.data.clean import exact_duplicates, junk, near_duplicates
 from pronghorn.data.formats import Example
 from pronghorn.errors import CommandError
+from tables import table
 
 
 def chat(*turns: str, system: str = "") -> Example:
@@ -155,7 +156,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     assert caught.value.fix == "pip install 'pronghorn[clean]'"
 
 
-@pytest.mark.parametrize(("example", "reason"), [
+@table(("example", "reason"), [
     (chat("hi", ""), "empty answer"),
     (chat("hi", " \n"), "empty answer"),
     (chat("hi", "hello", "and?", ""), "empty answer"),
@@ -174,7 +175,7 @@ def test_junk_is_named(example: Example, reason: str) -> None:
 CODE = "def area(width: float, height: float) -> float:\n    return width * height\n\n"
 
 
-@pytest.mark.parametrize("example", [
+@table("example", [
     chat("hi", "hello"),
     chat("Bye!", "Take care!", "Bye!", "Bye!"),  # an echo within a talk
     chat("tell me a joke", "hahahahahahahahaha"),

@@ -11,6 +11,7 @@ from pronghorn.data.formats import Example, Format, detect_format, to_example
 from pronghorn.data.source_files import BadRow
 from pronghorn.data.sources import RawRow
 from pronghorn.errors import DataError
+from tables import table
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
@@ -40,7 +41,7 @@ def why_not(row_format: Format, **fields: Any) -> str:
 SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 
 
-@pytest.mark.parametrize(("fields", "found", "expected"), [
+@table(("fields", "found", "expected"), [
     ({"messages": [USER, ASSISTANT], "id": 3}, "messages", Example("chat", "", messages=CHAT)),
     ({"conversations": [USER, ASSISTANT]}, "messages", Example("chat", "", messages=CHAT)),
     ({"conversation": [USER, ASSISTANT]}, "messages", Example("chat", "", messages=CHAT)),
@@ -92,7 +93,7 @@ def test_tool_calls_without_content_and_what_else_a_message_carries() -> None:
     assert "tool_calls" not in made.messages[3]
 
 
-@pytest.mark.parametrize("tools", [None, [], "", "[]"])
+@table("tools", [None, [], "", "[]"])
 def test_no_tools_is_none(tools: Any) -> None:
     assert example(messages=[USER, ASSISTANT], tools=tools).tools is None
 
@@ -102,7 +103,7 @@ def test_text_parts_are_joined() -> None:
     assert example(messages=[{"role": "user", "content": parts}, ASSISTANT]).messages[0]["content"] == "one two"
 
 
-@pytest.mark.parametrize(("messages", "why"), [
+@table(("messages", "why"), [
     ([], "`messages` is empty"),
     (None, "`messages` is not a list of objects"),
     ("hello", "`messages` is not a list of objects"),
@@ -149,7 +150,7 @@ def refused(columns: dict[str, Any], asked: Any = "auto") -> DataError:
     return caught.value
 
 
-@pytest.mark.parametrize(("columns", "hint"), [
+@table(("columns", "hint"), [
     ({"mesages": [USER]}, "did you mean `messages` instead of `mesages`? Then set data.fields: {messages: mesages}"),
     ({"Messages": [USER]}, "did you mean `messages` instead of `Messages`? Then set data.fields: {messages: Messages}"),
     ({"promt": "q", "completion": "a"}, "did you mean `prompt` instead of `promt`? Then set data.fields: {prompt: promt}"),

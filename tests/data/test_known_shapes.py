@@ -13,6 +13,7 @@ from pronghorn.data.named_templates import whole
 from pronghorn.data.templates import ChatTemplate, Rendered
 from pronghorn.errors import DataError
 from samples import CHATML, make_tokenizer
+from tables import table
 
 NO_END = ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
           "{% if add_generation_prompt %}assistant:{% endif %}")
@@ -74,7 +75,7 @@ def test_known_rows_are_what_the_long_way_gives(name: str, monkeypatch: pytest.M
     assert compared(TEMPLATES[name], monkeypatch) >= {"chatml": 15, "no end": 15, "moody": 3}[name]
 
 
-@pytest.mark.parametrize("name", NAMED)
+@table("name", NAMED)
 def test_of_every_template_that_has_a_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compared(whole(NAMED[name]), monkeypatch, rows=30)
 

@@ -7,7 +7,6 @@ import functools
 import inspect
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from look_alikes import LOOK_ALIKES, SPECIALS
@@ -16,6 +15,7 @@ from benchmarks import template_oracle
 from benchmarks.chat_templates import Under, judged
 from benchmarks.template_oracle import Answer, Refusal, words_of
 from samples import make_tokenizer
+from tables import table
 
 
 def tokenizer_for(name: str) -> Any:
@@ -26,7 +26,7 @@ def tokenizer_for(name: str) -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize("name", LOOK_ALIKES)
+@table("name", LOOK_ALIKES)
 def test_every_conversation_is_exact_or_refused_for_a_reason(name: str) -> None:
     verdicts = judged(tokenizer_for(name), LOOK_ALIKES[name][1])
     assert {kind: verdict for kind, verdict in verdicts.items() if verdict.result not in ("exact", "refused")} == {}

@@ -9,6 +9,7 @@ import pytest
 
 from pronghorn.data.named_templates import SAME_AS, TEMPLATES, NamedTemplate, ending_with, named, whole
 from samples import make_tokenizer
+from tables import table
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}, {"role": "user", "content": "2?"}]
 SYSTEM = [{"role": "system", "content": "s"}]
@@ -74,7 +75,7 @@ PREPARED = {"vicuna": "<s>s USER: hi ASSISTANT: ho</s>USER: 2? ASSISTANT:",
             "mistral": "<s>[INST] hi [/INST] ho</s>[INST] 2? [/INST]"}
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@table("name", WRITTEN)
 def test_a_row_writes_what_the_models_own_template_writes(name: str) -> None:
     turns, with_system, prompt = WRITTEN[name]
     template = whole(TEMPLATES[name])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from pronghorn.data.preferences import preference, refused
+from tables import table
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
-@pytest.mark.parametrize(("fields", "fix"), [
+@table(("fields", "fix"), [
     ({"prompt": "q", "chosen": "a", "rejected": "b"}, "data.fields: {completion: chosen}"),
     ({"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": CHAT[1:]}, "data.fields: {completion: chosen}"),
     ({"prompt": "q", "chosen": CHAT, "rejected": CHAT, "score_chosen": 1.0}, "data.fields: {messages: chosen}"),
@@ -31,7 +30,7 @@ def test_preference_data_is_known(fields: dict[str, Any], fix: str) -> None:
     assert "supervised loss" in refused(told, "x:1").why
 
 
-@pytest.mark.parametrize("fields", [
+@table("fields", [
     {"prompt": "q", "completion": "a", "rejected": "b"},  # what the recipe made of it: {completion: chosen}
     {"prompt": "q", "chosen": "a", "rejected": None},
     {"messages": CHAT, "score_chosen": "1.0", "score_rejected": "0.5"},

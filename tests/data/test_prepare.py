@@ -20,6 +20,7 @@ from pronghorn.data.tokens import TokenizerFiles
 from pronghorn.errors import DataError, EnvironmentFault
 from pronghorn.recipe import Data
 from samples import chat_rows, make_tokenizer, write_rows
+from tables import table
 
 
 @pytest.fixture(autouse=True)
@@ -247,7 +248,7 @@ def test_turns_of_train_false_are_read_and_not_trained_on(model: Path, tmp_path:
     assert whole.loss(0).all()
 
 
-@pytest.mark.parametrize(("marks", "who", "why"), [
+@table(("marks", "who", "why"), [
     ({"train": "no"}, 2, "message 2 has `train` 'no'"), ({"training": 0}, 2, "message 2 has `training` 0"),
     ({"train": True, "weight": 0}, 2, "message 2 contradicts itself: `weight` 0, `train` True"),
     ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": True}]}, 2, "message 2 has `train_detail`; parts"),

@@ -12,6 +12,7 @@ from pronghorn.data.tokens import TokenizerFiles
 from pronghorn.errors import DataError
 from pronghorn.recipe import Data
 from samples import make_tokenizer, write_rows
+from tables import table
 
 PLAIN = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
 
@@ -46,7 +47,7 @@ def test_a_sharegpt_file_may_have_speakers_of_its_own(model: Path) -> None:
     same(model, [odd], PLAIN, roles={"user": "Q", "assistant": "A"})
 
 
-@pytest.mark.parametrize(("odd", "fields", "plain"), [
+@table(("odd", "fields", "plain"), [
     ({"question": "hi", "answer": "ho"}, {"prompt": "question", "completion": "answer"}, {"prompt": "hi", "completion": "ho"}),
     ({"body": "hi", "text": "not this"}, {"text": "body"}, {"text": "hi"}),
     ({"q": "hi", "a": "ho", "sys": "be"}, {"instruction": "q", "output": "a", "system": "sys"},

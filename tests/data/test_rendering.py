@@ -18,6 +18,7 @@ from pronghorn.data.rendering import RowError, within_limits
 from pronghorn.data.templates import render_chat
 from pronghorn.errors import DataError
 from samples import CHATML, make_tokenizer
+from tables import table
 
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 LOOPS = ("{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{{ a }}{% endfor %}{% endfor %}"
@@ -48,7 +49,7 @@ def test_a_template_without_measure_is_stopped(template: str, said: str, monkeyp
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("template", [
+@table("template", [
     "{{ 1 / 0 }}", "{{ messages[7].content + 1 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "{{ (10 ** 5000) | string }}", "{{ '%q' % 1 }}",
 ])

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from pronghorn.data.source_files import EXCERPT, BadRow, excerpt
 from pronghorn.data.sources import RawRow, Wish, fingerprint, read, resolve
 from pronghorn.errors import DataError
+from tables import table
 
 
 def read_all(name: str | Path) -> tuple[list[RawRow], list[BadRow]]:
@@ -146,7 +147,7 @@ BAD_LINES = {
 }
 
 
-@pytest.mark.parametrize("line", BAD_LINES)
+@table("line", BAD_LINES)
 def test_a_bad_line_is_set_aside_with_line_and_excerpt(here: Path, line: str) -> None:
     good = r'{"text": "\ud83d\ude00"}'  # an escaped pair is a character
     (here / "x.jsonl").write_text(f"{good}\n{line}\n{good}\n")
@@ -158,7 +159,7 @@ def test_a_bad_line_is_set_aside_with_line_and_excerpt(here: Path, line: str) ->
     assert 0 < len(bad[0].excerpt) <= 80
 
 
-@pytest.mark.parametrize("item", ['{"a": 1, "a": 2}', '{"a": NaN}', r'{"a": "\udc00"}', "7", '{"a": ' + "1" * 5000 + "}"])
+@table("item", ['{"a": 1, "a": 2}', '{"a": NaN}', r'{"a": "\udc00"}', "7", '{"a": ' + "1" * 5000 + "}"])
 def test_a_bad_item_of_a_list_does_not_hide_the_others(here: Path, item: str) -> None:
     (here / "x.json").write_text('[{"a": 1},\n' + item + ',\n{"a": 3}]')
     rows, bad = read_all("x.json")
@@ -200,7 +201,7 @@ def test_an_excerpt_is_short_printable_and_on_one_line(text: str, around: int) -
     assert all(c.isprintable() or c == " " for c in shown)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xef\xbb\xbf", b"[]", b'{"data": []}', b"  "])
+@table("content", [b"", b"\n\n", b"\xef\xbb\xbf", b"[]", b'{"data": []}', b"  "])
 def test_an_empty_file_is_refused(here: Path, content: bytes) -> None:
     kinds = ["jsonl", "json", "csv"] if not content.strip().startswith((b"[", b"{")) else ["json"]
     for kind in kinds:
@@ -280,7 +281,7 @@ def test_csv_holds_long_documents_and_needs_a_header_with_commas(here: Path) -> 
     assert "two columns are called `text`" in refused("twice.csv").what
 
 
-@pytest.mark.parametrize(("content", "line"), [
+@table(("content", "line"), [
     ('[{"a": 1},\n{"a": 2}\n{"a": 3}]', 3),
     ('[{"a": 1},\n{"a": ', 2),
     ('[{"a": 1}]\n[{"a": 2}]', 2),
@@ -402,7 +403,7 @@ def test_the_fingerprint_is_that_of_the_content(here: Path) -> None:
     assert len(a) == 64
 
 
-@pytest.mark.parametrize(("name", "hub"), [
+@table(("name", "hub"), [
     ("imdb", ("imdb", None, "train")),
     ("org/data-set.v2", ("org/data-set.v2", None, "train")),
     ("org/name:test", ("org/name", None, "test")),
@@ -449,11 +450,11 @@ def test_a_hub_data_set_is_read_from_the_cache_without_a_network(here: Path) -> 
     assert missing.startswith("someone/else | neither a file nor a hub data set")
 
 
-@pytest.mark.parametrize(("content", "said"), [
+@table(("content", "said"), [
     (b"PK\x03\x04\x14\x00\x06\x00xl/workbook.xml", "zip file"), (b"%PDF-1.7", "PDF"), (b"SQLite format 3\x00", "SQLite"),
     (b"PAR1\x15\x04", "Parquet"), (b"\x28\xb5\x2f\xfd\x04", "zstd"), (b"\x80\x04\x95", "pickle"), (b"BZh91AY", "bzip2"),
 ])
-@pytest.mark.parametrize("name", ["rows.xlsx", "rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "rows.jsonl.gz"])
+@table("name", ["rows.xlsx", "rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "rows.jsonl.gz"])
 def test_a_file_is_called_what_it_is(here: Path, name: str, content: bytes, said: str) -> None:
     data = gzip.compress(content + bytes(100)) if name.endswith(".gz") else content + bytes(100)
     (here / name).write_bytes(data)
@@ -464,7 +465,7 @@ def test_a_file_is_called_what_it_is(here: Path, name: str, content: bytes, said
     assert caught.value.fix
 
 
-@pytest.mark.parametrize(("ending", "pack"), [
+@table(("ending", "pack"), [
     ("gz", gzip.compress), ("xz", lzma.compress), ("bz2", bz2.compress),
     ("zst", lambda data: pa.Codec("zstd").compress(data, asbytes=True)),
 ])

@@ -13,6 +13,7 @@ from pronghorn.data.rendering import RowError
 from pronghorn.data.templates import ChatTemplate, chat_template, render_chat
 from pronghorn.errors import DataError
 from samples import CHATML, make_tokenizer
+from tables import table
 
 SPECIALS = ["<s>", "</s>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>",
             "<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|message|>"]  # fmt: skip
@@ -111,7 +112,7 @@ def said(template: str, messages: list[dict[str, Any]], eos: str = "<|im_end|>",
     return [rendered.text[start:stop] for start, stop in rendered.spans]
 
 
-@pytest.mark.parametrize(
+@table(
     ("template", "expected"),
     [
         (CHATML, ["Hello<|im_end|>", "think<|im_end|>"]),
@@ -126,21 +127,19 @@ def said(template: str, messages: list[dict[str, Any]], eos: str = "<|im_end|>",
         (TAGGED_IN_MACRO, ["Hello<|im_end|>", "think<|im_end|>"]),
         (NO_END, [" Hello", " think\n<|im_end|>"]),
         (END_AT_LAST, [" Hello", " think<|im_end|>"]),
-    ],
-    ids=["chatml", "llama2", "llama3", "gemma", "qwen3", "thinker", "harmony", "tagged", "tagged-end", "tagged-macro",
-         "no-end", "end-at-last"],
+    ]
 )  # fmt: skip
 def test_spans_are_the_turns_and_their_end_tokens(template: str, expected: list[str]) -> None:
     assert said(template, TALK) == expected
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA2, LLAMA3, GEMMA, QWEN3, HARMONY])
+@table("template", [CHATML, LLAMA2, LLAMA3, GEMMA, QWEN3, HARMONY])
 def test_a_system_message_is_not_said(template: str) -> None:
     system = {"role": "system", "content": "Hello"}
     assert said(template, [system, *TALK]) == said(template, TALK)
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA2, LLAMA3, GEMMA, QWEN3, HARMONY, TAGGED])
+@table("template", [CHATML, LLAMA2, LLAMA3, GEMMA, QWEN3, HARMONY, TAGGED])
 def test_the_prompt_and_the_span_make_the_text(template: str) -> None:
     """What the last span starts after is exactly what the model is given at inference."""
     tokenizer = tokenizer_for(template)
@@ -149,7 +148,7 @@ def test_the_prompt_and_the_span_make_the_text(template: str) -> None:
     assert rendered.text[: rendered.turns[-1].start] == prompt
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA2, QWEN3, HARMONY, TAGGED])
+@table("template", [CHATML, LLAMA2, QWEN3, HARMONY, TAGGED])
 def test_a_long_conversation_takes_two_renders(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tokenizer_for(template)
     chat = ChatTemplate(tokenizer)

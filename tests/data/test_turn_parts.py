@@ -8,6 +8,7 @@ from pronghorn.data.named_templates import TEMPLATES, whole
 from pronghorn.data.turn_parts import turn_parts
 from pronghorn.errors import CommandError
 from samples import make_tokenizer
+from tables import table
 
 PARTS = {
     "chatml": ("<|im_start|>user\n", "<|im_start|>assistant\n"),
@@ -28,7 +29,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
+@table("name", PARTS)
 def test_the_parts_are_those_that_people_write(name: str) -> None:
     row = TEMPLATES[name]
     tokenizer = make_tokenizer(chat_template=whole(row))
@@ -38,7 +39,7 @@ def test_the_parts_are_those_that_people_write(name: str) -> None:
     assert turn_parts(tokenizer) == PARTS[name]
 
 
-@pytest.mark.parametrize(("template", "words"), [
+@table(("template", "words"), [
     (None, "no chat template"),
     ("{% for message in messages %}{{ message['content'] }}{% endfor %}", "nothing in it tells"),
     ("{{ messages[-1]['content'] }}", "one after another"),

@@ -16,6 +16,7 @@ from pronghorn.data import words
 from pronghorn.data.encode import Encoder
 from pronghorn.data.formats import Example
 from pronghorn.data.words import EASY, GPT2, GPT2_BETWEEN_DIGITS, PATTERNS, Words, in_python, words_of
+from tables import table
 
 KINDS = ("a", "Z", "s", "'", "1", " ", "\n", "\r", "\t", ".", "/", "\u00e9", "\u00aa", "\u00b2", "\xa0", "\u2019")
 LETTERS = [chr(number) for first, last in EASY for number in range(first, last + 1)]
@@ -55,7 +56,7 @@ def encoder(backend: Tokenizer) -> Encoder:
     return Encoder(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>"))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@table("way", WAYS)
 def test_texts_are_cut_as_the_tokenizer_cuts_them(way: str) -> None:
     """All texts of up to three letters of all kinds, longer ones of some, and every letter beside every kind."""
     pattern = re.compile(in_python({"bytes": GPT2, "digits": GPT2_BETWEEN_DIGITS}.get(way, way)))
@@ -77,8 +78,8 @@ def test_no_normalizer_changes_easy_letters() -> None:
     assert not words.HARD.search("".join(LETTERS))
 
 
-@pytest.mark.parametrize("trim", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@table("trim", [False, True])
+@table("way", WAYS)
 def test_tokens_and_runs_are_those_of_the_text(way: str, trim: bool) -> None:
     """With spans anywhere: what is found is what the tokenizer gives, and between words something is found."""
     work = encoder(core(WAYS[way], normalizer=normalizers.NFC(), trim=trim))
@@ -122,7 +123,7 @@ OTHERS = {
 OTHERS["Python"].pre_tokenizer = pre_tokenizers.PreTokenizer.custom(object())
 
 
-@pytest.mark.parametrize("what", OTHERS)
+@table("what", OTHERS)
 def test_other_tokenizers_are_left_alone(what: str) -> None:
     assert words_of(OTHERS[what]) is None
 

@@ -6,9 +6,10 @@ import pytest
 
 from pronghorn.evaluation.metrics import NEED_JSON, TEXT_METRICS, judge_of
 from pronghorn.recipe import METRICS
+from tables import table
 
 
-@pytest.mark.parametrize(("metric", "expected", "answer", "score"), [
+@table(("metric", "expected", "answer", "score"), [
     ("exact_match", "Yes, sir.", " Yes,\n  sir. ", 1.0),
     ("exact_match", "caf\u00e9", "cafe\u0301", 1.0),
     ("exact_match", "Yes", "yes", 0.0),
@@ -31,7 +32,7 @@ def test_scores(metric: str, expected: str, answer: str, score: float) -> None:
     assert judge_of([metric])("asked", expected, answer) == {metric: pytest.approx(score)}
 
 
-@pytest.mark.parametrize(("pattern", "expected", "answer", "score"), [
+@table(("pattern", "expected", "answer", "score"), [
     (r"#### (-?\d+)", "so\n#### 12", "first #### 3, then #### 12", 1.0),  # the last one counts
     (r"#### (-?\d+)", "so\n#### 12", "#### 12, no: #### 13", 0.0),
     (r"#### (-?\d+)", "so\n#### 12", "12", 0.0),
@@ -58,7 +59,7 @@ def test_every_metric_of_a_recipe_is_known_here() -> None:
 EXPECTED = '{"command":"room_service","room":412,"items":["green tea","apple pie"]}'
 
 
-@pytest.mark.parametrize(
+@table(
     ("given", "right"),
     [
         (EXPECTED, True),

@@ -8,6 +8,7 @@ import pytest
 
 from pronghorn.errors import CommandError
 from pronghorn.evaluation.own_metric import OwnMetric
+from tables import table
 
 
 def metric(folder: Path, body: str) -> OwnMetric:
@@ -25,7 +26,7 @@ def test_a_number_is_called_as_the_file_and_a_dictionary_names_its_own(tmp_path:
     assert several.names == ("found", "long")
 
 
-@pytest.mark.parametrize(("body", "what", "why"), [
+@table(("body", "what", "why"), [
     ("    x = 1\n    return x / 0", "ZeroDivisionError", "line 3"),
     ("    raise SystemExit(3)", "SystemExit", "line 2"),
     ("    return 'good'", "returned 'good'", "no number"),
@@ -41,7 +42,7 @@ def test_what_its_code_does_wrong_is_told(tmp_path: Path, body: str, what: str, 
     assert caught.value.where == str(tmp_path / "mine.py")
 
 
-@pytest.mark.parametrize(("name", "text", "what"), [
+@table(("name", "text", "what"), [
     ("gone.py", None, "not a Python file"),
     ("mine.txt", "x = 1", "not a Python file"),
     ("mine.py", "x = 1", "no function `metric`"),

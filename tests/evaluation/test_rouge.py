@@ -7,9 +7,10 @@ import random
 import pytest
 
 from pronghorn.evaluation.rouge import common, rouge_l, words
+from tables import table
 
 
-@pytest.mark.parametrize(("expected", "answer", "value"), [  # of rouge_scorer.RougeScorer(["rougeL"]).score(expected, answer)
+@table(("expected", "answer", "value"), [  # of rouge_scorer.RougeScorer(["rougeL"]).score(expected, answer)
     ("The quick brown fox jumps over the lazy dog", "The quick brown dog jumps on the log.", 0.5882352941176471),
     ("testing one two", "testing", 0.5),
     ("a_b c-d, e's", "A b c d e s", 1.0),

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-
 from pronghorn.evaluation.strict_json import fields, is_json, parse, same
+from tables import table
 
 
-@pytest.mark.parametrize("text", ['{"a": 1}', " [1, 2]\n", "null", '"x"', "0"])
+@table("text", ['{"a": 1}', " [1, 2]\n", "null", '"x"', "0"])
 def test_json_is_json(text: str) -> None:
     assert is_json(text)
 
 
-@pytest.mark.parametrize("text", [
+@table("text", [
     "", "{'a': 1}", '{"a": 1}.', 'Sure: {"a": 1}', '```json\n{"a": 1}\n```', '{"a": 1, "a": 1}', "NaN", "[Infinity]",
     "[" * 100_000,
 ])
@@ -20,7 +19,7 @@ def test_what_is_not_quite_json_is_none(text: str) -> None:
     assert not is_json(text)
 
 
-@pytest.mark.parametrize(("one", "other", "equal"), [
+@table(("one", "other", "equal"), [
     ('{"a": 1, "b": [2]}', '{"b": [2], "a": 1}', True),
     ('{"a": 1}', '{"a": true}', False), ('{"a": 412}', '{"a": 412.0}', False), ('{"a": 412}', '{"a": "412"}', False),
     ("[1, 2]", "[2, 1]", False), ("[1]", "[1, 1]", False), ('{"a": null}', "{}", False), ("[[]]", "[{}]", False),

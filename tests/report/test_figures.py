@@ -4,6 +4,7 @@ import pytest
 from synthetic_run import START, synthetic_events
 
 from pronghorn.report.figures import SILENT_AFTER, figures, flat
+from tables import table
 
 
 def test_a_whole_run():
@@ -35,7 +36,7 @@ def test_time_of_void_steps_counts_but_their_losses_do_not():
     assert run.seconds < 1000  # the 5,000 s between the sessions are not the run's
 
 
-@pytest.mark.parametrize(
+@table(
     ("reason", "state"),
     [("done", "done"), ("early stop", "early stop"), ("signal", "interrupted"), ("health", "health stop")],
 )

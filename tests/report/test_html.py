@@ -10,6 +10,7 @@ from synthetic_run import synthetic_events, write_run
 from pronghorn.errors import EnvironmentFault
 from pronghorn.report.answers import read_answers, write_answers
 from pronghorn.report.html import render_page, write_html
+from tables import table
 
 EVIL = '<script>alert("x")</script><img src=x onerror=alert(1)>\'"&'
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -183,7 +184,7 @@ def test_the_data_section_tells_rows_drops_lengths_sources_and_columns():
     assert "<img" not in page
 
 
-@pytest.mark.parametrize("harm", [
+@table("harm", [
     {"dropped": [1]}, {"lengths": 3}, {"lengths": {"bins": 7}}, {"lengths": {"bins": [[1, 2], "x", [0, 1, "nan"]]}},
     {"sources": {"a": 1}}, {"sources": [1, {"rows": []}]}, {"unused_columns": 5}, {"read": [1]}, {"tokens": 0},
 ])  # fmt: skip

@@ -18,6 +18,7 @@ from pronghorn.report.html import render_page
 from pronghorn.report.run_log import TAIL_BLOCK, RunLog, as_number, history, plain, read_log
 from pronghorn.report.runs import compare, comparison_table, list_runs, runs_table
 from pronghorn.report.summary import render, summary
+from tables import table
 
 
 def test_every_event_has_its_kind_time_and_session_and_listeners_get_what_was_written(tmp_path):
@@ -73,7 +74,7 @@ def test_a_value_that_json_cannot_hold_is_refused_and_leaves_no_trace(tmp_path):
     assert plain(np.bool_(True)) is True
 
 
-@pytest.mark.parametrize("torn", [b'{"event":"step","st', b"\0\0\0\0\n", b"x" * (TAIL_BLOCK * 2 + 5), b"{}\n", b"\n"])
+@table("torn", [b'{"event":"step","st', b"\0\0\0\0\n", b"x" * (TAIL_BLOCK * 2 + 5), b"{}\n", b"\n"])
 def test_a_torn_last_line_is_overlooked_by_readers_and_cut_off_by_the_next_start(tmp_path, torn):
     with RunLog(tmp_path) as log:
         log.write("step", step=1)
@@ -171,7 +172,7 @@ def test_history_after_a_start_without_checkpoint_begins_anew_and_keeps_step_zer
     assert step(1, 0, "eval") in history([start(1), step(1, 0, "eval"), start(2, 3)])
 
 
-@pytest.mark.parametrize("harm", HARMS)
+@table("harm", HARMS)
 def test_a_damaged_log_is_one_sentence(harm, tmp_path):
     HARMS[harm](tmp_path / "run.jsonl")
     with pytest.raises(DataError) as caught:

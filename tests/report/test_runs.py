@@ -9,6 +9,7 @@ from synthetic_run import HARMS, synthetic_events, write_run
 
 from pronghorn.errors import CommandError, PronghornError
 from pronghorn.report.runs import compare, comparison_table, list_runs, runs_table
+from tables import table
 
 
 def shown(renderable):
@@ -117,7 +118,7 @@ def test_compare_refuses_one_run_and_folders_that_are_none(tmp_path):
         compare([run, tmp_path])
 
 
-@pytest.mark.parametrize("harm", sorted(HARMS))
+@table("harm", sorted(HARMS))
 def test_one_bad_log_does_not_hide_the_other_runs(harm, tmp_path):
     good = write_run(tmp_path / "good", synthetic_events(20))
     (tmp_path / "bad").mkdir()

@@ -11,6 +11,7 @@ from synthetic_run import RECIPE, synthetic_events
 from pronghorn.report import summary as module
 from pronghorn.report.figures import figures
 from pronghorn.report.summary import advise, render, summary
+from tables import table
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def shown(events, width=100):
     return console.file.getvalue()
 
 
-@pytest.mark.parametrize(
+@table(
     ("stages", "key", "word"),
     [
         ({"step": 94, "wait": 6}, "data.workers", "data.workers: 4 (now 2)"),
@@ -59,7 +60,7 @@ def test_a_single_evaluation_is_not_to_be_made_rarer():
     assert advise(run_with({"step": 70, "evaluate": 30}, step=58)).key != "eval.every"
 
 
-@pytest.mark.parametrize(("cores", "workers", "change"), [
+@table(("cores", "workers", "change"), [
     (3, 2, "set data.workers: 3 (now 2)"), (16, 12, "set data.workers: 16 (now 12)"),
     (4, None, "set data.workers: 4 (now None)"),
     (1, 0, "set data.workers: 1 (now 0)"), (2, 2, "nothing to change"), (2, 8, "nothing to change"),

@@ -1,11 +1,10 @@
 import math
 
-import pytest
-
 from pronghorn.report import wording
+from tables import table
 
 
-@pytest.mark.parametrize(
+@table(
     ("seconds", "text"),
     [(0.42, "0.42 s"), (0.999, "1.0 s"), (9.96, "10 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"),
      (3599.6, "1 h 00 min"), (7500, "2 h 05 min"), (273_600, "3 d 4 h"), (math.nan, "–"), (None, "–")],
@@ -14,7 +13,7 @@ def test_duration(seconds, text):
     assert wording.duration(seconds) == text
 
 
-@pytest.mark.parametrize(
+@table(
     ("value", "text"),
     [(0.012345, "0.01235"), (1.23456, "1.2346"), (12.3456, "12.35"), (1234.5, "1,234"), (math.nan, "nan"),
      (math.inf, "inf"), (None, "–"), (0.0, "0.00000"), (3e-7, "3e-07"), (2e9, "2e+09")],

@@ -13,13 +13,14 @@ import pronghorn
 from pronghorn.errors import CommandError
 from pronghorn.scripts.notebooks import read_cells
 from public_models import write_notebook
+from tables import table
 
 
 def cells_of(tmp_path: Path, *texts: str) -> list[tuple[str, tuple[str, ...]]]:
     return [(cell.source, cell.skipped) for cell in read_cells(write_notebook(tmp_path / "some.ipynb", list(texts)))]
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "source", "skipped"),
     [
         ("!pip install unsloth", "pass", ("!pip install unsloth",)),

@@ -12,6 +12,7 @@ from pronghorn.errors import DataError
 from pronghorn.scripts.notes import Notes
 from pronghorn.scripts.trainer_data import per_row, translate_data
 from public_models import LLAMA3, make_tokenizer
+from tables import table
 
 ROWS = [{"question": "one", "answer": "1"}, {"question": "two", "answer": "2"}]
 
@@ -25,11 +26,10 @@ def for_a_batch(rows: dict[str, list[str]]) -> list[str]:
     return [f"{rows['question'][i]}={rows['answer'][i]}" for i in range(len(rows["question"]))]
 
 
-@pytest.mark.parametrize(
+@table(
     "formatting",
     [lambda row: f"{row['question']}={row['answer']}", lambda row: [f"{row['question']}={row['answer']}"], for_a_batch,
-     lambda rows: {"text": for_a_batch(rows)}],
-    ids=["a row", "a list of one", "a batch", "a batch in a dict"],
+     lambda rows: {"text": for_a_batch(rows)}]
 )
 def test_texts_of_a_formatting_function(formatting: Any, notes: Notes) -> None:
     config = SFTConfig("somewhere", bf16=False, report_to="none")
