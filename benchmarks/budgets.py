@@ -9,7 +9,6 @@ One process a budget. Every result is in the file as soon as it is there; the sa
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
@@ -17,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import record, write
 from pronghorn.bench.side_by_side import OFFLINE, last_error
 from pronghorn.bench.weights import make_model_folder
 from pronghorn.bench.workloads import WORKLOADS
@@ -96,13 +96,10 @@ def main() -> None:
         rows[budget] = measure(options.workload, budget, warmup=options.warmup, steps=options.steps)
         ordered = sorted(rows.values(), key=lambda row: float(row["budget_asked"].rstrip("GMiB ")))
         speeds = [row["tokens_per_second"] for row in ordered if row["status"] == "measured"]
-        content = {"what": "One process a budget; bytes of the allocator, graphs included; see benchmarks/budgets.py",
-                   "command": f"python -m benchmarks.budgets --workload {options.workload} --steps {options.steps} "
-                              f"--warmup {options.warmup}",
-                   "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                   "speed_rises_with_each": speeds == sorted(set(speeds)), "results": ordered}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        sizes = f"--workload {options.workload} --steps {options.steps} --warmup {options.warmup}"
+        write(out, record("One workload under several memory budgets, one process per budget. Bytes are the allocator's, "
+                          "captured graphs included", f"python -m benchmarks.budgets {sizes}", ordered,
+                          speed_rises_with_each=speeds == sorted(set(speeds))))
     print(table([rows[budget] for budget in wanted]))
 
 

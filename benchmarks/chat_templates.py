@@ -12,17 +12,16 @@ every verdict into results/chat-templates.json.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
 from collections import Counter
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.record import RESULTS, record, write
 from benchmarks.template_facts import FACTS
 from benchmarks.template_oracle import Answer, Chat, Facts, Message, Refusal, Verdict, chats, judge
 from pronghorn.data.encode import Encoder
@@ -32,7 +31,7 @@ from pronghorn.data.tokens import load_tokenizer
 from pronghorn.errors import DataError
 
 SPECIAL = re.compile(r"<\|[^|<>\s\"'{}]{1,40}\|>|<｜[^｜<>{}]{1,40}｜>|\[/?[A-Z][A-Z_]+\]|<(?:start|end)_of_turn>")
-RESULTS = Path(__file__).parent / "results"
+COMMAND = "python -m benchmarks.chat_templates FOLDER_OF_JINJA_FILES --tokenizer FOLDER --write"
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -156,10 +155,10 @@ def main() -> int:
     print(", ".join(f"{count} {result}" for result, count in sorted(total.items())), f"in {time.perf_counter() - began:.0f} s")
     if arguments.write:
         (RESULTS / "chat-templates.md").write_text(markdown(table), encoding="utf-8")
-        found = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "templates": len(table), "total": dict(total),
-                 "verdicts": {name: {kind: [one.result, one.why] for kind, one in row.items() if one.result != "exact"}
-                              for name, row in table.items()}}
-        (RESULTS / "chat-templates.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        verdicts = [{"template": name, "not exact": {kind: [one.result, one.why] for kind, one in row.items()
+                                                     if one.result != "exact"}} for name, row in table.items()]
+        write(RESULTS / "chat-templates.json", record("Which tokens carry loss, by chat template and kind of conversation",
+                                                      COMMAND, verdicts, templates=len(table), total=dict(total)))
     return 1 if total["wrong"] or total["refused without need"] else 0
 
 

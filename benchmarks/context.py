@@ -30,6 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.record import write
 from pronghorn.bench.side_by_side import OFFLINE, PEERS_ALLOCATOR, last_error, parse_paths
 from pronghorn.bench.weights import model_folder
 from pronghorn.bench.worker import BEGAN, missing
@@ -233,10 +234,7 @@ class Results:
 
         self.rows = [old for old in self.rows if place(old) != place(row)] + [row]
         content = {"what": __doc__, "commands": self.commands, "longest": longest(self.rows), "results": self.rows}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        building = self.path.with_name(self.path.name + ".tmp")
-        building.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        building.replace(self.path)
+        write(self.path, content)
 
 
 def longest(rows: Iterable[Row]) -> dict[str, dict[str, int]]:

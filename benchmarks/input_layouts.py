@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import platform
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from benchmarks.layout_cases import CALLS, CHAT, FILES, LAYOUTS, PAIRS, PREFERENCES, Layout
+from benchmarks.record import RESULTS as FOLDER
+from benchmarks.record import ROOT, record, write
 from pronghorn.data.prepare import Prepared, prepare
 from pronghorn.errors import PronghornError
 from pronghorn.recipe import Data
 
-ROOT = Path(__file__).parents[1]
-RESULTS, TABLE = ROOT / "benchmarks" / "results" / "input-layouts.json", ROOT / "docs" / "input-layouts.md"
+RESULTS, TABLE = FOLDER / "input-layouts.json", ROOT / "docs" / "input-layouts.md"
 GROUPS = {"Conversations": CHAT, "Calls and tools": CALLS, "Prompts and answers": PAIRS, "Preference data": PREFERENCES,
           "Files and sources": FILES}
 SPECIAL = ["<pad>", "<end>", "<system>", "<developer>", "<user>", "<assistant>", "<tool>", "<tools>"]
@@ -151,11 +148,8 @@ def main() -> int:
     print(f"{len(found)} layouts: {sum('rows' in one for one in found.values())} read, "
           f"{sum('refused' in one for one in found.values())} refused with a fix, {len(wrong)} other than expected")
     if arguments.write:
-        libraries = {name: version(name) for name in ("transformers", "tokenizers", "pyarrow")}
-        result = {"command": "python -m benchmarks.input_layouts --write", "date": time.strftime("%Y-%m-%d"),
-                  "machine": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-                  "versions": libraries, "layouts": list(found.values())}
-        RESULTS.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        write(RESULTS, record("Every input layout: what is trained on, or why it is refused",
+                              "python -m benchmarks.input_layouts --write", list(found.values())))
         TABLE.write_text(table(found), encoding="utf-8")
     return 1 if wrong else 0
 

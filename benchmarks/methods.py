@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.record import record, write
 from pronghorn.bench.weights import make_model_folder, model_folder
 from pronghorn.bench.workloads import MODELS
 
@@ -122,8 +122,6 @@ def main() -> int:
     if options.forwards:
         print(json.dumps(forwards(options.forwards)))
         return 0
-    from pronghorn.bench.meter import machine  # torch: seconds that the processes of --forwards do not need twice
-
     models = [name for name in options.models.split(",") if name in MODELS]
     for model in models:
         make_model_folder(model)
@@ -138,11 +136,8 @@ def main() -> int:
             print(f"[{number}/{len(pairs)}] {found['model']:22s} {found['method']:13s} {found['verdict']:8s} {curve}",
                   flush=True)
             results.append(found)
-    content = {"what": "every method on every kind of model through `pronghorn train`",
-               "command": "python -m benchmarks.methods",
-               "commit": os.environ.get("COMMIT", ""), "machine": machine(), "results": results}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write(options.out, record("Every method on every kind of model through `pronghorn train`", "python -m benchmarks.methods",
+                              results))
     return 0 if all(found["verdict"] in ("trains", "refused") for found in results) else 1
 
 

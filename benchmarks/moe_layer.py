@@ -16,7 +16,6 @@ The same weights and inputs; the layers' outputs and gradients are compared befo
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from pronghorn.bench.meter import machine
+from benchmarks.record import record, write
 from pronghorn.bench.picture import STYLE
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.lora import add_adapter
@@ -174,10 +173,10 @@ def main() -> None:
     for experts in EXPERTS:
         rows.append(measure(experts, options.tokens))
         print(rows[-1], flush=True)
-    here = machine()
-    result = {"machine": here, "command": f"python -m benchmarks.moe_layer --tokens {options.tokens}", "rows": rows}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "moe-layer.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    result = record("Milliseconds of one decoder layer with experts, forward and backward", "python -m benchmarks.moe_layer "
+                    f"--tokens {options.tokens}", rows)
+    write(options.out / "moe-layer.json", result)
+    here = result["machine"]
     where = f"{here['hardware']}, torch {here['versions']['torch']}, {here['date'][:10]}"
     (options.out / "moe-layer.svg").write_text(draw(rows, where), encoding="utf-8")
 

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import record, write
 from pronghorn.bench.weights import make_model_folder
 from pronghorn.bench.workloads import WORKLOADS
 from pronghorn.process import set_defaults
@@ -171,7 +172,6 @@ def main() -> None:
     make_model_folder(WORKLOADS[options.workload].model)
     import torch
 
-    from pronghorn.bench.meter import machine
 
     if torch.cuda.is_available():
         from torch.profiler import ProfilerActivity
@@ -183,15 +183,12 @@ def main() -> None:
     cases = options.cases.split(",")
     switch = Switch(options.workload, 1 + 2 * len(cases) * options.rounds * (options.warmup + options.steps) + 8)
     rows = [compare(switch, case, rounds=options.rounds, warmup=options.warmup, steps=options.steps) for case in cases]
-    content: Row = {"what": "Offload off and on at the same recompute level; see benchmarks/offload.py",
-                    "command": f"python -m benchmarks.offload --workload {options.workload} --rounds {options.rounds} "
-                               f"--steps {options.steps}",
-                    "workload": options.workload, "machine": machine(), "results": rows}
+    command = f"python -m benchmarks.offload --workload {options.workload} --rounds {options.rounds} --steps {options.steps}"
+    content = record("Offload off and on at the same recompute level", command, rows, workload=options.workload)
     if torch.cuda.is_available():
         content["profiled"] = profile(switch, options.trace or results / f"offload-{options.workload}.trace.json.gz")
     out = options.out or results / f"offload-{options.workload}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write(out, content)
     for row in rows:
         print(f"{row['recompute']:8} off {row['off_ms']:.1f} ms, on {row['on_ms']:.1f} ms ({row['on_over_off']:.3f}), "
               f"pool {row['pinned_bytes'] / 1e9:.2f} GB of pinned host memory")

@@ -126,7 +126,7 @@ def run(case: dict[str, Any]) -> list[Line]:
 
 
 def sweep(case: dict[str, Any]) -> list[Line]:
-    """The cases with a norm: those without reach 87 % of the copy rate or more (H200, results/op-gated_mlp-rope.json)."""
+    """The cases with a norm: those without reach 87 % of the copy rate or more (H200, results/ops.json)."""
     if not case["norm"]:
         return []
     data = _Data(case)

@@ -11,7 +11,8 @@ A file benchmarks/op_<op>.py has
 A line is {"op", "case", "impl", "ms", "bytes" or "flops", "rate", "share_of_copy", "error"}. `ours` is a kernel of this
 project, other names are peers or tile sizes. Bytes are what must be read and written once; the share is of the copy rate
 measured in the same run; the error is the largest one against fp32, relative to the largest value, so that a wrong kernel
-cannot look fast.
+cannot look fast. --json makes or fills a file {"what", "runs"}: a run has its machine, command, commit and lines, which
+take the place of older lines of the same op, case and implementation.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
-import json
 import pkgutil
 import platform
 import shlex
@@ -34,7 +34,10 @@ from typing import Any
 import torch
 from torch._functorch import config as functorch_config
 
+from benchmarks.record import commit, read, write
+
 Line = dict[str, Any]
+WHAT = "Kernels beside plain torch, torch.compile and other libraries: milliseconds, rate, error against fp32"
 Outputs = torch.Tensor | Sequence[torch.Tensor | None]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLUSH_BYTES = 2**30  # 230 us of writing on an H200: it empties L2 (50 MB) and lets the host run ahead of the device
@@ -166,8 +169,19 @@ def machine() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "versions": versions,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.ops", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "benchmarks.ops", *sys.argv[1:]]), "commit": commit(),
     }
+
+
+def merged(before: Sequence[dict[str, Any]], run: dict[str, Any]) -> dict[str, Any]:
+    """A results file with one more run. An older line is left out where the run has the same one."""
+    fresh = {_name(line) for line in run["lines"]}
+    older = [old | {"lines": [line for line in old["lines"] if _name(line) not in fresh]} for old in before]
+    return {"what": WHAT, "runs": [*(old for old in older if old["lines"]), run]}
+
+
+def _name(line: Line) -> tuple[str, str, str]:
+    return line["op"], line["case"], line.get("impl", "ours")
 
 
 def benchmark_modules(only: Sequence[str]) -> dict[str, ModuleType]:
@@ -201,6 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"copy {copy_rate() * 1e-12:.2f} TB/s" if DEVICE == "cuda" else "no GPU: correctness only", flush=True)
     print(f"{'op':28} {'case':46} {'impl':24} {'time':>12} {'rate':>16} {'of copy':>7} {'error':>9}")
     lines: list[Line] = []
+    before = read(options.json)["runs"] if options.json and options.json.exists() else []
     wanted = [part.split("=", 1) for part in options.where.split(",") if part]
     chosen = [options.sweep] if options.sweep else [name for name in options.only.split(",") if name]
     for module in benchmark_modules(chosen).values():
@@ -215,9 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if DEVICE == "cuda":
                 torch.cuda.empty_cache()
             if options.json:  # after every case: a run that is cut off keeps what it has
-                options.json.parent.mkdir(parents=True, exist_ok=True)
-                result = machine() | {"copy_bytes_per_second": copy_rate(), "lines": lines}
-                options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                write(options.json, merged(before, machine() | {"copy_bytes_per_second": copy_rate(), "lines": lines}))
     return 0
 
 

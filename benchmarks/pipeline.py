@@ -22,9 +22,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import record, write
 from pronghorn.process import set_defaults
 from pronghorn.report.stages import process_age
 
+WHAT = "`pronghorn train` on real data: how busy the GPU is, what the host spends, what checkpoints cost"
 BEGAN = time.time() - process_age()
 FIRST, LAST = 20, 100  # measured from the end of the one to the end of the other
 AFTER = 5  # steps after the last one, so that the end of the run is not in it
@@ -151,18 +153,17 @@ def all_runs(options: argparse.Namespace) -> dict[str, Any]:
         if done.returncode or not told:
             raise SystemExit(f"the {name} run failed (exit code {done.returncode}); what it said is above")
         runs[name] = json.loads(told[-1].removeprefix("RESULT "))
-    from pronghorn.bench.meter import machine  # torch, which the runs above do not share with us
-
     plain, saving = runs["plain"], runs["checkpoints"]
-    return machine() | {
-        "command": "python -m benchmarks.pipeline " + " ".join(sys.argv[1:]), "recipe": options.recipe,
+    figures = {
         "steps": [options.first, options.last],
         "gpu_busy_share": runs["profiled"].get("gpu_busy_share"),
         "main_thread_share": plain["main_thread_share"], "process_share": plain["process_share"],
         "seconds_to_first_step": plain["seconds_to_first_step"], "tokens_per_second": plain["tokens_per_second"],
         "checkpoint_every": CHECKPOINT_EVERY, "tokens_per_second_with_checkpoints": saving["tokens_per_second"],
-        "checkpoint_cost": 1 - saving["tokens_per_second"] / plain["tokens_per_second"], "runs": runs,
+        "checkpoint_cost": 1 - saving["tokens_per_second"] / plain["tokens_per_second"],
     }
+    return record(WHAT, "python -m benchmarks.pipeline " + " ".join(sys.argv[1:]),
+                  [{"run": name, **run} for name, run in runs.items()], figures=figures)
 
 
 def main() -> None:
@@ -181,8 +182,7 @@ def main() -> None:
     result = one_run(options) if options.only else all_runs(options)
     print("RESULT " + json.dumps(result), flush=True)
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write(options.out, result)
 
 
 if __name__ == "__main__":

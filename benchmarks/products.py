@@ -11,7 +11,6 @@ torch's must, where nothing is added (it rounds twice there), or this ends with 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.record import record, write
 from pronghorn.bench.ceiling import products
-from pronghorn.bench.meter import machine
 from pronghorn.bench.workloads import MODELS
 from pronghorn.kernels.gemm import cublaslt
 from pronghorn.kernels.gemm.products import product, product_plus
@@ -136,10 +135,8 @@ def main() -> None:
             fastest = min(ms, key=lambda way: float(ms[way]))
             print(f"| {work.name} | {ms['torch']:.3f} | {row['ours']} | {row['times_torch']:.3f} | "
                   f"{fastest} {ms['torch'] / ms[fastest]:.3f} |", flush=True)
-    content = {**machine(), "command": f"python -m benchmarks.products --models {options.models}",
-               "what": "ms of a product at the power limit, by way: torch, ours, tile/cluster/variant of cuBLASLt",
-               "results": rows}
-    options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write(options.out, record("Milliseconds of a matrix product at the power limit, by torch, ours and cuBLASLt's algorithms",
+                              f"python -m benchmarks.products --models {options.models}", rows))
 
 
 if __name__ == "__main__":

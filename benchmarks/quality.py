@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.quality_picture import draw
-from pronghorn.bench.meter import machine
+from benchmarks.record import record, write
 from pronghorn.data.batches import BatchLoader, Shapes, StepBatch
 from pronghorn.data.packing import pack
 from pronghorn.errors import CommandError
@@ -236,21 +236,19 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     loader = BatchLoader(rows, capacity=options.tokens, packs_per_step=1, seed=SEED, workers=0, pad_id=pad, shapes=shapes,
                          pin=torch.cuda.is_available())
     batches = list(itertools.islice(loader, options.steps))
-    result: dict[str, Any] = {
-        "what": WHAT, "command": "python -m benchmarks.quality " + " ".join(_public(sys.argv[1:] if words is None else words)),
-        "machine": machine(), "model": options.model.name, "rank": options.rank, "lr": options.lr, "steps": options.steps,
-        "data": {"rows": len(rows), "held_out_rows": len(held_out), "tokens_a_step": options.tokens,
-                 "tokens": sum(batch.tokens for batch in batches), "loss_tokens": sum(b.loss_tokens for b in batches),
-                 "held_out_loss_tokens": int(held_out.loss_counts.sum())},
-        "runs": [],
-    }
+    data = {"rows": len(rows), "held_out_rows": len(held_out), "tokens_a_step": options.tokens,
+            "tokens": sum(batch.tokens for batch in batches), "loss_tokens": sum(b.loss_tokens for b in batches),
+            "held_out_loss_tokens": int(held_out.loss_counts.sum())}
+    command = "python -m benchmarks.quality " + " ".join(_public(sys.argv[1:] if words is None else words))
+    result = record(WHAT, command, [], model=options.model.name, rank=options.rank, lr=options.lr, steps=options.steps,
+                    data=data)
     for name in names:
-        result["runs"].append(train(name, batches, held_out, options, pad))
+        result["results"].append(train(name, batches, held_out, options, pad))
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        result["verdicts"] = verdicts(result["runs"])
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")  # a run cut off keeps what it has
+        result["verdicts"] = verdicts(result["results"])
+        write(options.out, result)
         (options.picture or options.out.with_suffix(".svg")).write_text(draw(result), encoding="utf-8")
     for one in result["verdicts"]:
         said = f" ({'within' if one['holds'] else 'BEYOND'} {100 * one['allowed']:.1f} %)" if one["allowed"] else ""

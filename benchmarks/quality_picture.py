@@ -59,7 +59,7 @@ class Panel:
 
 
 def draw(result: dict[str, Any]) -> str:
-    runs = result["runs"]
+    runs = result["results"]
     last_step = max(1, runs[0]["held_out"][-1][0])
     values = [loss for run in runs for step, loss in run["held_out"]]
     spread = max(values) - min(values) or 1.0
@@ -88,7 +88,7 @@ def draw(result: dict[str, Any]) -> str:
 
 def _differences(result: dict[str, Any]) -> list[tuple[int, list[Point]]]:
     """(number of the run, percent above the one it is held against at each look)"""
-    curves = {run["form"]: dict(run["held_out"]) for run in result["runs"]}
+    curves = {run["form"]: dict(run["held_out"]) for run in result["results"]}
     numbers = {form: number for number, form in enumerate(curves)}
     return [(numbers[one["form"]], [(step, 100 * (loss / curves[one["against"]][step] - 1))
                                     for step, loss in curves[one["form"]].items()])
@@ -96,9 +96,9 @@ def _differences(result: dict[str, Any]) -> list[tuple[int, list[Point]]]:
 
 
 def _legend(result: dict[str, Any]) -> list[str]:
-    parts, titles = [], {run["form"]: run["title"] for run in result["runs"]}
+    parts, titles = [], {run["form"]: run["title"] for run in result["results"]}
     against = {one["form"]: one["against"] for one in result["verdicts"] if one["allowed"] is not None}
-    for number, run in enumerate(result["runs"]):
+    for number, run in enumerate(result["results"]):
         x, y = LEFT_PANEL[0], BOTTOM + 46 + 20 * number
         parts.append(f'<line class="line c{number}" x1="{x}" x2="{x + 22}" y1="{y - 4}" y2="{y - 4}"/>')
         held = f", held against {titles[against[run['form']]]}" if run["form"] in against else ""

@@ -12,7 +12,6 @@ but for those "without" something (step_absences.py), which tell what that costs
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -25,9 +24,10 @@ import torch
 
 from benchmarks.ops import replaced
 from benchmarks.products import of_calls
+from benchmarks.record import record, write
 from benchmarks.step_absences import WITHOUT, Choice, of_absences
 from pronghorn.bench.ceiling import products
-from pronghorn.bench.meter import Meter, machine
+from pronghorn.bench.meter import Meter
 from pronghorn.bench.ours import Ours
 from pronghorn.bench.weights import make_model_folder
 from pronghorn.bench.workloads import WORKLOADS, Workload
@@ -221,9 +221,7 @@ def main() -> None:
     out = options.out or ROOT / "benchmarks" / "results" / f"step-choices-{options.workload}.json"
     command = f"python -m benchmarks.step_choices --workload {options.workload} --turns {options.turns}"
     only = " --only " + " ".join(f"'{part}'" for part in options.only) if options.only else ""
-    content = {**machine(), "command": command + only,
-               "what": "milliseconds a step takes more with another choice than as it is", "step_ms": usual, "results": rows}
-    out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write(out, record("Milliseconds that a step takes longer with another choice", command + only, rows, step_ms=usual))
 
 
 if __name__ == "__main__":

@@ -1,96 +1,142 @@
-"""The README's measured tables and picture, from the results that `make bench` wrote.
+"""The tables and the picture of README.md and docs/results.md, from the files in benchmarks/results; the list of docs/log.
 
-    python -m benchmarks.table            # print them
-    python -m benchmarks.table --write    # put them into README.md, between its two markers, and every row into a file beside
-                                          # the results
+    python -m benchmarks.table                 # print them
+    python -m benchmarks.table --write         # put them between their markers in these pages
+    python -m benchmarks.table --take FILE     # first take over rows of another side-by-side.json, where there are none yet
+
+A block begins with `<!-- NAME: python -m benchmarks.table --write -->` and ends with `<!-- end of NAME -->`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
+from benchmarks.record import RESULTS, ROOT, read
+from benchmarks.result_tables import BLOCKS
 from pronghorn.bench.picture import draw
-from pronghorn.bench.results import NAME, Results
+from pronghorn.bench.results import CEILING, NAME, Results, Row, rate, unsloths_best
 from pronghorn.bench.side_by_side import PICTURE
-from pronghorn.bench.table import markdown, summary
+from pronghorn.bench.table import IN_TRL, brief, dates, in_trl, markdown, summary
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-EVERY_ROW = "side-by-side.md"
-BEGIN, END = "<!-- measured: python -m benchmarks.table --write -->", "<!-- end of measured -->"
+LOG = ROOT / "docs" / "log"
 VERSIONS = ("torch", "triton", "transformers", "unsloth", "liger_kernel")
-KERNELS = (  # of the many cases, those of an 8B model
-    ("rms_norm", "T=16384 D=4096 bf16 forward+residual"),
-    ("rms_norm", "T=16384 D=4096 bf16 backward+add"),
-    ("rope", "T=16384 N=32 K=8 H=128 bf16 forward"),
-    ("rope", "T=16384 N=32 K=8 H=128 bf16 norm backward"),
-    ("gated_mlp", "T=16384 F=14336 bf16 silu forward"),
-    ("gated_mlp", "T=16384 F=14336 bf16 silu backward"),
-    ("linear_cross_entropy", "T=16384 D=4096 V=128256 bf16 trained"),
-)
+# What a reader sees first: a model that fits easily, a large one, long documents, small memory, FP8, experts.
+FEW = ("qwen3-0.6b", "llama-1b", "llama-8b", "llama-8b-32k", "llama-8b-20gb", "qwen3-14b-12gib", "llama-8b-fp8",
+       "qwen3-30b-a3b-4layers-experts", "gpt-oss-20b-4layers-experts")
+DRAWN = ("llama-1b", "llama-8b", "llama-8b-20gb", "qwen3-14b-12gib", "qwen3-30b-a3b-4layers-experts")
 
 
-def training_part(folder: Path = RESULTS) -> tuple[str, str]:
-    """Of `pronghorn bench --out benchmarks/results`: (picture and a line for each piece of work, the same with every row). The
-    picture is drawn anew, to fit the table."""
-    results = Results(folder / NAME)
-    rows = [row for row in results.rows if row["workload"] != "tiny"]
-    measured = [row["machine"] for row in rows if row.get("machine")]
-    if not measured:
+def begin(name: str) -> str:
+    return f"<!-- {name}: python -m benchmarks.table --write -->"
+
+
+def end(name: str) -> str:
+    return f"<!-- end of {name} -->"
+
+
+def measured_rows(folder: Path) -> list[Row]:
+    rows = [row for row in Results(folder / NAME).rows if not row["workload"].startswith("tiny")]
+    if not any(row.get("machine") for row in rows):
         raise SystemExit(f"no measurements in {folder / NAME}: run `make bench` on a GPU machine first")
-    (folder / PICTURE).write_text(draw(rows), encoding="utf-8")
-    versions = {name: text for one in measured for name, text in one["versions"].items()}
+    return rows
+
+
+def conditions(rows: list[Row]) -> str:
+    """Hardware, versions and dates of some rows, as a sentence."""
+    machines = [row["machine"] for row in rows if row.get("machine")]
+    versions = {name: text for one in machines for name, text in one["versions"].items()}
     said = ", ".join(f"{name} {versions[name]}" for name in VERSIONS if name in versions)
-    dates = sorted({one["date"][:10] for one in measured})
-    what = json.loads((folder / NAME).read_text(encoding="utf-8"))["what"]
-    head = f"One {measured[0]['hardware']}, {said}, {' and '.join(dates)}. {what}."
-    place = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
-    short = (f"![real tokens per second, side by side]({place / PICTURE})\n\n{summary(rows)}\n\n{head} [Every row]({place}/"
-             f"{EVERY_ROW}), with losses.")
-    return short, f"# Side by side\n\n{head}\n\n{markdown(rows)}\n"
+    return f"One {machines[0]['hardware']}, {said}, {dates(machines)}."
 
 
-def kernel_table(folder: Path = RESULTS) -> str:
-    rows = ["| kernel | ours | torch.compile | Liger |", "|---|---|---|---|"]
-    files = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("op*.json")]
-    newest = sorted(files, key=lambda content: str(content["date"]))
-    for op, case in KERNELS:
-        lines: dict[str, Any] = {}
-        for content in newest:
-            found = {line["impl"]: line for line in content["lines"] if (line["op"], line["case"]) == (op, case)}
-            lines = found or lines
-        if lines:
-            cells = [_cell(lines.get(system)) for system in ("ours", "torch.compile", "liger")]
-            rows.append(f"| {op} {case} | {' | '.join(cells)} |")
-    return "\n".join(rows)
+def readme(folder: Path) -> str:
+    """The short table. The picture is drawn anew, to fit it."""
+    rows = measured_rows(folder)
+    drawn = [row for row in rows if row["workload"] in DRAWN and row["system"].startswith(("pronghorn", "unsloth", CEILING))]
+    (folder / PICTURE).write_text(draw(drawn or rows), encoding="utf-8")
+    return f"{brief(rows, FEW)}\n\n{conditions([row for row in rows if row['workload'] in FEW] or rows)}"
 
 
-def _cell(line: dict[str, Any] | None) -> str:
-    if line is None or not line.get("ms"):
-        return ""
-    share = line.get("share_of_copy")
-    of_copy = f", {share:.0%} of a copy's rate" if share else f", {line['rate']:.0f} {line['unit']}"
-    return f"{line['ms']:.3f} ms{of_copy}"
+def faster(folder: Path) -> str:
+    """How much faster, in four lines."""
+    rows = measured_rows(folder)
+    found = {(row["workload"], row["system"]): rate(row) for row in rows}
+
+    def span(pairs: Iterable[tuple[float | None, float | None]]) -> str:
+        both = sorted(ours / theirs for ours, theirs in pairs if ours and theirs)
+        return f"{both[0]:.2f} to {both[-1]:.2f} times" if both else "not measured"
+
+    def ratios(*names: str) -> str:
+        return span((found.get((name, "pronghorn")), rate(unsloths_best(rows, name))) for name in names)
+
+    dense, small = ratios("qwen3-0.6b", "llama-1b", "llama-8b", "llama-8b-32k"), ratios("llama-8b-20gb", "qwen3-14b-12gib")
+    experts = ratios(*(name + more for name in ("qwen3-30b-a3b-4layers", "gpt-oss-20b-4layers") for more in ("", "-experts")))
+    same_memory = IN_TRL[:2]  # in the third setting Pronghorn uses what memory there is
+    script = span((found.get((name, ours)), found.get((name, theirs))) for name in {name for name, _ in found}
+                  for _, ours, theirs in same_memory)
+    return f"""Training speed on one NVIDIA H200 in real tokens per second, relative to Unsloth in TRL's `SFTTrainer`:
+
+- `pronghorn train`, LoRA in bf16 on dense models of 0.6B to 8B parameters: **{dense}**
+- `pronghorn train` within the memory that Unsloth needs with its checkpointing (8B LoRA, 14B QLoRA): **{small}**
+- `pronghorn train`, LoRA in bf16 on mixtures of experts (4 layers at full width): **{experts}**
+- the same `SFTTrainer` script with only its import changed (1B and 8B, LoRA and QLoRA): **{script}**"""
+
+
+def side_by_side(folder: Path) -> str:
+    rows = measured_rows(folder)
+    return f"{summary(rows)}\n\n{conditions(rows)} {read(folder / NAME)['what']}."
+
+
+def every_row(folder: Path) -> str:
+    return markdown(measured_rows(folder))
+
+
+def trl(folder: Path) -> str:
+    rows = [row for row in measured_rows(folder) if row["workload"].endswith(("-trl", "-trl-qlora"))]
+    return f"{in_trl(rows)}\n\n{conditions(rows)}" if rows else "Not measured."
+
+
+def log_entries(_: Path) -> str:
+    titles = {file.name: file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ") for file in LOG.glob("20*.md")}
+    return "\n".join(f"- {name[:10]} [{title}]({name})" for name, title in sorted(titles.items()))
+
+
+Block = Callable[[Path], str]
+PAGES: dict[Path, dict[str, Block]] = {
+    ROOT / "README.md": {"faster": faster, "measured": readme},
+    ROOT / "docs" / "results.md": {"side-by-side": side_by_side, "every-row": every_row, "trl": trl, **BLOCKS},
+    LOG / "README.md": {"entries": log_entries},
+}
+
+
+def filled(text: str, name: str, content: str) -> str:
+    before, found, rest = text.partition(begin(name))
+    if not found or end(name) not in rest:
+        raise SystemExit(f"the markers {begin(name)} and {end(name)} are gone")
+    return f"{before}{found}\n{content}\n{rest[rest.index(end(name)):]}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
-    write = parser.parse_args().write
-    training, every_row = training_part()
-    text = f"{BEGIN}\n{training}\n\n{kernel_table()}\n{END}"
-    if not write:
-        print(text)
-        return
-    (RESULTS / EVERY_ROW).write_text(every_row, encoding="utf-8")
-    readme = ROOT / "README.md"
-    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    if not begin or END not in rest:
-        raise SystemExit(f"README.md has lost its markers {BEGIN} and {END}")
-    readme.write_text(before + text + rest.partition(END)[2], encoding="utf-8")
+    parser.add_argument("--take", type=Path, nargs="*", default=[], metavar="FILE")
+    options = parser.parse_args()
+    if options.take:
+        results = Results(RESULTS / NAME)
+        for file in options.take:
+            results.take_over(file)
+        results.without_every_step()
+        results.save()
+    for page, blocks in PAGES.items():
+        text = page.read_text(encoding="utf-8")
+        for name, block in blocks.items():
+            text = filled(text, name, block(RESULTS))
+            if not options.write:
+                print(f"{begin(name)}\n{block(RESULTS)}\n")
+        if options.write:
+            page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

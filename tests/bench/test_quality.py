@@ -32,12 +32,12 @@ def result(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 def test_every_form_trains_and_is_looked_at_at_the_same_steps(result: dict[str, Any]) -> None:
-    assert [run["form"] for run in result["runs"]] == list(FORMS)
-    for run in result["runs"]:
+    assert [run["form"] for run in result["results"]] == list(FORMS)
+    for run in result["results"]:
         assert [step for step, _ in run["held_out"]] == [0, 2, 4]
         assert len(run["train"]) == 4
         assert run["held_out"][-1][1] < run["held_out"][0][1]
-    first = {run["form"]: run["train"][0] for run in result["runs"]}
+    first = {run["form"]: run["train"][0] for run in result["results"]}
     assert first["bf16"] == pytest.approx(first["fp32"], rel=0.002)  # the same batch
     assert len({round(loss, 6) for loss in first.values()}) >= 6  # and other arithmetic
     assert first["nf4-base"] == pytest.approx(first["nf4"], rel=0.002)
@@ -67,10 +67,10 @@ def test_the_picture_has_a_line_for_each_run_in_both_panels(result: dict[str, An
     held = [one for one in result["verdicts"] if one["allowed"]]
     assert len(lines) == len(FORMS) + len(held)
     texts = [node.text or "" for node in picture.iter() if node.tag.endswith("text")]
-    for run in result["runs"]:
+    for run in result["results"]:
         assert any(text.startswith(f"{run['title']}: {run['held_out'][-1][1]:.4f}") for text in texts)
     assert len([text for text in texts if "held against" in text]) == len(held) + 1  # and the title
-    alone = ElementTree.fromstring(draw({**result, "runs": [result["runs"][0]], "verdicts": []}))
+    alone = ElementTree.fromstring(draw({**result, "results": [result["results"][0]], "verdicts": []}))
     assert len([node for node in alone.iter() if node.tag.endswith("polyline")]) == 1
 
 

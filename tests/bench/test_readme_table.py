@@ -1,4 +1,4 @@
-"""benchmarks/table.py: what goes between the README's markers."""
+"""benchmarks/table.py: what goes between the markers of README.md and docs/results.md."""
 
 from __future__ import annotations
 
@@ -14,42 +14,70 @@ from pronghorn.bench.side_by_side import PICTURE
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from benchmarks import table
+from benchmarks import ops, result_tables, table
 
 
-def test_the_training_part_has_picture_machine_and_table_without_tiny(tmp_path: Path) -> None:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     results = Results(tmp_path / NAME)
     for row in (*several(), measured("tiny", "pronghorn", 5.0)):
         results.add(row)
-    text, every_row = table.training_part(tmp_path)
-    assert f"]({tmp_path / PICTURE})" in text
-    for part in (text, every_row):
-        assert "One Test card, torch 2.11, 2026-11-15. Whole training steps" in part
-        assert "tiny" not in part
+    return tmp_path
+
+
+def test_the_side_by_side_has_machine_and_tables_without_tiny(folder: Path) -> None:
+    text, short, every_row = table.side_by_side(folder), table.readme(folder), table.every_row(folder)
+    assert "One Test card, torch 2.11, 2026-11-15. Whole training steps" in text
+    assert "One Test card, torch 2.11, 2026-11-15." in short
     assert "| llama-1b | Pronghorn | 120,000 | 1.50 | 80 % |" in every_row
     assert "| llama-1b, LoRA bf16, short documents, 16,384 tokens a step | **120,000** | 80,000 | 1.50 |  | 80 % |" in text
-    assert table.EVERY_ROW in text
-    assert "tiny" not in (tmp_path / PICTURE).read_text()
+    assert "| **120,000** | 80,000 | 1.50 | 16.3 GiB (16.3 GiB) |" in short
+    assert not any("tiny" in part for part in (text, short, every_row, (folder / PICTURE).read_text()))
+
+
+def test_how_much_faster_is_the_least_and_the_most(folder: Path) -> None:
+    Results(folder / NAME).add(measured("llama-8b", "pronghorn", 20.0))
+    Results(folder / NAME).add(measured("llama-8b", "unsloth", 10.0))
+    assert "dense models of 0.6B to 8B parameters: **1.50 to 2.00 times**" in table.faster(folder)
+    assert "LoRA and QLoRA): **not measured**" in table.faster(folder)
+
+
+def test_a_script_in_trl_is_beside_unsloth_in_the_same_setting(folder: Path) -> None:
+    results = Results(folder / NAME)
+    for system, speed in (("dropin", 90.0), ("unsloth", 60.0), ("dropin-true", 50.0), ("unsloth-true", 25.0)):
+        results.add(measured("llama-1b-trl", system, speed))
+    results.add(measured("llama-1b-trl", "dropin-unsloth", 80.0))
+    off, on, own = table.trl(folder).splitlines()[2:5]
+    assert "| `False` | **90** | 60 | 1.50 |" in off
+    assert "| `True` | **50** | 25 | 2.00 |" in on
+    assert '| `"unsloth"` | **80** | not measured |  |' in own
 
 
 def test_without_measurements_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="run `make bench`"):
-        table.training_part(tmp_path)
+        table.readme(tmp_path)
 
 
 def test_the_newest_kernel_figures_count(tmp_path: Path) -> None:
-    op, case = table.KERNELS[0]
-
-    def content(date: str, ms: float) -> str:
-        line = {"op": op, "case": case, "impl": "ours", "ms": ms, "share_of_copy": 0.94}
-        return json.dumps({"date": date, "lines": [line, line | {"impl": "liger", "ms": None}]})
-
-    (tmp_path / "op-a.json").write_text(content("2026-11-15", 0.5))
-    (tmp_path / "ops.json").write_text(content("2026-11-16", 0.25))
-    assert f"| {op} {case} | 0.250 ms, 94% of a copy's rate |  |  |" in table.kernel_table(tmp_path)
+    op, case = result_tables.KERNELS[0]
+    line = {"op": op, "case": case, "impl": "ours", "ms": 0.5, "share_of_copy": 0.94}
+    older = {"date": "2026-11-15", "lines": [line, line | {"case": "another"}]}
+    content = ops.merged([older], {"date": "2026-11-16", "lines": [line | {"ms": 0.25}, line | {"impl": "liger", "ms": None}]})
+    assert [len(run["lines"]) for run in content["runs"]] == [1, 2]
+    (tmp_path / "ops.json").write_text(json.dumps(content))
+    assert f"| {op} {case} | 0.250 ms, 94% of a copy's rate |  |  |" in result_tables.kernels(tmp_path)
 
 
-def test_the_readme_has_both_markers() -> None:
-    text = (table.ROOT / "README.md").read_text(encoding="utf-8")
-    assert text.count(table.BEGIN) == text.count(table.END) == 1
-    assert text.index(table.BEGIN) < text.index(table.END)
+def test_a_page_keeps_what_is_around_a_block() -> None:
+    page = f"before\n{table.begin('x')}\nold\n{table.end('x')}\nafter\n"
+    assert table.filled(page, "x", "new") == page.replace("old", "new")
+    with pytest.raises(SystemExit, match="are gone"):
+        table.filled("no markers", "x", "new")
+
+
+@pytest.mark.parametrize("page", table.PAGES, ids=lambda page: page.name)
+def test_the_pages_have_every_marker_once(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for name in table.PAGES[page]:
+        assert text.count(table.begin(name)) == text.count(table.end(name)) == 1
+        assert text.index(table.begin(name)) < text.index(table.end(name))

@@ -288,7 +288,7 @@ def assert_float32_is_near(model: Any, batches: Sequence[PackedBatch], loss_of: 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in MORE])
 def test_float32_is_within_1e_5_of_transformers(family: str) -> None:
     """The worst seen is 3e-6. From weights of 0.02 (see SMALL) Gemma 3's q_proj A is 1.7e-5 apart and a Llama's bias of k_proj
-    1e-4, where transformers' own float32 is 8e-6 and 6e-5 from its float64: docs/findings.md."""
+    1e-4, where transformers' own float32 is 8e-6 and 6e-5 from its float64: docs/log/2026-11-15-float32-parity.md."""
     for method in ("lora", "full"):
         assert_float32_is_near(model_of(family, method, torch.float32), (packed_batch(), single_batch()), own_loss, method)
 

@@ -1,6 +1,6 @@
-"""The side-by-side as one SVG, by hand: bars as shares of the ceiling, readable on light and on dark pages.
+"""The side-by-side as one SVG: bars as shares of the ceiling, readable on light and on dark pages.
 
-It brings its own ground, because a picture in a README follows the reader's system and not the page.
+The picture has a background of its own, because a picture in a README follows the reader's system and not the page.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 
 from pronghorn.bench.results import CEILING, Row, by_workload, rate, unsloths_best
-from pronghorn.bench.table import why_not
+from pronghorn.bench.table import dates, why_not
 from pronghorn.bench.workloads import SYSTEMS, WORKLOADS
 
 WIDTH, LEFT, RIGHT, BAR, GAP, TOP = 960, 276, 206, 19, 6, 84
@@ -43,8 +43,8 @@ def draw(rows: Sequence[Row]) -> str:
             parts.append(f'<line class="full" x1="{x}" x2="{x}" y1="{y - len(group) * (BAR + GAP) - 2}" y2="{lower}"/>')
         y += 34
     title = "Real tokens per second while fine-tuning, as a share of what the matrix products alone allow"
-    machine = next((row["machine"] for row in rows if row.get("machine")), None)
-    where = f"{machine['hardware']}, torch {machine['versions']['torch']}, {machine['date'][:10]}" if machine else ""
+    machines = [row["machine"] for row in rows if row.get("machine")]
+    where = f"{machines[0]['hardware']}, torch {machines[0]['versions']['torch']}, {dates(machines)}" if machines else ""
     head = [_text(24, 32, title, "ink title"), _text(24, 51, where, "soft")]
     height = y - 8
     return (

@@ -21,14 +21,16 @@ Row = dict[str, Any]
 NAME = "side-by-side.json"
 CEILING = "ceiling"
 WHAT = (
-    "Whole training steps on random weights of the real architectures, LoRA r=16 on all seven linears of a layer (mixtures of "
-    "experts: on attention, or on attention and experts), AdamW, one optimizer step a micro-batch, loss on every token. Every "
-    "system trains on the same documents from the same model folder, one process a system, one after another on one machine. "
-    "Real tokens per second, without padding, over the steps after warm-up; memory is the allocator's peak in GiB after the "
-    "second step (Pronghorn: from the first on); time to first step is from the start of the process to the end of the first "
-    "optimizer step. The ceiling is what the frozen weights' matrix products alone take, forward and input gradient, in bf16, "
-    "or in FP8 where our side is; attention is not part of it"
+    "Whole training steps on random weights of the real architectures. Where a row says nothing else: LoRA r=16 on all seven "
+    "linear layers of a decoder layer (mixtures of experts: on attention, or on attention and experts), AdamW, one micro-batch "
+    "per optimizer step, loss on every token. All systems train on the same documents from the same model folder, each in its "
+    "own process, one after another on the same machine. Speed is real tokens per second, without padding, over the steps "
+    "after warm-up. Memory is the allocator's peak in GiB after the second step (Pronghorn: from the first step). Time to "
+    "first step runs from process start to the end of the first optimizer step. The ceiling is the speed of the frozen "
+    "weights' matrix products alone (forward and input gradient), in bf16, or in FP8 where Pronghorn computes in FP8, without "
+    "attention"
 )
+EVERY_STEP = ("losses",)  # one number per step: left out where rows of several runs are kept together
 
 
 class Results:
@@ -59,6 +61,9 @@ class Results:
         self._read(path)
         for row in before:
             self.add(row, save=False)
+
+    def without_every_step(self) -> None:
+        self.rows = [{name: value for name, value in row.items() if name not in EVERY_STEP} for row in self.rows]
 
     def get(self, workload: str, system: str) -> Row | None:
         return next((row for row in self.rows if row["workload"] == workload and row["system"] == system), None)
@@ -114,7 +119,7 @@ def unsloths_best(rows: Iterable[Row], name: str) -> Row | None:
     """On a workload, or on one in which only our side's arithmetic or budget is another."""
 
     def work(workload: Workload) -> tuple[object, ...]:
-        return workload.model, workload.tokens, workload.document, workload.method, workload.adapters
+        return workload.model, workload.tokens, workload.document, workload.method, workload.adapters, workload.rank
 
     listed = [row for row in rows if row["workload"] in WORKLOADS]
     alike = (row for row in listed if work(WORKLOADS[row["workload"]]) == work(WORKLOADS[name]))

@@ -11,8 +11,13 @@ from pronghorn.bench.workloads import SYSTEMS, WORKLOADS
 if TYPE_CHECKING:
     from rich.console import Group
 
-SUMMARY_HEAD = ("work", "Pronghorn, tokens/s", "Unsloth's best", "ratio", "best of the others", "share of ceiling",
+SUMMARY_HEAD = ("workload", "Pronghorn, tokens/s", "Unsloth's best", "ratio", "best of the others", "share of ceiling",
                 "peak memory (Unsloth's)", "time to first step (Unsloth's)")
+BRIEF_HEAD = ("workload", "Pronghorn, tokens/s", "Unsloth's best", "ratio", "peak memory (Unsloth's)")
+IN_TRL_HEAD = ("workload", "`use_gradient_checkpointing`", "Pronghorn, tokens/s", "Unsloth, tokens/s", "ratio",
+               "peak memory (Unsloth's)")
+IN_TRL = (("False", "dropin", "unsloth"), ("True", "dropin-true", "unsloth-true"),
+          ('"unsloth"', "dropin-unsloth", "unsloth-ckpt"))
 HEAD = ("workload", "system", "real tokens/s", "ratio to Unsloth's best", "share of ceiling", "peak memory",
         "time to first step", "loss after the run")
 
@@ -52,6 +57,12 @@ def why_not(row: Row, width: int = 90) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
+def dates(machines: Sequence[Row]) -> str:
+    """When rows were measured: a day, or the first and the last."""
+    days = sorted({str(machine["date"])[:10] for machine in machines})
+    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+
+
 def markdown(rows: Sequence[Row]) -> str:
     return _table(HEAD, cells(rows))
 
@@ -59,21 +70,48 @@ def markdown(rows: Sequence[Row]) -> str:
 def summary(rows: Sequence[Row]) -> str:
     """A line for each piece of work that ours was measured on, as Markdown."""
     lines = []
-    for name, group in by_workload(rows, WORKLOADS, SYSTEMS).items():
-        ours = next((row for row in group if row["system"] == "pronghorn"), None)
-        speed = rate(ours)
-        if ours is None or speed is None:
-            continue
-        unsloth = unsloths_best(rows, name)
-        other = fastest(row for row in group if not row["system"].startswith(("pronghorn", "unsloth")))
+    for name, group, ours in _measured(rows):
+        speed, unsloth = rate(ours) or 0.0, unsloths_best(rows, name)
+        other = fastest(row for row in group if not row["system"].startswith(("pronghorn", "dropin", "unsloth")))
         ceiling = rate(next((row for row in rows if (row["workload"], row["system"]) == (name, CEILING)), None))
-        without = next((why_not(row, 40) for row in group if row["system"].startswith("unsloth")), "")
         lines.append((
-            WORKLOADS[name].describe(), f"**{speed:,.0f}**", _speed(unsloth) or without, *_ratio(speed, rate(unsloth)),
+            WORKLOADS[name].describe(), *_beside(group, ours, unsloth),
             f"{_speed(other)} ({SYSTEMS[other['system']].label})" if other else "",
             f"{100 * speed / ceiling:.0f} %" if ceiling else "", _both("{:.1f} GiB", "peak_gib", ours, unsloth),
             _both("{:.0f} s", "seconds_to_first_step", ours, unsloth)))
     return _table(SUMMARY_HEAD, lines)
+
+
+def brief(rows: Sequence[Row], names: Sequence[str]) -> str:
+    """The same of a few workloads and with fewer columns."""
+    return _table(BRIEF_HEAD, [
+        (WORKLOADS[name].describe(), *_beside(group, ours, unsloths_best(rows, name)),
+         _both("{:.1f} GiB", "peak_gib", ours, unsloths_best(rows, name)))
+        for name, group, ours in _measured(rows) if name in names])
+
+
+def in_trl(rows: Sequence[Row]) -> str:
+    """The same TRL script under Pronghorn and under Unsloth, a line for each setting of its checkpointing."""
+    found = {(row["workload"], row["system"]): row for row in rows if rate(row)}
+    lines = []
+    for name, workload in WORKLOADS.items():
+        for setting, ours, theirs in IN_TRL:
+            row, unsloth = found.get((name, ours)), found.get((name, theirs))
+            if row is not None:
+                lines.append((workload.describe(), f"`{setting}`", f"**{_speed(row)}**", _speed(unsloth) or "not measured",
+                              *_ratio(rate(row) or 0.0, rate(unsloth)), _both("{:.1f} GiB", "peak_gib", row, unsloth)))
+    return _table(IN_TRL_HEAD, lines)
+
+
+def _measured(rows: Sequence[Row]) -> list[tuple[str, list[Row], Row]]:
+    """(workload, its rows, ours among them), of those that ours was measured on."""
+    groups = by_workload(rows, WORKLOADS, SYSTEMS).items()
+    return [(name, group, row) for name, group in groups for row in group if row["system"] == "pronghorn" and rate(row)]
+
+
+def _beside(group: Sequence[Row], ours: Row, unsloth: Row | None) -> tuple[str, str, str]:
+    without = next((why_not(row, 40) for row in group if row["system"].startswith("unsloth")), "not measured")
+    return f"**{_speed(ours)}**", _speed(unsloth) or without, *_ratio(rate(ours) or 0.0, rate(unsloth))
 
 
 def _speed(row: Row | None) -> str:
