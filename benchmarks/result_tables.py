@@ -147,7 +147,7 @@ def data_speed(folder: Path) -> str:
             for name, seconds in work["least_cpu_seconds"].items()]
     rows += [(f"`pronghorn data stats`, {stats['rows']:,} rows{text}", f"{stats[name]['cpu_seconds']:.1f}", "")
              for name, text in (("first", ""), ("again", ", cached"))]
-    return table(("work", "CPU seconds", "`prepare` takes times as long"), rows) + source({**content, "machine": content})
+    return table(("work", "CPU seconds", "`prepare` relative to it"), rows) + source({**content, "machine": content})
 
 
 def chat_templates(folder: Path) -> str:
