@@ -65,7 +65,8 @@ def one(model: str, method: str, tokens: int) -> dict[str, Any]:
                               check=False)
         found["exit_code"] = done.returncode
         if done.returncode:
-            return found | {"verdict": "refused" if done.returncode == 2 else "failed", "said": done.stderr.strip().replace(f"{place}/", "")[:4000]}
+            said = done.stderr.strip().replace(f"{place}/", "")[:4000]
+            return found | {"verdict": "refused" if done.returncode == 2 else "failed", "said": said}
         events = [json.loads(line) for line in (folder / "run" / "run.jsonl").read_text(encoding="utf-8").splitlines()]
         steps = [event for event in events if event["event"] == "step"]
         losses = [event["loss"] for event in steps]
