@@ -30,7 +30,7 @@ def test_the_side_by_side_has_machine_and_tables_without_tiny(folder: Path) -> N
     assert "One Test card, torch 2.11, 2026-11-15. Whole training steps" in text
     assert "One Test card, torch 2.11, 2026-11-15." in short
     assert "| llama-1b | Pronghorn | 120,000 | 1.50 | 80 % |" in every_row
-    assert "| llama-1b, LoRA bf16, short documents, 16,384 tokens a step | **120,000** | 80,000 | 1.50 |  | 80 % |" in text
+    assert "| llama-1b, LoRA bf16, short documents, 16,384 tokens per step | **120,000** | 80,000 | 1.50 |  | 80 % |" in text
     assert "| **120,000** | 80,000 | 1.50 | 16.3 GiB (16.3 GiB) |" in short
     assert not any("tiny" in part for part in (text, short, every_row, (folder / PICTURE).read_text()))
 

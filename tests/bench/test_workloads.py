@@ -68,9 +68,9 @@ def test_every_workload_names_known_models_and_systems() -> None:
 def test_what_is_in_fp8_says_what_the_peers_do() -> None:
     told = {name: workload.describe() for name, workload in WORKLOADS.items() if workload.fp8}
     assert told.keys() == {name for name in WORKLOADS if "-fp8" in name}
-    assert told["llama-8b-fp8"].startswith("llama-8b, LoRA FP8 (peers: LoRA bf16), short")
-    assert told["qwen3-14b-fp8"].startswith("qwen3-14b, LoRA FP8 (peers: QLoRA NF4), short")
-    assert told["qwen3-14b-qlora-fp8"].startswith("qwen3-14b, QLoRA NF4 in FP8 (peers: QLoRA NF4), short")
+    assert told["llama-8b-fp8"].startswith("llama-8b, LoRA FP8 (others: LoRA bf16), short")
+    assert told["qwen3-14b-fp8"].startswith("qwen3-14b, LoRA FP8 (others: QLoRA NF4), short")
+    assert told["qwen3-14b-qlora-fp8"].startswith("qwen3-14b, QLoRA NF4 with FP8 products (others: QLoRA NF4), short")
 
 
 def test_unknown_names_are_refused() -> None:

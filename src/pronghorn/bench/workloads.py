@@ -6,6 +6,7 @@ Imports numpy alone: a system's process reads this before its own library is imp
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,11 +142,12 @@ class Workload:
         method = {"lora": "LoRA bf16", "qlora": f"QLoRA {stored}", "full": "full fine-tuning"}[self.method]
         method += f" r={self.rank}" * (self.rank != LORA_RANK)
         if self.fp8:
-            method = f"{'LoRA FP8' if self.ours else 'QLoRA NF4 in FP8'} (peers: {method})"
+            method = f"{'LoRA FP8' if self.ours else 'QLoRA NF4 with FP8 products'} (others: {method})"
         if self.adapters != "linears":
             method += " on attention" + " and experts" * (self.adapters == "experts")
-        ours = f", ours within {self.budget}" if self.budget else ""
-        return f"{self.model}, {method}, {documents}, {self.tokens:,} tokens a step{ours}"
+        ours = ", Pronghorn within " + re.sub(r"(?<=\d)(?=[A-Z])", " ", self.budget) if self.budget else ""
+        model = self.model.replace("-4layers", " (4 layers)")
+        return f"{model}, {method}, {documents}, {self.tokens:,} tokens per step{ours}"
 
 
 WORKLOADS = {workload.name: workload for workload in (
