@@ -35,27 +35,27 @@ output: runs/first
 HEAD = """\
 # A first evening
 
-Made by `python -m benchmarks.first_evening --write`: every command ran as it stands here, on a CPU, with a model of 27 thousand
-random weights, so what it says is nonsense; with a real model only the names and numbers change. While a run trains, open
-`runs/first/report.html` in a browser: it follows the run.
+A terminal session, written by `python -m benchmarks.first_evening --write`. Every command ran exactly like this, on a CPU. The
+model has 27 thousand random weights, so its answers are nonsense; with a real model only names and numbers change. While a run
+trains, `runs/first/report.html` shows its progress in a browser.
 """
 # What is said before a command, and the command. A word behind # is for this script alone.
 STEPS = (
-    ("Without a verb there is help.", "pronghorn"),
-    ("A mistake is answered with what was meant.", "pronghorn tran my.yaml"),
-    ("`pronghorn new my.yaml` writes every key; this recipe has the few that differ.", "cat my.yaml"),
-    ("Is everything there, and how long will it be?", "pronghorn check my.yaml"),
-    ("Which tokens are trained on? Those in « »; on a terminal they are green.", "pronghorn data show my.yaml --row 3"),
+    ("Without a verb, the command prints its help.", "pronghorn"),
+    ("A typo gets a suggestion.", "pronghorn tran my.yaml"),
+    ("`pronghorn new my.yaml` writes every key. This recipe has only those that differ from the default.", "cat my.yaml"),
+    ("Check recipe, model and data before training.", "pronghorn check my.yaml"),
+    ("Which tokens are trained on? Those in « »; a terminal shows them in green.", "pronghorn data show my.yaml --row 3"),
     ("What is in the data?", "pronghorn data stats my.yaml"),
-    ("Would it fit on another machine, and what would it cost there?", "pronghorn plan my.yaml --gpu rtx4090 --host 32GB"),
-    ("Train, and stop it half-way with Ctrl-C.", "pronghorn train my.yaml # interrupted"),
+    ("Does it fit on another machine, and what does it cost there?", "pronghorn plan my.yaml --gpu rtx4090 --host 32GB"),
+    ("Train, and stop half-way with Ctrl-C.", "pronghorn train my.yaml # interrupted"),
     ("The same command resumes.", "pronghorn train my.yaml"),
-    ("A changed recipe is another run.", "pronghorn train my.yaml train.lr=1e-3"),
-    ("So it gets a folder of its own.", "pronghorn train my.yaml train.lr=1e-3 output=runs/slower --json # silent"),
-    ("How good is it, and how good was the model before?", "pronghorn eval runs/first --metrics exact_match --base"),
+    ("A changed recipe is refused in the same folder.", "pronghorn train my.yaml train.lr=1e-3"),
+    ("It gets a folder of its own.", "pronghorn train my.yaml train.lr=1e-3 output=runs/slower --json # silent"),
+    ("How good is it, compared with the base model?", "pronghorn eval runs/first --metrics exact_match --base"),
     ("Ask it something.", 'pronghorn chat runs/first --prompt "add 2 and 3" --max-tokens 16'),
-    ("Take it along: a folder for transformers, vLLM and others.", "pronghorn export runs/first --to merged"),
-    ("Which runs are there, and which was better?", "pronghorn runs"),
+    ("Export a folder for transformers, vLLM and others.", "pronghorn export runs/first --to merged"),
+    ("List runs, and compare them.", "pronghorn runs"),
     ("", "pronghorn runs runs/first runs/slower"),
 )
 
