@@ -28,22 +28,23 @@ def test_what_scripts_give_is_taken(tiny_model: Path, capsys: pytest.CaptureFixt
     model, tokenizer = FastLanguageModel.from_pretrained(str(tiny_model), load_in_4bit=False, **EVERYTHING_SCRIPTS_GIVE)
     assert model.max_seq_length == tokenizer.model_max_length == 512, "all that the model was made for"
     said = capsys.readouterr().err
-    assert "gpu_memory_utilization is not used" in said
-    assert "attn_implementation is not used" in said
+    assert "gpu_memory_utilization is ignored" in said
+    assert "attn_implementation is ignored" in said
     assert "offload_embedding" not in said
     adapted = FastLanguageModel.get_peft_model(model, r=4, task_type="CAUSAL_LM", temporary_location="x", qat_scheme=None)
     assert adapted.peft_config["default"].r == 4
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ({"fast_inference": True}, "model.generate"), ({"float8_kv_cache": True}, "no vLLM"),
+    ({"fast_inference": True}, "model.generate"), ({"float8_kv_cache": True}, "not use vLLM"),
     ({"qat_scheme": "int4"}, "qat_scheme"),
-    ({"revision": "abc"}, "snapshot_download"), ({"rope_scaling": {"type": "linear"}}, "not stretched"),
-    ({"attn_implementation": "kernels-community/flash-attn"}, "from a hub repository"), ({"num_labels": 2}, "write text"),
+    ({"revision": "abc"}, "snapshot_download"), ({"rope_scaling": {"type": "linear"}}, "RoPE scaling"),
+    ({"attn_implementation": "kernels-community/flash-attn"}, "from a Hub repository"),
+    ({"num_labels": 2}, "causal language models"),
     ({"auto_model": AutoModelForSequenceClassification}, "AutoModelForSequenceClassification"),
     ({"load_in_fp8": "block"}, "'block'"),
-    ({"torch_dtype": torch.float16, "dtype": torch.float32}, "drop one"), ({"dtype": "int8"}, "torch.bfloat16"),
-    ({"device_map_planner_kwargs": {}}, "one device"), ({"whisper_task": "transcribe"}, "write text"),
+    ({"torch_dtype": torch.float16, "dtype": torch.float32}, "keep one"), ({"dtype": "int8"}, "torch.bfloat16"),
+    ({"device_map_planner_kwargs": {}}, "one device"), ({"whisper_task": "transcribe"}, "causal language models"),
 ])  # fmt: skip
 def test_values_that_would_change_something_are_refused(tiny_model: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(CommandError) as caught:

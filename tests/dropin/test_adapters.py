@@ -199,7 +199,7 @@ def test_merging_a_head_that_was_trained_apart_from_the_embeddings(tiny_model: P
 
 
 @pytest.mark.parametrize(("method", "words"), [
-    ("merged_4bit", "not in this version"), ("merged_16bits", "did you mean 'merged_16bit'"),
+    ("merged_4bit", "not supported"), ("merged_16bits", "did you mean 'merged_16bit'"),
 ])  # fmt: skip
 def test_ways_to_save_that_are_not_there(method: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(CommandError) as caught:

@@ -41,10 +41,10 @@ def test_other_names_become_role_and_content(function: Any) -> None:
 def test_data_without_conversations_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     rows = data([{"text": "x"}])
     assert standardize_sharegpt(rows) is rows
-    assert "no column of conversations among text" in capsys.readouterr().err
-    with pytest.raises(DataError, match="a message has the keys who, what"):
+    assert "no conversation column among text" in capsys.readouterr().err
+    with pytest.raises(DataError, match="messages have the keys who, what"):
         standardize_sharegpt(data([{"messages": [{"who": "me", "what": "hi"}]}]))
-    with pytest.raises(DataError, match="no data set but a list"):
+    with pytest.raises(DataError, match="expected a dataset, got list"):
         standardize_sharegpt(SHAREGPT)
 
 
@@ -77,7 +77,7 @@ def test_columns_that_are_not_there(options: dict[str, Any], words: str) -> None
 
 def test_an_empty_column_outside_brackets_is_an_error() -> None:
     rows = data([{"age": 3.0, "output": "a"}, {"age": None, "output": "b"}])
-    with pytest.raises(DataError, match="row 1: the column `age` is empty"):
+    with pytest.raises(DataError, match="row 1: column `age` is empty"):
         to_sharegpt(rows, merged_prompt="Age {age}")
     assert to_sharegpt(rows, merged_prompt="Hi[[ of {age}]]")[1]["conversations"][0]["value"] == "Hi"
 
@@ -96,5 +96,5 @@ def test_a_format_of_ones_own_writes_texts_and_prompts() -> None:
     own = apply_chat_template(data(SHAREGPT), make_tokenizer())
     assert named[0]["text"] == own[0]["text"] == (
         "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n")
-    with pytest.raises(DataError, match="no column of conversations"):
+    with pytest.raises(DataError, match="no conversation column"):
         apply_chat_template(data(ALPACA), make_tokenizer())

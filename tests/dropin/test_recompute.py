@@ -92,7 +92,7 @@ def test_what_fits_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys
     model, _ = planned(folder, 10**9)
     forward(model, 40)
     assert levels(model) == {"nothing"}
-    assert "everything is kept" in capsys.readouterr().err
+    assert "nothing is recomputed" in capsys.readouterr().err
 
 
 def test_with_less_some_layers_are_computed_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,19 +35,19 @@ def test_positional_and_named_ways_to_save(trained: tuple[Any, Any], tmp_path: P
 @pytest.mark.parametrize(("call", "words"), [
     (lambda model: model.save_pretrained_gguf("model", None, quantization_method="q4_k_m"), "convert_hf_to_gguf.py"),
     (lambda model: model.push_to_hub_gguf("hf/model", None, quantization_method=["q8_0"], token=""), "convert_hf_to_gguf.py"),
-    (lambda model: model.save_pretrained_torchao("model", None), "torchao on that folder"),
+    (lambda model: model.save_pretrained_torchao("model", None), "that folder with torchao"),
     (lambda model: model.save_pretrained_merged("model", None, save_method="merged_4bit_forced"), "merged_16bit"),
     (lambda model: model.save_pretrained_merged("model", None, save_method="mxfp4"), "merged_16bit"),
     (lambda model: model.push_to_hub_merged("hf/model", None, save_method="merged_4bit", token=""), "merged_16bit"),
     (lambda model: model.fast_generate("hi", sampling_params=None), "model.generate("),
-    (lambda model: model.load_lora("x", load_tensors=False), "leave it out"),
+    (lambda model: model.load_lora("x", load_tensors=False), "remove it"),
     (lambda model: model.save_pretrained_merged("model", None, push_to_hub=True), "push_to_hub_merged"),
 ])  # fmt: skip
-def test_what_comes_with_the_export_says_so(trained: tuple[Any, Any], call: Any, words: str) -> None:
+def test_formats_that_are_not_written_are_refused_with_a_fix(trained: tuple[Any, Any], call: Any, words: str) -> None:
     with pytest.raises(CommandError) as caught:
         call(trained[0])
     assert words in caught.value.fix
-    assert all(why.endswith("come with the export") for why, _ in LATER.values())
+    assert all(why.startswith("Pronghorn does not write") for why, _ in LATER.values())
 
 
 def test_an_adapter_goes_out_and_comes_back(trained: tuple[Any, Any], tiny_model: Path, tmp_path: Path) -> None:
@@ -107,5 +107,5 @@ def test_what_is_pushed_is_what_is_saved(trained: tuple[Any, Any], tmp_path: Pat
     refused.response = type("Answer", (), {"status_code": 403})  # type: ignore[attr-defined]
     for error, kind in ((refused, ModelError), (ValueError("no name"), ModelError), (OSError("no network"), EnvironmentFault)):
         monkeypatch.setattr(FakeHub, "fails", error)
-        with pytest.raises(kind, match="hub"):
+        with pytest.raises(kind, match="Hub"):
             model.push_to_hub_merged("a b", tokenizer)

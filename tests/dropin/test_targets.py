@@ -32,7 +32,7 @@ def test_switches_choose_among_the_targets(asked: Any, switches: dict[str, bool]
 @pytest.mark.parametrize(("asked", "switches", "words"), [
     (None, {"finetune_language_layers": False}, "nothing would"),
     (None, {"finetune_attention_modules": False, "finetune_mlp_modules": False}, "nothing would be trained"),
-    (["q_proj"], {"finetune_attention_modules": False}, "none of q_proj is left"),
+    (["q_proj"], {"finetune_attention_modules": False}, "none of q_proj remain"),
 ])  # fmt: skip
 def test_switches_that_leave_nothing(asked: Any, switches: dict[str, bool], words: str) -> None:
     with pytest.raises(CommandError) as caught:
@@ -45,14 +45,14 @@ def test_the_adapter_that_is_there_is_trained_on(tiny_model: Path, capsys: pytes
     again = {"r": 4, "use_rslora": True, "target_modules": [*LINEARS, "lm_head"]}
     assert FastModel.get_peft_model(model.eval(), **again) is model
     assert model.training
-    assert "has that adapter already" in capsys.readouterr().err
+    assert "already has this adapter" in capsys.readouterr().err
     plain, _ = adapted(tiny_model)
     for options in ({}, {"target_modules": "all-linear"}, {"target_modules": None}):
         assert FastModel.get_peft_model(plain, r=4, **options) is plain
-    for changes, words in (({"r": 8}, "r=4 and not 8"), ({"target_modules": ["q_proj", "lm_head"]}, "target_modules="),
+    for changes, words in (({"r": 8}, "r=4, not 8"), ({"target_modules": ["q_proj", "lm_head"]}, "target_modules="),
                            ({"target_modules": LINEARS}, "modules_to_save="), ({"bias": "all"}, "bias='none'"),
                            ({"layers_to_transform": [0]}, "layers_to_transform=")):
-        with pytest.raises(CommandError, match="an adapter already") as caught:
+        with pytest.raises(CommandError, match="already has a different adapter") as caught:
             FastModel.get_peft_model(model, **again | changes)
         assert words in caught.value.what
     partly, _ = adapted(tiny_model, target_modules=LINEARS[:4])
@@ -72,4 +72,4 @@ def test_a_vision_tower_is_never_adapted(tmp_path: Path, capsys: pytest.CaptureF
     assert trained
     assert all("self_attn" in name and "vision" not in name for name in trained)
     chosen_targets(make_model(), None, {"finetune_vision_layers": True})
-    assert "nothing in this model reads images" in capsys.readouterr().err
+    assert "no layers that read images" in capsys.readouterr().err

@@ -77,9 +77,9 @@ def test_what_it_says_and_refuses(tiny_model: Path, tmp_path: Path, capsys: pyte
     model, tokenizer = adapted(tiny_model, target_modules=LINEARS)
     settings = arguments(tmp_path, embedding_learning_rate=1e-3)
     UnslothTrainer(model=model, args=settings, train_dataset=texts(), processing_class=tokenizer).create_optimizer()
-    assert "neither embeddings nor head are trained" in capsys.readouterr().err
+    assert "neither embeddings nor LM head are trained" in capsys.readouterr().err
     own = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
-    with pytest.raises(CommandError, match="an optimizer of your own"):
+    with pytest.raises(CommandError, match="a custom optimizer"):
         UnslothTrainer(model=model, args=settings, train_dataset=texts(), processing_class=tokenizer, optimizers=(own, None))
 
 

@@ -142,7 +142,7 @@ def test_a_model_folder_is_no_adapter(tiny_model: Path, plain: Path, tmp_path: P
     assert adapter_folder(str(plain)) == plain
     assert adapter_folder("somebody/adapter") is None, "nothing of the kind is in the hub's cache"
     assert adapter_folder("no name at all!") is None
-    with pytest.raises(CommandError, match="full_finetuning=True of an adapter"):
+    with pytest.raises(CommandError, match="full_finetuning=True with an adapter folder"):
         FastLanguageModel.from_pretrained(str(plain), full_finetuning=True)
     with pytest.raises(ModelError, match="no such model folder"):
         FastLanguageModel.from_pretrained(str(changed(plain, tmp_path, base_model_name_or_path="/nowhere/at/all")))

@@ -6,9 +6,9 @@ from typing import Any, NoReturn
 
 from pronghorn.errors import CommandError
 
-NO_CODE = "code that a model wrote would run here, and Pronghorn runs none"
-OWN_SANDBOX = "run it in a sandbox of your own (a container without a network), and call that from the reward function"
-NO_IMAGES = "text is what trains here: a vision tower stays frozen, as it was loaded"
+NO_CODE = "Pronghorn does not run model-generated code"
+OWN_SANDBOX = "run it in your own sandbox (a container without network access) and call the sandbox from the reward function"
+NO_IMAGES = "Pronghorn trains on text only; the vision tower stays frozen"
 
 
 class Absent:
@@ -18,7 +18,7 @@ class Absent:
         self.__dict__.update(_name=name, _why=why, _fix=fix)
 
     def _raise(self, used: str) -> NoReturn:
-        raise CommandError(what=f"{used} is not in this version", why=self._why, fix=self._fix)
+        raise CommandError(what=f"{used} is not supported", why=self._why, fix=self._fix)
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         self._raise(self._name)
@@ -29,23 +29,23 @@ class Absent:
         self._raise(f"{self._name}.{attribute}")
 
     def __repr__(self) -> str:
-        return f"<{self._name}: not in this version>"
+        return f"<{self._name}: not supported>"
 
 
 ABSENT = {
     name: Absent(name, why, fix)
     for name, why, fix in (
-        ("FastVisionModel", NO_IMAGES, "FastModel, which trains the text model of one that reads images"),
-        ("UnslothVisionDataCollator", NO_IMAGES, "train on text with FastModel; SFTTrainer brings the collator for it"),
-        ("FastSentenceTransformer", "embeddings have another loss than text",
-         "sentence_transformers' own SentenceTransformer and its trainer"),
-        ("add_new_tokens", "a new token would need new rows in the embeddings", "tokens that the vocabulary has, such as its "
-         "reserved ones"),
+        ("FastVisionModel", NO_IMAGES, "use FastModel: it trains the text model of a vision-language model"),
+        ("UnslothVisionDataCollator", NO_IMAGES, "train on text with FastModel; SFTTrainer supplies the data collator"),
+        ("FastSentenceTransformer", "Pronghorn does not train embedding models",
+         "use SentenceTransformer and its trainer from sentence_transformers"),
+        ("add_new_tokens", "Pronghorn does not resize the embeddings",
+         "use tokens of the existing vocabulary, such as its reserved tokens"),
         ("execute_with_time_limit", NO_CODE, OWN_SANDBOX),
         ("check_python_modules", NO_CODE, OWN_SANDBOX),
         ("create_locked_down_function", NO_CODE, OWN_SANDBOX),
-        ("is_port_open", NO_CODE, "start the environment's server yourself, and give the reward function its address"),
-        ("launch_openenv", NO_CODE, "start the environment's server yourself, and give the reward function its address"),
+        ("is_port_open", NO_CODE, "start the environment's server yourself and pass its address to the reward function"),
+        ("launch_openenv", NO_CODE, "start the environment's server yourself and pass its address to the reward function"),
     )
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ from pronghorn.kernels.runtime.dispatch import say_once
 
 NOT_SET: tuple[Any, ...] = (None, False)
 OWN_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
-NO_VLLM = "there is no vLLM in here, and what is trained has no second copy of the weights"
+NO_VLLM = "Pronghorn does not use vLLM"
 
 
 @dataclass(frozen=True)
@@ -26,47 +26,50 @@ class Row:
 
     allowed: tuple[Any, ...] | None = NOT_SET
     why: str = ""
-    fix: str = "leave it out"
+    fix: str = "remove the argument"
     told: str = ""
 
 
-CLASSIFIES = Row(why="language models that write text are what trains here",
-                 fix="transformers' own class for it, and its trainer")
+CLASSIFIES = Row(why="Pronghorn trains causal language models only",
+                 fix="use the matching transformers class and the transformers Trainer")
 LOADING = {
-    "fast_inference": Row(why=NO_VLLM, fix="leave it out: model.generate(...) answers"),
+    "fast_inference": Row(why=NO_VLLM, fix="remove the argument and generate with model.generate(...)"),
     "float8_kv_cache": Row(why=NO_VLLM),
     "unsloth_vllm_standby": Row(why=NO_VLLM),
     "max_lora_rank": Row(None),
     "disable_log_stats": Row(None),
-    "gpu_memory_utilization": Row(None, told="gpu_memory_utilization is not used: it is vLLM's share of the memory"),
+    "gpu_memory_utilization": Row(None,
+                                  told="gpu_memory_utilization is ignored: it sets vLLM's share of GPU memory, and "
+                                       "Pronghorn does not use vLLM"),
     "unsloth_force_compile": Row(None),
-    "unsloth_tiled_mlp": Row(None, told="unsloth_tiled_mlp is not used: an MLP's rows are computed together"),
-    "offload_embedding": Row(None, told="offload_embedding is not used: the embeddings stay where the model is"),
-    "attn_implementation": Row((None, *OWN_ATTENTION), why="it leads to attention kernels from a hub repository",
-                               told="attn_implementation is not used: the fast layers have an attention of their own"),
+    "unsloth_tiled_mlp": Row(None, told="unsloth_tiled_mlp is ignored: the MLP is not tiled over the sequence"),
+    "offload_embedding": Row(None, told="offload_embedding is ignored: the embeddings stay on the model's device"),
+    "attn_implementation": Row((None, *OWN_ATTENTION), why="it would load attention kernels from a Hub repository",
+                               told="attn_implementation is ignored: the fast layers use Pronghorn's attention kernels"),
     "fix_tokenizer": Row(None),
     "use_exact_model_name": Row(None),
     "return_logits": Row(None),
-    "revision": Row((None, "main"), why="a model is loaded as its name stands for it now",
-                    fix="huggingface_hub.snapshot_download(name, revision=...), and give that folder"),
-    "rope_scaling": Row(why="positions are not stretched here", fix="a max_seq_length that the model was made for"),
-    "resize_model_vocab": Row(why="a new token would need new rows in the embeddings"),
-    "qat_scheme": Row(why="training for a later rounding is not in this version"),
-    "device_map_planner_kwargs": Row(why="the whole model goes to one device", fix='device_map="auto"'),
+    "revision": Row((None, "main"), why="Pronghorn loads the main revision",
+                    fix="download it with huggingface_hub.snapshot_download(name, revision=...) and pass that folder"),
+    "rope_scaling": Row(why="Pronghorn does not change the model's RoPE scaling",
+                        fix="set max_seq_length to at most the model's maximum position"),
+    "resize_model_vocab": Row(why="Pronghorn does not resize the embeddings"),
+    "qat_scheme": Row(why="quantization-aware training is not supported"),
+    "device_map_planner_kwargs": Row(why="Pronghorn keeps the whole model on one device", fix='device_map="auto"'),
     "num_labels": CLASSIFIES, "id2label": CLASSIFIES, "label2id": CLASSIFIES,
     "whisper_language": CLASSIFIES, "whisper_task": CLASSIFIES,
 }  # fmt: skip
 ADAPTING = {
-    "task_type": Row((None, "CAUSAL_LM"), why="language models that write text are what trains here"),
+    "task_type": Row((None, "CAUSAL_LM"), why="Pronghorn trains causal language models only"),
     "qat_scheme": LOADING["qat_scheme"],
     "temporary_location": Row(None),
     "ensure_weight_tying": Row(),
-    "target_parameters": Row(why="experts are named in target_modules", fix='target_modules=[..., "experts"]'),
+    "target_parameters": Row(why="experts are selected in target_modules", fix='target_modules=[..., "experts"]'),
 }
 SAVING = {
     "maximum_memory_usage": Row(None), "temporary_location": Row(None), "use_temp_dir": Row(None), "is_main_process": Row(None),
     "save_peft_format": Row(None), "push_to_hub": Row(fix="push_to_hub_merged(name, tokenizer)"), "token": Row(None),
-    "safe_serialization": Row((None, True), why="weights are written as safetensors, never as a pickle"),
+    "safe_serialization": Row((None, True), why="weights are saved as safetensors only"),
     "state_dict": Row(), "variant": Row(), "tags": Row(), "max_shard_size": Row(),
 }  # fmt: skip
 
@@ -78,10 +81,10 @@ def check_others(function: Any, given: dict[str, Any], rows: dict[str, Row]) -> 
         row = rows.get(name)
         if row is None:
             close = difflib.get_close_matches(name, [*known, *rows], n=1)
-            hint = f"did you mean `{close[0]}`?" if close else "it is not honoured, so leave it out"
+            hint = f"did you mean `{close[0]}`?" if close else "remove it"
             raise TypeError(f"{function.__name__}() has no argument `{name}`; {hint}")
         if row.allowed is not None and not any(value is one or value == one for one in row.allowed):
-            raise CommandError(what=f"{name}={value!r} is not in this version", why=row.why, fix=row.fix)
+            raise CommandError(what=f"{name}={value!r} is not supported", why=row.why, fix=row.fix)
         if row.told and value not in NOT_SET:
             say_once(row.told)
 
@@ -91,8 +94,8 @@ def check_local(model_name: str, local_files_only: bool) -> None:
     from huggingface_hub import constants
 
     if local_files_only and not (Path(model_name).expanduser().is_dir() or constants.HF_HUB_OFFLINE):
-        raise CommandError(what="local_files_only=True with a hub name", why="the hub is asked what is new",
-                           fix="set HF_HUB_OFFLINE=1 in the environment, or give the folder of the model")
+        raise CommandError(what="local_files_only=True needs a local folder", why="a Hub name is looked up online",
+                           fix="set HF_HUB_OFFLINE=1 in the environment, or pass the model's folder")
 
 
 def check_class(auto_model: Any) -> None:
@@ -110,5 +113,5 @@ def one_dtype(dtype: Any, torch_dtype: Any) -> Any:
         word = value.removeprefix("torch.") if isinstance(value, str) else None
         found.append(value if word is None else names[word] if word in names else getattr(torch, word, value))
     if None not in found and found[0] != found[1]:
-        raise CommandError(what=f"dtype={dtype!r} and torch_dtype={torch_dtype!r}", fix="drop one of them")
+        raise CommandError(what=f"dtype={dtype!r} contradicts torch_dtype={torch_dtype!r}", fix="keep one of them")
     return found[0] if found[0] is not None else found[1]

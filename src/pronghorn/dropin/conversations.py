@@ -35,7 +35,7 @@ def standardize_data_formats(
     name, messages keep what else they have; what has that form already stays as it is. `tokenizer` is not needed."""
     column, keys = _messages_of(dataset)
     if column is None:
-        say_once(f"standardize: no column of conversations among {', '.join(_columns(dataset))}; the data stays as it is")
+        say_once(f"standardize: no conversation column among {', '.join(_columns(dataset))}; the dataset is unchanged")
         return dataset
     roles = {alias.lower(): role for role, aliases in
              (("system", aliases_for_system), ("user", aliases_for_user), ("assistant", aliases_for_assistant))
@@ -62,7 +62,7 @@ def _columns(dataset: Any) -> list[str]:
 def _messages_of(dataset: Any) -> tuple[str | None, tuple[str, str]]:
     """The column of conversations, and what its messages call role and content."""
     if not hasattr(dataset, "map"):
-        raise DataError(what=f"no data set but a {type(dataset).__name__}", fix="datasets.Dataset.from_list(rows)")
+        raise DataError(what=f"expected a dataset, got {type(dataset).__name__}", fix="datasets.Dataset.from_list(rows)")
     columns = _columns(dataset)
     column = next((name for name in COLUMNS if name in columns), None)
     if column is None:
@@ -71,9 +71,9 @@ def _messages_of(dataset: Any) -> tuple[str | None, tuple[str, str]]:
     first: dict[str, Any] = next((message for row in rows for message in row[column]), {})
     role, content = (next((key for key in keys if key in first), None) for keys in (ROLE_KEYS, CONTENT_KEYS))
     if role is None or content is None:
-        raise DataError(what=f"column {column}: a message has the keys {', '.join(map(str, first)) or 'none'}",
-                        why="who speaks stands under role or from, what is said under content or value",
-                        fix="rename the keys of the messages")
+        raise DataError(what=f"column {column}: messages have the keys {', '.join(map(str, first)) or 'none'}",
+                        why="a message needs `role` (or `from`) and `content` (or `value`)",
+                        fix="rename the message keys")
     return column, (role, content)
 
 
@@ -105,11 +105,11 @@ def to_sharegpt(
     for name in [*COLUMN.findall(prompt), output_column_name]:
         if name not in columns:
             close = difflib.get_close_matches(name, columns, n=1)
-            raise DataError(what=f"the data set has no column `{name}`",
-                            fix=(f"did you mean `{close[0]}`? " if close else "") + f"it has: {', '.join(columns)}")
+            raise DataError(what=f"the dataset has no column `{name}`",
+                            fix=(f"did you mean `{close[0]}`? " if close else "") + f"available columns: {', '.join(columns)}")
     if conversation_extension < 1 or not hasattr(dataset, "__len__"):
-        raise DataError(what=f"conversation_extension={conversation_extension} of a {type(dataset).__name__}",
-                        fix="1 or more, and a data set that is not streamed")
+        raise DataError(what=f"conversation_extension={conversation_extension} is not valid for {type(dataset).__name__}",
+                        fix="set it to 1 or more, and use a dataset that is not streamed")
     turns = [[{"from": "human", "value": _filled(prompt, row, i)},
               {"from": "gpt", "value": _filled(f"{{{output_column_name}}}", row, i)}] for i, row in enumerate(dataset)]
     order = random.Random(random_state)
@@ -131,8 +131,8 @@ def _filled(prompt: str, row: dict[str, Any], index: int) -> str:
 
     def value(found: re.Match[str]) -> str:
         if _missing(row[found[1]]):
-            raise DataError(what=f"row {index}: the column `{found[1]}` is empty",
-                            fix=f"put what needs it into [[...{found[0]}...]], or filter such rows out")
+            raise DataError(what=f"row {index}: column `{found[1]}` is empty",
+                            fix=f"wrap the optional part of the prompt in [[...{found[0]}...]], or filter out such rows")
         return str(row[found[1]])
 
     return COLUMN.sub(value, OPTIONAL.sub(optional, prompt))
@@ -151,8 +151,8 @@ def apply_chat_template(
     tokenizer's own is used.
     """
     if extra_eos_tokens:
-        raise DataError(what="extra_eos_tokens is not honoured", why="a turn ends with what the template writes there",
-                        fix="write the token behind {OUTPUT}")
+        raise DataError(what="extra_eos_tokens is not supported", why="the chat template decides how a turn ends",
+                        fix="put the token after {OUTPUT} in chat_template")
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if chat_template is not None and named(chat_template):
         chosen = with_template(tokenizer, chat_template, system_message=default_system_message, say=say_once)
@@ -161,8 +161,8 @@ def apply_chat_template(
         tokenizer.chat_template = template_of(chat_template, tokenizer, default_system_message)
     column, keys = _messages_of(dataset)
     if column is None:
-        raise DataError(what=f"no column of conversations among {', '.join(_columns(dataset))}",
-                        fix="to_sharegpt(dataset, ...) makes one of other columns")
+        raise DataError(what=f"no conversation column among {', '.join(_columns(dataset))}",
+                        fix="create one with to_sharegpt(dataset, ...)")
     if keys != ("role", "content"):
         dataset = standardize_data_formats(dataset)
     adds_start = tokenizer.bos_token is not None and tokenizer("").get("input_ids", [])[:1] == [tokenizer.bos_token_id]
@@ -174,7 +174,7 @@ def apply_chat_template(
 
     made = dataset.map(texts, batched=True)
     if hasattr(made, "__len__") and not len(made):
-        raise DataError(what=f"the data set has {counted(0, 'row')}", fix="check what was filtered out")
+        raise DataError(what=f"the dataset has {counted(0, 'row')}", fix="check the filters applied to the dataset")
     return made
 
 

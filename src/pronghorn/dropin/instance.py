@@ -16,7 +16,7 @@ from pronghorn.model.text_stack import set_cache
 
 def make_fast(model: Any, recompute: Recompute | None) -> None:
     if why := install(model):
-        say_once(f"{base_of(model).config.model_type} trains on transformers' own layers: {why}")
+        say_once(f"{base_of(model).config.model_type} uses the transformers layers (slower): {why}")
     set_recompute(model, recompute)
     answer_fused_heads(model)
     for method in (*saving.METHODS_OF_A_MODEL, for_inference, for_training, train):

@@ -80,8 +80,8 @@ class FastLanguageModel:
         check_others(FastLanguageModel.from_pretrained, others, LOADING)
         check_storage(load_in_8bit, load_in_fp8, load_in_16bit, full_finetuning)
         if trust_remote_code:
-            raise CommandError(what="trust_remote_code=True", why="no file can make Pronghorn run code",
-                               fix="use a model type that transformers has itself")
+            raise CommandError(what="trust_remote_code=True", why="Pronghorn does not run code from model repositories",
+                               fix="use a model type that transformers supports without remote code")
         check_recompute(use_gradient_checkpointing)
         device = one_device(device_map)
         precision = precision_of(asked_dtype, load_in_16bit, device)
@@ -90,8 +90,9 @@ class FastLanguageModel:
         torch.manual_seed(random_state)
         adapter = adapter_folder(str(model_name), token)
         if adapter and full_finetuning:
-            raise CommandError(what="full_finetuning=True of an adapter", fix="leave it out, or give a merged model's folder",
-                               why="an adapter trains beside its base model's weights, which are frozen")
+            raise CommandError(what="full_finetuning=True with an adapter folder",
+                               fix="remove full_finetuning, or pass the folder of a merged model",
+                               why="the base model of an adapter is frozen")
         name = base_name(adapter) if adapter else str(model_name)
         source = str(model_folder(name, weights=True, token=token)) if token else name
         tokenizer = load_tokenizer(tokenizer_name or (str(adapter) if adapter and _has_tokenizer(adapter) else source))
@@ -102,7 +103,7 @@ class FastLanguageModel:
         set_length(model, tokenizer, max_seq_length, name)
         model.requires_grad_(full_finetuning)
         if freeze_beside_text(model) and full_finetuning:
-            say_once("only the text model is trained; what reads images stays as it is")
+            say_once("full_finetuning: only the text model is trained; the vision tower stays frozen")
         setattr(model, FULL, full_finetuning)
         make_fast(model, use_gradient_checkpointing)
         if verify:
@@ -141,17 +142,18 @@ class FastLanguageModel:
         switches = {name: others.pop(name) for name in SWITCHES if name in others}
         check_others(FastLanguageModel.get_peft_model, others, ADAPTING)
         if not isinstance(model, torch.nn.Module):
-            raise CommandError(what=f"this is no model but a {type(model).__name__}",
-                               fix="model, tokenizer = FastLanguageModel.from_pretrained(...), then get_peft_model(model)")
+            raise CommandError(what=f"expected a model, got {type(model).__name__}",
+                               fix="call model, tokenizer = FastLanguageModel.from_pretrained(...) first, then "
+                                   "get_peft_model(model)")
         if not 0 <= lora_dropout < 1:
-            raise CommandError(what=f"lora_dropout={lora_dropout}", fix="a share from 0 up to, but not, 1")
+            raise CommandError(what=f"lora_dropout={lora_dropout}", fix="use a number from 0 up to, but not including, 1")
         loaded_with = getattr(model, "max_seq_length", None)
         if max_seq_length not in (None, loaded_with, DEFAULT_LENGTH):
-            raise CommandError(what=f"max_seq_length={max_seq_length} here, {loaded_with} in from_pretrained",
-                               fix="give it to from_pretrained alone")
+            raise CommandError(what=f"max_seq_length={max_seq_length} here, max_seq_length={loaded_with} in from_pretrained",
+                               fix="set it in from_pretrained only")
         if loftq_config:
-            raise CommandError(what="loftq_config is not honoured", fix="leave it out",
-                               why="the weights are stored as plain NF4; LoftQ would choose them together with the adapter")
+            raise CommandError(what="loftq_config is not supported", fix="remove it",
+                               why="Pronghorn quantizes the base weights to NF4 without LoftQ's joint adapter initialization")
         check_recompute(use_gradient_checkpointing)
         if hasattr(model, "peft_config"):
             require_same_adapter(model, chosen_targets(model, target_modules, switches), modules_to_save, chosen_layers(
@@ -159,9 +161,9 @@ class FastLanguageModel:
                 bias=bias, use_rslora=use_rslora, use_dora=use_dora)
             return instance.for_training(model, use_gradient_checkpointing)
         if getattr(model, FULL, False):
-            raise CommandError(what="this model was loaded with full_finetuning=True",
-                               why="an adapter would freeze its weights",
-                               fix="leave get_peft_model out, or load without full_finetuning")
+            raise CommandError(what="the model was loaded with full_finetuning=True",
+                               why="adding an adapter would freeze its weights",
+                               fix="remove get_peft_model, or load without full_finetuning")
         check_choice("bias", bias, ("none", "all", "lora_only"))
         check_init(init_lora_weights, quantized=any(isinstance(module, QUANTIZED) for module in model.modules()))
         layers = chosen_layers(model, layers_to_transform, finetune_last_n_layers)

@@ -65,10 +65,10 @@ def _of_own_layers(base: Any, recompute: bool) -> None:
 def gradient_checkpointing_enable(base: Any, *args: Any, **kwargs: Any) -> None:
     stands = getattr(base, ASKED, PLANNED)
     if stands is False:
-        say_once("gradient checkpointing stays off: use_gradient_checkpointing=False stands, whatever the trainer's default is")
+        say_once("gradient checkpointing stays off: use_gradient_checkpointing=False overrides the trainer's default")
     elif stands == PLANNED:
-        say_once("how much is computed again in backward follows from the GPU's memory, not from the trainer's default; "
-                 "use_gradient_checkpointing=True or False asks for all or nothing")
+        say_once("gradient checkpointing: free GPU memory decides which layers are recomputed, not the trainer's default; "
+                 "set use_gradient_checkpointing=True to recompute all layers, False to recompute none")
     else:
         type(base).gradient_checkpointing_enable(base, *args, **kwargs)  # for calls that run on the model's own layers
 
@@ -100,7 +100,7 @@ class KeptByMemory:
         try:
             job = job_of(self.engine, self._planned_for)
         except ModelError as error:  # nobody has written its sizes down
-            self._keep(None, f"all layers are computed again in backward: {error.why}")
+            self._keep(None, f"all layers are recomputed in backward: {error.why}")
             return
         trained = sum(p.numel() for p in self.engine.model.parameters() if p.requires_grad)
         later = trained * 3 * FP32 if first else 0  # gradients and moments, which the first step makes
@@ -110,8 +110,9 @@ class KeptByMemory:
         try:
             plan = make_plan(problem)
         except RecipeError:
-            self._keep(None, f"all layers are computed again in backward: {room / 1e9:.1f} GB are free for a batch of "
-                             f"{tokens:,} tokens, and that is the least they need")
+            self._keep(None,
+                       f"all layers are recomputed in backward: {room / 1e9:.1f} GB free, too little to save activations of "
+                       f"a batch of {tokens:,} tokens")
             return
         self._keep(plan, told(plan, tokens))
 
@@ -121,7 +122,7 @@ class KeptByMemory:
         try:
             plan = self._plan.one_notch_lower()
         except EnvironmentFault:
-            self._keep(None, "out of memory: all layers are computed again in backward from now on")
+            self._keep(None, "out of memory: all layers are recomputed in backward from now on")
         else:
             self._keep(plan, f"out of memory: {told(plan, self._planned_for)}")
         if self._device.type == "cuda":
@@ -148,10 +149,11 @@ class KeptByMemory:
 def told(plan: Plan, tokens: int) -> str:
     again = [level.recompute for level in plan.levels if level != KEEP]
     if not again:
-        return f"everything is kept for backward in batches of up to {tokens:,} tokens, nothing is computed twice"
+        return f"activations of all layers are saved for batches of up to {tokens:,} tokens; nothing is recomputed in backward"
     whole = sum(recompute != "gate_up" for recompute in again)
-    parts = [f"{whole} whole"] * bool(whole) + [f"{len(again) - whole} in part"] * (len(again) > whole)
-    return f"{len(again)} of {len(plan.levels)} layers are computed again in backward ({', '.join(parts)}); the rest fits"
+    parts = [f"{whole} fully"] * bool(whole) + [f"{len(again) - whole} partly"] * (len(again) > whole)
+    return (f"{len(again)} of {len(plan.levels)} layers are recomputed in backward ({', '.join(parts)}); the others save "
+            "their activations")
 
 
 def job_of(engine: FastCausalLM, tokens: int) -> Job:

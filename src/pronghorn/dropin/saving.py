@@ -14,22 +14,23 @@ from pronghorn.model.hf_adapter import save_merged
 
 METHODS = ("merged_16bit", "lora")
 # What comes with the export, and what to do until then.
-GGUF = ("files for llama.cpp come with the export", "model.save_pretrained_merged(folder, tokenizer), then llama.cpp's "
-        "convert_hf_to_gguf.py on that folder")
+GGUF = ("Pronghorn does not write GGUF from Python",
+        "call model.save_pretrained_merged(folder, tokenizer), then run llama.cpp's convert_hf_to_gguf.py on that folder")
 LATER = {
-    "merged_4bit": ("weights in 4 bits come with the export",
-                    'save_method="merged_16bit" or "lora"; others load the first in 4 bits'),
-    "mxfp4": ("weights in MXFP4 come with the export", 'save_method="merged_16bit" or "lora"'),
+    "merged_4bit": ("Pronghorn does not write 4-bit checkpoints",
+                    'use save_method="merged_16bit" or "lora"; other tools can quantize the merged model when loading it'),
+    "mxfp4": ("Pronghorn does not write MXFP4 checkpoints", 'use save_method="merged_16bit" or "lora"'),
     "save_pretrained_gguf": GGUF,
     "push_to_hub_gguf": GGUF,
-    "save_pretrained_torchao": ("torchao's formats come with the export",
-                                "model.save_pretrained_merged(folder, tokenizer), then torchao on that folder"),
+    "save_pretrained_torchao": ("Pronghorn does not write torchao formats",
+                                "call model.save_pretrained_merged(folder, tokenizer), then quantize that folder with "
+                                "torchao"),
 }  # fmt: skip
 
 
 def _later(name: str, shown: str) -> NoReturn:
     why, fix = LATER[name]
-    raise CommandError(what=f"{shown} is not in this version", why=why, fix=fix)
+    raise CommandError(what=f"{shown} is not supported", why=why, fix=fix)
 
 
 def save_pretrained_merged(
@@ -60,7 +61,8 @@ def save_lora(model: Any, save_directory: str | Path, **others: Any) -> None:
     """The adapter, in PEFT's layout."""
     check_others(save_lora, others, SAVING)
     if not hasattr(model, "peft_config"):
-        raise CommandError(what="this model has no adapter to save", fix='save_method="merged_16bit", or get_peft_model first')
+        raise CommandError(what="the model has no adapter to save",
+                           fix='use save_method="merged_16bit", or call get_peft_model first')
     model.save_pretrained(str(Path(save_directory).expanduser()))
 
 
@@ -69,11 +71,12 @@ def load_lora(model: Any, folder: str | Path, load_tensors: bool = True) -> Any:
     from pronghorn.model.stored_adapter import replace_weights
 
     if not hasattr(model, "peft_config"):
-        raise CommandError(what="this model has no adapter", why="load_lora puts weights into the one it has",
-                           fix="FastLanguageModel.from_pretrained(folder) loads the base model and the adapter")
+        raise CommandError(what="the model has no adapter", why="load_lora replaces the weights of an existing adapter",
+                           fix="load base model and adapter with FastLanguageModel.from_pretrained(folder)")
     if not load_tensors:
-        raise CommandError(what="load_tensors=False", why="there is no vLLM in here that would read the folder itself",
-                           fix="leave it out")
+        raise CommandError(what="load_tensors=False",
+                           why="it lets vLLM read the adapter folder, and Pronghorn does not use vLLM",
+                           fix="remove it")
     replace_weights(model, Path(folder).expanduser())
     return model
 
@@ -112,11 +115,12 @@ def _not_sent(error: Exception, name: str) -> PronghornError:
     status = int(getattr(getattr(error, "response", None), "status_code", 0) or 0)
     first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     if status in (401, 403):
-        return ModelError(what=f"the hub does not take this model ({status})", where=name, why=first,
-                          fix="a token with the right to write there: token=..., or HF_TOKEN")
+        return ModelError(what=f"the Hub refused the upload ({status})", where=name, why=first,
+                          fix="pass a token with write access: token=... or HF_TOKEN")
     if isinstance(error, ValueError) or 400 <= status < 500:
-        return ModelError(what="the hub does not take this model", where=name, why=first, fix="check the name: account/model")
-    return EnvironmentFault(what="the model could not be sent to the hub", where=name, why=first,
+        return ModelError(what="the Hub refused the upload", where=name, why=first,
+                          fix="check the repository name: account/model")
+    return EnvironmentFault(what="the upload to the Hub failed", where=name, why=first,
                             fix="check the network, then call it again")
 
 
@@ -133,8 +137,9 @@ def save_pretrained_torchao(_model: Any, *_: Any, **__: Any) -> NoReturn:
 
 
 def fast_generate(_model: Any, *_: Any, **__: Any) -> NoReturn:
-    raise CommandError(what="fast_generate is not in this version", why="it is vLLM's generate, and there is no vLLM in here",
-                       fix='model.generate(**tokenizer(texts, return_tensors="pt", padding=True).to(model.device))')
+    raise CommandError(what="fast_generate is not supported",
+                       why="it is vLLM's generate, and Pronghorn does not use vLLM",
+                       fix='use model.generate(**tokenizer(texts, return_tensors="pt", padding=True).to(model.device))')
 
 
 METHODS_OF_A_MODEL = (save_pretrained_merged, push_to_hub_merged, save_pretrained_gguf, push_to_hub_gguf,

@@ -23,12 +23,14 @@ def chosen_targets(model: Any, asked: Sequence[str] | str | None, switches: dict
     beside = beside_text(model)
     for name, what in SENSES.items():
         if switches.get(name) and beside:
-            raise CommandError(what=f"{name}=True", why=f"what reads {what} stays as it was loaded; the text model is trained",
+            raise CommandError(what=f"{name}=True",
+                               why=f"Pronghorn trains the text model only; layers that read {what} stay frozen",
                                fix=f"{name}=False")
         if switches.get(name):
-            say_once(f"{name}: nothing in this model reads {what}")
+            say_once(f"{name} is ignored: the model has no layers that read {what}")
     if switches.get("finetune_language_layers") is False:
-        raise CommandError(what="finetune_language_layers=False", why="the text model is what trains, so nothing would",
+        raise CommandError(what="finetune_language_layers=False",
+                           why="Pronghorn trains the text model only, so nothing would be trained",
                            fix="finetune_language_layers=True")
     attention, mlp = (switches.get(name) is not False for name in SWITCHES[3:])
     if not attention and not mlp:
@@ -40,8 +42,9 @@ def chosen_targets(model: Any, asked: Sequence[str] | str | None, switches: dict
     names = [name for name in parts if name != "lm_head"] if asked in (None, "all-linear") else _names(asked)
     kept = [name for name in names if (parts.get(name, name not in MLP_NAMES)) == attention]
     if not kept:
-        raise CommandError(what=f"target_modules: none of {', '.join(names)} is left", why="the switches leave them all out",
-                           fix="drop target_modules, or the switches")
+        raise CommandError(what=f"target_modules: none of {', '.join(names)} remain",
+                           why="finetune_attention_modules or finetune_mlp_modules excludes all of them",
+                           fix="remove target_modules or the finetune_* switches")
     return kept
 
 
@@ -49,7 +52,7 @@ def require_same_adapter(model: Any, targets: Sequence[str] | str, modules_to_sa
                          layers: Sequence[int] | None, **asked: Any) -> None:
     """For a model that has an adapter: refuses another one than it has."""
     config = model.peft_config[model.active_adapter]
-    differs = [f"{name}={getattr(config, name)!r} and not {value!r}" for name, value in asked.items()
+    differs = [f"{name}={getattr(config, name)!r}, not {value!r}" for name, value in asked.items()
                if getattr(config, name) != value]
     whole = {name for name in _names(targets) if name in TRAINED_WHOLE} | set(modules_to_save or ())
     if whole != set(config.modules_to_save or ()):
@@ -60,9 +63,9 @@ def require_same_adapter(model: Any, targets: Sequence[str] | str, modules_to_sa
     if (None if had is None else [had] if isinstance(had, int) else list(had)) != layers:
         differs.append(f"layers_to_transform={had}")
     if differs:
-        raise CommandError(what=f"this model has an adapter already, with {differs[0]}",
-                           fix="give get_peft_model what from_pretrained returned, or the same arguments as before")
-    say_once("get_peft_model: this model has that adapter already, which is trained on")
+        raise CommandError(what=f"the model already has a different adapter: {differs[0]}",
+                           fix="pass the model that from_pretrained returned, or the arguments of the existing adapter")
+    say_once("get_peft_model: the model already has this adapter; training continues with it")
 
 
 def _same_names(model: Any, has: list[str], asked: list[str]) -> bool:

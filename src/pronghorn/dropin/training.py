@@ -40,7 +40,7 @@ def unsloth_train(trainer: Any, *given: Any, **named: Any) -> Any:
 
 def _trl() -> Any:
     if find_spec("trl") is None:
-        raise EnvironmentFault(what="trl is not installed", why="UnslothTrainer is TRL's SFTTrainer with one more argument",
+        raise EnvironmentFault(what="trl is not installed", why="UnslothTrainer is a subclass of TRL's SFTTrainer",
                                fix="pip install 'trl>=1.15'")
     return import_module("trl")
 
@@ -52,7 +52,7 @@ def arguments_class() -> Any:
     @dataclass
     class PronghornTrainingArguments(config):  # type: ignore[misc]
         embedding_learning_rate: float | None = field(
-            default=None, metadata={"help": "learning rate of embeddings and head, where they are trained whole"})
+            default=None, metadata={"help": "learning rate of the embeddings and the LM head where they are fully trained"})
 
     return _at_home(PronghornTrainingArguments)
 
@@ -70,8 +70,8 @@ def trainer_class() -> Any:
                 given, named = _with_arguments(given, named, moved)
             super().__init__(*given, **named)
             if getattr(self.args, "embedding_learning_rate", None) is not None and self.optimizer is not None:
-                raise CommandError(what="embedding_learning_rate with an optimizer of your own",
-                                   why="its groups of parameters are yours to make", fix="drop one of them")
+                raise CommandError(what="embedding_learning_rate with a custom optimizer",
+                                   why="a custom optimizer defines its own parameter groups", fix="keep one of them")
 
         def create_optimizer(self, *given: Any, **named: Any) -> Any:
             made = self.optimizer is None
@@ -122,5 +122,5 @@ def set_embedding_rate(optimizer: Any, model: Any, rate: float) -> None:
         optimizer.add_param_group({**settings, "params": inside, "lr": rate})
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     if not found:
-        say_once("embedding_learning_rate: neither embeddings nor head are trained; target_modules with embed_tokens and "
-                 "lm_head train them")
+        say_once("embedding_learning_rate is ignored: neither embeddings nor LM head are trained; add embed_tokens and "
+                 "lm_head to target_modules to train them")

@@ -127,7 +127,7 @@ class CapturedLayers:
         """After something ran out of memory: whether there was any to give back. Graphs keep theirs from everybody else."""
         if self._state is None:
             return False
-        say_once("out of memory: CUDA graphs give theirs back, and steps run eagerly from now on")
+        say_once("out of memory: CUDA graphs are released, steps run eagerly from now on")
         self.forget()
         self.on = False
         return True
@@ -151,12 +151,12 @@ class CapturedLayers:
             self._changes += 1
             self._state = None
         if self._changes > MOST_CHANGES:
-            say_once("what trains, or its adapter, changes again and again: steps are not captured as CUDA graphs any more")
+            say_once("CUDA graphs are off: the set of trained parameters or the adapter changes too often")
             self.on = False
             return None
         self.engine.prepare(dtype)
         if why := why_not_captured(self.engine):
-            say_once(f"steps of other people's loops are not captured as CUDA graphs: {why}")
+            say_once(f"CUDA graphs are off for custom training loops: {why}")
             self.on = False
             return None
         self._state = _State(self.engine, dtype, failed=self._failed, simulated=self._simulated)
@@ -172,36 +172,36 @@ class CapturedLayers:
             pair.capture(state.graphs)
         except torch.OutOfMemoryError:
             self.on, self._state = False, None
-            say_once("there is no memory for CUDA graphs beside the model: steps run eagerly")
+            say_once("CUDA graphs are off: not enough GPU memory; steps run eagerly")
             return None
         if not (state.graphs.captures or self._simulated):
             self.on, self._state = False, None
             return None
         if not state.pairs and not self._simulated:
             say_once(f"captured the layers as CUDA graphs for batches of up to {size.tokens:,} tokens "
-                     f"({time.perf_counter() - began:.1f} s); other sizes follow as they come")
+                     f"({time.perf_counter() - began:.1f} s); other sizes are captured when they first occur")
         state.pairs[size] = pair
         return pair
 
     def _failed(self, error: Exception) -> None:
-        say_once(f"the layers could not be captured as CUDA graphs and run eagerly: {first_line(error)}")
+        say_once(f"CUDA graph capture failed, the layers run eagerly: {first_line(error)}")
 
 
 def why_not_captured(engine: FastCausalLM) -> str:
     """After `engine.prepare`."""
     if engine.expert_layers:
-        return "it has experts"
+        return "the model has experts"
     if engine.offload is not None or engine.host_embeddings:
-        return "a part of it waits in host memory"
+        return "part of the model is offloaded to host RAM"
     if why := next((why for layer in engine.layers if (why := layer.why_not_fused())), ""):
         return why
     if any(type(group) is not Projections for layer in engine.layers for group in layer.groups):
-        return "its layers multiply in FP8"
+        return "the layers compute in FP8"
     parameters = _trained(engine)
     if not parameters:
-        return "nothing in its layers trains"
+        return "no layer has trained parameters"
     trained = sum(p.numel() * p.element_size() for p in parameters)
-    return "" if trained <= MOST_TRAINED else f"its gradients take {trained / 1e9:.1f} GB"
+    return "" if trained <= MOST_TRAINED else f"gradients take {trained / 1e9:.1f} GB"
 
 
 def _trained(engine: FastCausalLM) -> list[Tensor]:
@@ -390,8 +390,8 @@ class _Replayed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
         if ctx.waiting is None:
-            raise RuntimeError("the layers gave away what they had kept in a first backward: compute the loss again, or ask "
-                               "the first backward for retain_graph=True")
+            raise RuntimeError("backward was already called, and it released the saved activations: recompute the loss, or "
+                               "call the first backward with retain_graph=True")
         pair, state = ctx.pair, ctx.state
         pair.io[: ctx.tokens].copy_(incoming[0])
         pair.io[ctx.tokens :].zero_()

@@ -119,8 +119,8 @@ def _model_forward(model: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> 
         return None
     targets = _targets(inputs, pack)
     if targets is None:
-        say_once("labels that padding predicts: such batches run on the model's own layers; set labels of padding, and "
-                 "of the first token after padding on the left, to -100")
+        say_once("labels are set on padding: such batches run on the transformers layers (slower); set labels to -100 on "
+                 "padding and on the first token after left padding")
         with _paused(engine):
             return type(model).forward(model, **inputs)
     load = engine.load_of()
@@ -222,8 +222,9 @@ def _covered(engine: FastCausalLM, inputs: dict[str, Any]) -> bool:
         given.discard("logits_to_keep")
     if not given <= READ:
         if odd := given - READ - OF_THE_OWN_FORWARD:
-            hint = "; SFTConfig(router_aux_loss_coef=0.0) leaves it out" if "output_router_logits" in odd else ""
-            say_once(f"{', '.join(sorted(odd))}: not known to the fast layers, so such calls run on the model's own{hint}")
+            hint = "; set SFTConfig(router_aux_loss_coef=0.0) to avoid it" if "output_router_logits" in odd else ""
+            say_once(f"{', '.join(sorted(odd))}: not supported by the fast layers; such calls run on the transformers layers "
+                     f"(slower){hint}")
         return False
     if ("input_ids" in given) == ("inputs_embeds" in given):
         return False  # the own forward says what is wrong with that
@@ -264,7 +265,8 @@ def _same_adapters(engine: FastCausalLM) -> bool:
         if not torch.is_grad_enabled():
             return False
         if any(layer.waiting for layer in engine.layers):
-            say_once("a forward with other adapters still waits for its backward: this one runs on the model's own layers")
+            say_once("a forward with other adapters has not run its backward yet: this forward runs on the transformers "
+                     "layers (slower)")
             return False
     if torch.is_grad_enabled():
         engine.trained_with = now
@@ -278,8 +280,8 @@ def _same_precision(engine: FastCausalLM) -> bool:
     asked = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     if asked == weight.dtype or not _adapters_in_use(engine):
         return True
-    say_once(f"autocast to {asked} over {weight.dtype} weights with an adapter: such calls run on the model's own layers; "
-             "load the model in that dtype instead")
+    say_once(f"autocast to {asked} over {weight.dtype} weights with an adapter: such calls run on the transformers layers "
+             f"(slower); load the model in that dtype")
     return False
 
 
@@ -295,7 +297,7 @@ def _adapters_in_use(engine: FastCausalLM) -> tuple[Any, ...]:
 def _as_made(engine: FastCausalLM) -> bool:
     """Whether the modules are still those that the fast layers compute."""
     if why := engine.changes.why_not_now():
-        say_once(f"{why}: the model runs on its own layers while that is so")
+        say_once(f"{why}: the model runs on the transformers layers (slower) until this is undone")
     return not why
 
 
@@ -308,10 +310,10 @@ def _head_and_backbone_as_made(engine: FastCausalLM) -> bool:
     if not all(hasattr(vars(module).get("forward"), OURS) for module in (around, backbone)):
         return False  # a forward was taken off or replaced
     head = model.get_output_embeddings()
-    named = {"the backbone": backbone, "what is around the backbone": around, "the head": head,
+    named = {"the backbone": backbone, "the wrapper of the backbone": around, "the head": head,
              "the head's trained copy": head_of(model)}
     if why := next((why for name, module in named.items() if (why := why_called(name, module))), ""):
-        say_once(f"{why}: it is called, and logits are computed in training, too")
+        say_once(f"{why}: the head is called separately, so training computes full logits")
     return not why
 
 
