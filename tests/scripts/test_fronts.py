@@ -74,7 +74,7 @@ def test_what_moved_inside_of_trl_is_found_where_it_was() -> None:
     from trl.experimental.orpo import ORPOTrainer
 
     assert issubclass(names["ORPOTrainer"], ORPOTrainer)
-    assert "from trl import ORPOTrainer gives the one of trl.experimental.orpo" in notes.said
+    assert "from trl import ORPOTrainer: imported from trl.experimental.orpo" in notes.said
     with pytest.raises(ImportError, match="NoSuchTrainer"):
         script("from trl import NoSuchTrainer")
 

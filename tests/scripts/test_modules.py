@@ -44,11 +44,11 @@ def test_what_is_not_here_is_a_sentence_and_an_import_error(notes: Notes) -> Non
     with Adaptor(notes):
         with pytest.raises(NotHere, match=r"unsloth.no_such_name is not in Pronghorn"):
             from unsloth import no_such_name  # noqa: F401
-        with pytest.raises(NotHere, match=r"unsloth_zoo.utils is not in Pronghorn\n  why: .*own workings"):
+        with pytest.raises(NotHere, match=r"unsloth_zoo.utils is not in Pronghorn\n  why: .*internal to the other library"):
             importlib.import_module("unsloth_zoo.utils")
         with pytest.raises(NotHere, match=r"unsloth_zoo.patch is not in Pronghorn"):
             from unsloth_zoo import patch  # noqa: F401
-        with pytest.raises(CommandError, match="makes data by a server"):
+        with pytest.raises(CommandError, match="generates data with its own server"):
             from unsloth.dataprep import SyntheticDataKit  # noqa: F401
         with pytest.raises(ImportError):  # as a script asks that goes on without
             from unsloth import other_name  # noqa: F401
@@ -61,10 +61,10 @@ def test_ours_also_where_the_other_library_is_installed(tmp_path: Path, notes: N
         import unsloth
 
         assert unsloth.is_bf16_supported is pronghorn.is_bf16_supported
-    assert any("is installed here, and not used" in line for line in notes.said)
+    assert any("is installed but not used" in line for line in notes.said)
 
 
 def test_a_process_with_the_other_library_is_refused(notes: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "unsloth", ModuleType("unsloth"))
-    with pytest.raises(CommandError, match="unsloth is imported in this process already"), Adaptor(notes):
+    with pytest.raises(CommandError, match="unsloth is already imported in this process"), Adaptor(notes):
         pass

@@ -44,7 +44,7 @@ def test_what_only_a_notebook_understands_is_left_out(tmp_path: Path, text: str,
 def test_what_is_no_notebook_is_said(tmp_path: Path) -> None:
     for content in ("not json", "[]", '{"cells": [{"cell_type": "code"}]}', '{"cells": 3}'):
         (tmp_path / "some.ipynb").write_text(content, encoding="utf-8")
-        with pytest.raises(CommandError, match="this is no notebook"):
+        with pytest.raises(CommandError, match="not a Jupyter notebook"):
             read_cells(tmp_path / "some.ipynb")
 
 
@@ -82,4 +82,4 @@ def test_the_extension(capsys: pytest.CaptureFixture[str]) -> None:
     assert names["SFTConfig"] is trl.SFTConfig
     said = capsys.readouterr().out
     assert said.count("in this notebook, `import unsloth` gives Pronghorn") == 1
-    assert said.count("SFTConfig(max_seq_length=...) is max_length=... now") == 1
+    assert said.count("SFTConfig(max_seq_length=...) becomes max_length=...") == 1

@@ -134,18 +134,18 @@ def test_numbers_and_packages_are_as_without_the_adaptor(notebook_room: Path, mo
     assert len(logs[0]) == 3
     assert logs[0] == logs[1]
     # Each translation is told once, and nothing else.
-    eight_bit = ('TrainingArguments(optim="adamw_8bit") is "adamw_torch_fused": bitsandbytes is not installed; the same steps, '
-                 "with 8 bytes of optimizer state a trained weight")
+    eight_bit = ('TrainingArguments(optim="adamw_8bit") becomes "adamw_torch_fused": bitsandbytes is not installed; '
+                 "same updates, 8 bytes of optimizer state per trained weight")
     assert notes.said == [
         "import unsloth gives pronghorn",
         *([] if find_spec("bitsandbytes") else [eight_bit]),
-        "TrainingArguments(fp16=True) is fp16=False: there is no GPU here, and a CPU trains in float32",
-        "SFTTrainer(tokenizer=...) is processing_class=... now",
-        "SFTTrainer(args=TrainingArguments(...)) is given a SFTConfig with the same values",
-        "SFTTrainer(dataset_text_field=...) goes into its args, as SFTConfig(dataset_text_field=...)",
-        "SFTTrainer(max_seq_length=...) goes into its args, as SFTConfig(max_length=...)",
-        "SFTTrainer(dataset_num_proc=...) goes into its args, as SFTConfig(dataset_num_proc=...)",
-        "SFTTrainer(packing=...) goes into its args, as SFTConfig(packing=...)",
+        "TrainingArguments(fp16=True) becomes fp16=False: no GPU found, training runs in float32 on the CPU",
+        "SFTTrainer(tokenizer=...) becomes processing_class=...",
+        "SFTTrainer(args=TrainingArguments(...)) becomes SFTConfig with the same values",
+        "SFTTrainer(dataset_text_field=...) moves into its args: SFTConfig(dataset_text_field=...)",
+        "SFTTrainer(max_seq_length=...) moves into its args: SFTConfig(max_length=...)",
+        "SFTTrainer(dataset_num_proc=...) moves into its args: SFTConfig(dataset_num_proc=...)",
+        "SFTTrainer(packing=...) moves into its args: SFTConfig(packing=...)",
     ]
 
 
@@ -155,6 +155,6 @@ def test_a_script_for_inference_alone(notebook_room: Path) -> None:
 
 
 def test_a_script_that_needs_what_is_not_here_ends_with_the_sentence(notebook_room: Path) -> None:
-    with pytest.raises(CommandError, match=r"FastVisionModel.from_pretrained is not in this version") as caught:
+    with pytest.raises(CommandError, match=r"FastVisionModel.from_pretrained is not supported") as caught:
         run_script("vision.py")
     assert "FastModel" in caught.value.fix

@@ -60,18 +60,18 @@ def test_a_share_of_the_steps_is_the_same_share() -> None:
 
 
 def test_what_cannot_be_translated_is_refused(notes: Notes) -> None:
-    with pytest.raises(CommandError, match=r"vllm_sampling_params=...\) is not honoured"):
+    with pytest.raises(CommandError, match=r"vllm_sampling_params=...\) is not supported"):
         translate_arguments(GRPOConfig, {"vllm_sampling_params": object()}, notes)
     with pytest.raises(CommandError, match="warmup_ratio=2"):
         translate_arguments(SFTConfig, {"warmup_ratio": 2}, notes)
-    with pytest.raises(CommandError, match=r"max_seq_length=10\) and max_length=20"):
+    with pytest.raises(CommandError, match=r"max_seq_length=10\) contradicts max_length=20"):
         translate_arguments(SFTConfig, {"max_seq_length": 10, "max_length": 20}, notes)
 
 
 def test_each_is_said_once(notes: Notes) -> None:
     for _ in range(2):
         translate_arguments(SFTConfig, {"max_seq_length": 512, "bf16": False}, notes)
-    assert notes.said == ["SFTConfig(max_seq_length=...) is max_length=... now"]
+    assert notes.said == ["SFTConfig(max_seq_length=...) becomes max_length=..."]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_each_is_said_once(notes: Notes) -> None:
 def test_all_answers_to_a_prompt_go_through_together(given: dict[str, Any], batch: int, notes: Notes) -> None:
     made = translate_arguments(GRPOConfig, given, notes)
     assert GRPOConfig(**made, report_to="none").per_device_train_batch_size == batch
-    assert any("all num_generations answers" in line for line in notes.said) == (batch != given["per_device_train_batch_size"])
+    assert any("num_generations completions" in line for line in notes.said) == (batch != given["per_device_train_batch_size"])
 
 
 def test_what_a_gpu_trains_in_is_left_alone(monkeypatch: pytest.MonkeyPatch, notes: Notes) -> None:
@@ -136,7 +136,7 @@ def test_rows_are_as_long_as_the_model_was_loaded_for(settings: Any, more: dict[
     model = SimpleNamespace(max_seq_length=4096)
     made = translate_trainer(SFTTrainer, {"model": model, "args": settings, **more}, notes)
     assert made["args"].max_length == length
-    assert any("rows are cut after the model's max_seq_length, 4096" in line for line in notes.said) == (length == 4096)
+    assert any("rows are truncated to the model's max_seq_length=4096" in line for line in notes.said) == (length == 4096)
     assert SFTConfig("x", bf16=False, report_to="none").max_length == 1024
 
 
@@ -145,7 +145,7 @@ def test_preference_trainers(notes: Notes) -> None:
     made = translate_trainer(DPOTrainer, {"args": settings, "beta": 0.3, "max_length": 99, "max_prompt_length": 50}, notes)
     assert type(made["args"]) is DPOConfig
     assert (made["args"].beta, made["args"].max_length) == (0.3, 99)
-    assert any("max_prompt_length=...) is left out" in line for line in notes.said)
+    assert any("max_prompt_length=...) is dropped" in line for line in notes.said)
 
 
 def test_a_trainer_of_transformers_keeps_its_arguments(notes: Notes) -> None:
@@ -157,5 +157,5 @@ def test_what_is_given_by_place() -> None:
     assert by_name(SFTTrainer, ("m", "a"), {"train_dataset": 1}) == {"model": "m", "args": "a", "train_dataset": 1}
     passing_on = type("Passing", (SFTTrainer,), {"__init__": lambda self, *args, **kwargs: None})
     assert by_name(passing_on, ("m",), {}) == {"model": "m"}
-    with pytest.raises(TypeError, match="one of them twice"):
+    with pytest.raises(TypeError, match="an argument given twice"):
         by_name(SFTTrainer, ("m",), {"model": "n"})

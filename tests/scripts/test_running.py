@@ -71,7 +71,7 @@ def test_a_script_that_python_cannot_read(tmp_path: Path) -> None:
     with pytest.raises(SyntaxError) as caught:
         run(path, notes=quiet())
     assert as_python_shows_it(caught.value, Path(path)).startswith(f'  File "{path}", line 1\n')
-    with pytest.raises(CommandError, match="there is no such script"):
+    with pytest.raises(CommandError, match="script not found"):
         run(str(tmp_path / "none.py"), notes=quiet())
 
 
@@ -92,7 +92,7 @@ def test_a_kernel_without_a_gpu_is_explained(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.py", "raise RuntimeError('0 active drivers ([]). There should only be one.')\n")
     with pytest.raises(RuntimeError) as caught:
         run(path, notes=quiet())
-    assert as_python_shows_it(caught.value, Path(path)).splitlines()[-1].startswith("pronghorn: that was a Triton kernel")
+    assert as_python_shows_it(caught.value, Path(path)).splitlines()[-1].startswith("pronghorn: this is a Triton kernel")
 
 
 def test_a_script_that_was_a_notebook(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ def test_texts_of_a_formatting_function(formatting: Any, notes: Notes) -> None:
 
 
 def test_a_formatting_function_without_texts_is_refused() -> None:
-    with pytest.raises(DataError, match="formatting_func gives no text"):
+    with pytest.raises(DataError, match="formatting_func returned no text"):
         per_row(lambda row: None, ROWS[0], Notes(lambda text: None))(ROWS[0])
 
 
@@ -51,7 +51,7 @@ def test_the_column_of_texts_goes_before_others(notes: Notes) -> None:
     rows = [{"text": "a", "conversations": [{"from": "human", "value": "b"}], "prompt": "c", "score": 1}]
     made = translate_data(SFTTrainer, {"train_dataset": Dataset.from_list(rows)}, notes)
     assert made["train_dataset"].column_names == ["text", "score"]
-    assert "conversations, prompt beside it would go first" in notes.said[0]
+    assert "columns conversations, prompt are removed" in notes.said[0]
     conversations = Dataset.from_list([{"messages": [{"role": "user", "content": "b"}]}])
     assert translate_data(SFTTrainer, {"train_dataset": conversations}, notes)["train_dataset"] is conversations
 

@@ -21,33 +21,33 @@ INTO_ARGS = ("max_seq_length", "dataset_text_field", "packing", "dataset_num_pro
              "eval_packing", "neftune_noise_alpha")
 ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "GOMP_SPINCOUNT", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",
                "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "HF_HUB_DISABLE_TELEMETRY", "HF_UPDATE_DOWNLOAD_COUNTS")
-OFF = " (switched off by `if False`)"
+OFF = " (disabled by `if False`)"
 
 
 def everything() -> str:
     """The adaptor, in words."""
-    lines = ["inside `pronghorn run`, and nowhere else:", "", "modules"]
+    lines = ["Translations that apply inside `pronghorn run` only:", "", "modules"]
     lines += [f"  import {name:<24} gives {ours}" for name, ours in OURS.items() if ours]
-    lines += ["  import unsloth_zoo...           nothing of it is here; using it says so",
-              f"  import {', '.join(SEEN_THROUGH):<24} in the script's own files: the package itself, seen through a view",
-              "                                  with the classes below; the package is not changed", "", "trainers"]
+    lines += ["  import unsloth_zoo...           imports; using anything of it raises an error",
+              f"  import {', '.join(SEEN_THROUGH):<24} in the script's own files: a view of the package with the classes",
+              "                                  below; the package itself is not changed", "", "trainers"]
     lines += [f"  Trainer({old}=) -> {new}=" for old, new in TRAINER_RENAMED.items()]
-    lines += [f"  Trainer({', '.join(INTO_ARGS)}) -> into its args",
-              "  SFTTrainer(args=TrainingArguments(...)) -> an SFTConfig with the same values; so with DPO, KTO, ...",
-              "  SFTTrainer without a length -> the model's max_seq_length, not TRL's 1024",
-              "  SFTTrainer(formatting_func=) for a batch -> gets batches of one",
-              "  SFTTrainer's data -> the script's text column is trained on, and begins with one first token",
+    lines += [f"  Trainer({', '.join(INTO_ARGS)}) -> moved into its args",
+              "  SFTTrainer(args=TrainingArguments(...)) -> an SFTConfig with the same values; also for DPO, KTO, ...",
+              "  SFTTrainer without max_length -> the model's max_seq_length, not TRL's default of 1024",
+              "  SFTTrainer(formatting_func=) written for batches -> called with batches of one row",
+              "  SFTTrainer's dataset -> trains on the script's text column; a duplicate BOS token is removed",
               *(f"  from trl import {name} -> {home}" for name, home in MOVED.items()), "", "arguments"]
     lines += [f"  {old}= -> {new}=" for old, new in RENAMED.items()]
-    lines += ["  warmup_ratio= -> warmup_steps=, a share of all steps",
+    lines += ["  warmup_ratio= -> warmup_steps=, a fraction of all steps",
               '  group_by_length=True -> train_sampling_strategy="group_by_length"',
-              f"  optim={', '.join(sorted(BITSANDBYTES_ADAMW))} -> adamw_torch_fused, where bitsandbytes is not installed",
-              "  GRPOConfig(per_device_train_batch_size=) -> num_generations, where a batch would have no whole group",
-              "  fp16=True, and bf16 where it is not said -> False, without a GPU"]
-    lines += [f"  {old}= is left out: {why}" for old, why in LEFT_OUT.items()]
+              f"  optim={', '.join(sorted(BITSANDBYTES_ADAMW))} -> adamw_torch_fused, if bitsandbytes is not installed",
+              "  GRPOConfig(per_device_train_batch_size=) -> num_generations, if a batch does not hold whole groups",
+              "  fp16=True, and bf16 if not set -> False, without a GPU"]
+    lines += [f"  {old}= is dropped: {why}" for old, why in LEFT_OUT.items()]
     lines += [f"  {old}= is refused: {why}" for old, (why, _) in REFUSED.items()]
-    lines += ["", "tokenizers", "  apply_chat_template without return_dict= -> token ids, which also answer as a dict", "",
-              "environment, as in every command of ours, where it is not set already", f"  {', '.join(ENVIRONMENT)}"]
+    lines += ["", "tokenizers", "  apply_chat_template without return_dict= -> token ids that also support dict access", "",
+              "environment variables, set by every pronghorn command unless already set", f"  {', '.join(ENVIRONMENT)}"]
     return "\n".join(lines)
 
 
@@ -61,14 +61,14 @@ class Found:
 def of_script(path: Path) -> list[Found]:
     """What of a script is adapted or missing, in its order."""
     if not path.is_file():
-        raise CommandError(what="there is no such script", where=str(path), fix="pronghorn run --explain script.py")
+        raise CommandError(what="script not found", where=str(path), fix="pronghorn run --explain script.py")
     found: list[Found] = []
     for name, source, cell in _sources(path):
         found += [Found(name, f"skipped: {line}") for line in (cell.skipped if cell else ())]
         try:
             tree = ast.parse(source)
         except (SyntaxError, ValueError) as error:
-            raise CommandError(what=f"Python cannot read it: {error}", where=name, fix="correct it first") from error
+            raise CommandError(what=f"invalid Python: {error}", where=name, fix="fix the syntax error first") from error
         off = {id(node) for block in ast.walk(tree) if _is_off(block) for one in block.body for node in ast.walk(one)}
         for node in sorted((node for node in ast.walk(tree) if hasattr(node, "lineno")), key=lambda node: node.lineno):
             found += [Found(f"{name}:{node.lineno}", what + (OFF if id(node) in off else ""), missing)
@@ -99,7 +99,7 @@ def _of_node(node: Any) -> list[tuple[str, bool]]:
 
 def _of_import(module: str, name: str) -> list[tuple[str, bool]]:
     if module == "trl" and name in MOVED:
-        return [(f"from trl import {name}: the one of {MOVED[name]}", False)]
+        return [(f"from trl import {name}: imported from {MOVED[name]}", False)]
     if module.partition(".")[0] not in STOOD_IN_FOR:
         return []
     if module not in OURS:
@@ -117,10 +117,10 @@ def _of_name(module: str, name: str) -> list[tuple[str, bool]]:
 
     if name in ABSENT:
         why, fix = ABSENT[name]._why, ABSENT[name]._fix
-        return [(f"{module}.{name} is not in this version: {why}; instead: {fix}", True)]
+        return [(f"{module}.{name} is not supported: {why}; instead: {fix}", True)]
     if not OURS[module] or name not in dir(pronghorn):
         return [(_sentence(f"{module}.{name}"), True)]
-    return [(f"from {module} import {name}: ours", False)]
+    return [(f"from {module} import {name}: Pronghorn's", False)]
 
 
 def _sentence(name: str) -> str:
@@ -136,17 +136,17 @@ def _of_call(name: str, words: list[ast.keyword]) -> list[tuple[str, bool]]:
         if name.endswith("Trainer") and old in TRAINER_RENAMED:
             found.append((f"{name}({old}=) -> {TRAINER_RENAMED[old]}=", False))
         elif name.endswith("Trainer") and old in INTO_ARGS:
-            found.append((f"{name}({old}=) -> into its args, as {RENAMED.get(old, old)}=", False))
+            found.append((f"{name}({old}=) -> moved into its args as {RENAMED.get(old, old)}=", False))
         elif not name.endswith(("Trainer", "Config", "TrainingArguments")):
             continue
         elif old in LEFT_OUT:
-            found.append((f"{name}({old}=) is left out: {LEFT_OUT[old]}", False))
+            found.append((f"{name}({old}=) is dropped: {LEFT_OUT[old]}", False))
         elif old in REFUSED:
             found.append((f"{name}({old}=) is refused: {REFUSED[old][0]}; {REFUSED[old][1]}", True))
         elif old == "warmup_ratio" or old in RENAMED:
             found.append((f"{name}({old}=) -> {RENAMED.get(old, 'warmup_steps')}=", False))
         elif old == "optim" and value in BITSANDBYTES_ADAMW:
-            found.append((f'{name}(optim="{value}") -> adamw_torch_fused, where bitsandbytes is not installed', False))
+            found.append((f'{name}(optim="{value}") -> adamw_torch_fused, if bitsandbytes is not installed', False))
     return found
 
 
@@ -156,9 +156,9 @@ def _of_model_call(name: str, given: dict[str, Any]) -> list[tuple[str, bool]]:
     from pronghorn.dropin.saving import LATER
 
     if name == "fast_generate":
-        return [(f"fast_generate() is not in this version: {NO_VLLM}", True)]
+        return [(f"fast_generate() is not supported: {NO_VLLM}", True)]
     if name in LATER:
-        return [(f"{name}() is not in this version: {LATER[name][0]}", True)]
+        return [(f"{name}() is not supported: {LATER[name][0]}", True)]
     rows = {"from_pretrained": LOADING, "get_peft_model": ADAPTING}.get(name, {})
     refused = {f"{key}={value!r}": rows[key].why for key, value in given.items()
                if key in rows and rows[key].allowed is not None and value not in (rows[key].allowed or ())}
@@ -166,13 +166,13 @@ def _of_model_call(name: str, given: dict[str, Any]) -> list[tuple[str, bool]]:
         if method in str(given.get("save_method", "")):
             refused[f"save_method={given['save_method']!r}"] = why
     if rows is LOADING and given.get("load_in_8bit"):
-        refused["load_in_8bit=True"] = "base weights are quantized as NF4 or FP8"
-    return [(f"{name}({what}) is not in this version: {why}", True) for what, why in refused.items()]
+        refused["load_in_8bit=True"] = "base weights are quantized to NF4 or FP8"
+    return [(f"{name}({what}) is not supported: {why}", True) for what, why in refused.items()]
 
 
 def as_text(path: Path, found: list[Found]) -> str:
     lines = []
-    for title, missing in (("adapted", False), ("not here", True)):
+    for title, missing in (("adapted", False), ("not supported", True)):
         rows = [one for one in found if one.missing is missing]
         lines += [f"{title}: {'nothing' if not rows else ''}".rstrip(), *(f"  {one.where}  {one.what}" for one in rows)]
     return "\n".join([str(path), *lines])

@@ -41,7 +41,7 @@ class View(ModuleType):
             home = MOVED.get(name) if self.__name__ == "trl" else None
             if home is None:
                 raise
-            self._fronts.notes.say(f"from trl import {name} gives the one of {home}")
+            self._fronts.notes.say(f"from trl import {name}: imported from {home}")
             value = getattr(import_module(home), name)
         return self._fronts.offered(value)
 

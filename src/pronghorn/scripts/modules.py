@@ -24,10 +24,11 @@ OURS = {
     "unsloth.models.llama": "pronghorn",
     "unsloth_zoo": "",
 }
-INSIDES = "it is a part of the other library's own workings"
+INSIDES = "it is internal to the other library"
 WHY = {
-    "unsloth.dataprep": ("it makes data by a server of its own", "make the data in a step before, and load it as a file"),
-    "unsloth_zoo.vision_utils": ("text is what trains here", "FastModel, which trains the text model of one that reads images"),
+    "unsloth.dataprep": ("it generates data with its own server", "generate the data beforehand and load it from a file"),
+    "unsloth_zoo.vision_utils": ("Pronghorn trains on text only",
+                                 "use FastModel: it trains the text model of a vision-language model"),
 }
 
 
@@ -37,7 +38,7 @@ class NotHere(CommandError, ImportError):
 
 def not_here(name: str) -> NotHere:
     module = name if name in WHY else name.rpartition(".")[0]
-    why, fix = WHY.get(module, (INSIDES if name.startswith("unsloth_zoo") else "", "leave it out, or do without that part"))
+    why, fix = WHY.get(module, (INSIDES if name.startswith("unsloth_zoo") else "", "remove it"))
     return NotHere(what=f"{name} is not in Pronghorn", why=why, fix=fix)
 
 
@@ -56,7 +57,7 @@ class StandIn(ModuleType):
     """A module under another library's name, whose names are ours."""
 
     def __init__(self, name: str, offered: Callable[[Any], Any]) -> None:
-        super().__init__(name, f"Pronghorn's names, for scripts that import {name}")
+        super().__init__(name, f"Pronghorn's names for scripts that import {name}")
         self.__path__: list[str] = []
         self.__version__ = __version__
         self._offered = offered
@@ -84,7 +85,7 @@ class Finder(MetaPathFinder, Loader):
         if top not in STOOD_IN_FOR:
             return None
         if name == top and PathFinder.find_spec(top) is not None:
-            self._notes.say(f"{top} is installed here, and not used: this script gets Pronghorn under that name")
+            self._notes.say(f"{top} is installed but not used: `import {top}` gives Pronghorn in this script")
         if name not in OURS:
             raise not_here(name)
         return ModuleSpec(name, self, is_package=True)

@@ -29,20 +29,21 @@ RENAMED = {
 }
 # gone, and why leaving it out is right
 LEFT_OUT = {
-    "max_prompt_length": "prompts are not cut by themselves any more; max_length, where there is one, cuts prompt and answer",
-    "overwrite_output_dir": "the output folder is always written into",
-    "logging_dir": "the environment variable TENSORBOARD_LOGGING_DIR says where",
-    "save_safetensors": "checkpoints always are safetensors",
-    "dataset_batch_size": "it changed how fast the data is prepared, not what comes out",
-    "num_of_sequences": "packing needs no estimate",
-    "chars_per_token": "packing needs no estimate",
-    "fp16_opt_level": "it was for apex",
-    "half_precision_backend": "torch's autocast is the only one",
-    "fp16_backend": "torch's autocast is the only one",
-    "include_tokens_per_second": "it changed the log only",
+    "max_prompt_length": "TRL no longer truncates prompts separately; max_length, if set, truncates prompt plus answer",
+    "overwrite_output_dir": "transformers always writes into the output folder",
+    "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR instead",
+    "save_safetensors": "checkpoints are always safetensors",
+    "dataset_batch_size": "it affected preprocessing speed only, not the result",
+    "num_of_sequences": "packing no longer needs an estimate",
+    "chars_per_token": "packing no longer needs an estimate",
+    "fp16_opt_level": "it applied to apex only",
+    "half_precision_backend": "torch autocast is the only backend",
+    "fp16_backend": "torch autocast is the only backend",
+    "include_tokens_per_second": "it affected logging only",
 }
 REFUSED = {
-    "vllm_sampling_params": ("it is an addition of the other library", "give temperature, top_p, top_k and min_p as arguments"),
+    "vllm_sampling_params": ("it exists in the other library only",
+                             "pass temperature, top_p, top_k and min_p as arguments"),
 }
 TRAINER_RENAMED = {"tokenizer": "processing_class"}
 # AdamW with states in 8 bits or in pages needs bitsandbytes; the same steps with states in 32 bits do not.
@@ -71,7 +72,7 @@ def arguments_class(trainer: type) -> type:
         found: Any = getattr(sys.modules[base.__module__], name, None)
         if is_arguments(found):
             return found  # type: ignore[no-any-return]
-    raise TypeError(f"{trainer.__name__} has no class of arguments")
+    raise TypeError(f"{trainer.__name__} has no arguments class")
 
 
 def fields_of(cls: type) -> set[str]:
@@ -91,7 +92,7 @@ def positional_names(cls: type) -> list[str]:
 def by_name(cls: type, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
     names = positional_names(cls)
     if len(given) > len(names) or set(names[: len(given)]) & set(named):
-        raise TypeError(f"{cls.__name__}() was given too many arguments, or one of them twice")
+        raise TypeError(f"{cls.__name__}(): too many positional arguments, or an argument given twice")
     return dict(zip(names, given, strict=False)) | named
 
 
@@ -107,9 +108,9 @@ def translate_arguments(cls: type, given: dict[str, Any], notes: Notes) -> dict[
             continue
         if old in REFUSED:
             why, fix = REFUSED[old]
-            raise CommandError(what=f"{name}({old}=...) is not honoured", why=why, fix=fix)
+            raise CommandError(what=f"{name}({old}=...) is not supported", why=why, fix=fix)
         if old in LEFT_OUT:
-            notes.say(f"{name}({old}=...) is left out: {LEFT_OUT[old]}")
+            notes.say(f"{name}({old}=...) is dropped: {LEFT_OUT[old]}")
         elif old == "warmup_ratio":
             _warm_up(name, value, result, notes)
         elif old == "group_by_length":
@@ -128,11 +129,12 @@ def translate_arguments(cls: type, given: dict[str, Any], notes: Notes) -> dict[
 
 def _put(cls: str, old: str, new: str, value: Any, result: dict[str, Any], notes: Notes) -> None:
     if new in result and result[new] != value:
-        raise CommandError(what=f"{cls}({old}={value!r}) and {new}={result[new]!r}", why=f"{old} is now called {new}",
+        raise CommandError(what=f"{cls}({old}={value!r}) contradicts {new}={result[new]!r}",
+                           why=f"{old} is the old name of {new}",
                            fix="keep one of them")
     result[new] = value
     shown = f'"{value}"' if old == "group_by_length" else "..."  # of the others only the name is new
-    notes.say(f"{cls}({old}=...) is {new}={shown} now")
+    notes.say(f"{cls}({old}=...) becomes {new}={shown}")
 
 
 def _warm_up(cls: str, ratio: Any, result: dict[str, Any], notes: Notes) -> None:
@@ -140,9 +142,10 @@ def _warm_up(cls: str, ratio: Any, result: dict[str, Any], notes: Notes) -> None
     if not ratio or result.get("warmup_steps"):
         return
     if not 0 < float(ratio) < 1:
-        raise CommandError(what=f"{cls}(warmup_ratio={ratio!r})", fix="a share of all steps, from 0 up to, but not, 1")
+        raise CommandError(what=f"{cls}(warmup_ratio={ratio!r})",
+                           fix="use a fraction of all steps, from 0 up to, but not including, 1")
     result["warmup_steps"] = float(ratio)
-    notes.say(f"{cls}(warmup_ratio=...) is warmup_steps=... now, where a number below 1 is a share of all steps")
+    notes.say(f"{cls}(warmup_ratio=...) becomes warmup_steps=...: values below 1 are a fraction of all steps")
 
 
 def _whole_groups(cls: type, result: dict[str, Any], notes: Notes) -> None:
@@ -154,16 +157,16 @@ def _whole_groups(cls: type, result: dict[str, Any], notes: Notes) -> None:
     batch, accumulated, answers = (result.get(name, defaults[name]) for name in names)
     if isinstance(answers, int) and answers > 0 and batch * accumulated % answers:
         result["per_device_train_batch_size"] = answers
-        notes.say(f"{cls.__name__}(per_device_train_batch_size={batch}) is {answers}: all num_generations answers to a prompt "
-                  "go through together")
+        notes.say(f"{cls.__name__}(per_device_train_batch_size={batch}) becomes {answers}: a batch holds all num_generations "
+                  "completions of a prompt")
 
 
 def _optimizer(cls: str, result: dict[str, Any], notes: Notes) -> None:
     asked = str(getattr(result.get("optim"), "value", result.get("optim")))
     if asked in BITSANDBYTES_ADAMW and find_spec("bitsandbytes") is None:
         result["optim"] = "adamw_torch_fused"
-        notes.say(f'{cls}(optim="{asked}") is "adamw_torch_fused": bitsandbytes is not installed; the same steps, '
-                  "with 8 bytes of optimizer state a trained weight")
+        notes.say(f'{cls}(optim="{asked}") becomes "adamw_torch_fused": bitsandbytes is not installed; same updates, 8 bytes '
+                  "of optimizer state per trained weight")
 
 
 def _without_gpu(cls: type, result: dict[str, Any], notes: Notes) -> None:
@@ -176,11 +179,11 @@ def _without_gpu(cls: type, result: dict[str, Any], notes: Notes) -> None:
     for key in NEEDS_GPU:
         if result.get(key):
             result[key] = False
-            notes.say(f"{cls.__name__}({key}=True) is {key}=False: there is no GPU here, and a CPU trains in float32")
+            notes.say(f"{cls.__name__}({key}=True) becomes {key}=False: no GPU found, training runs in float32 on the CPU")
     default = next(field.default for field in dataclasses.fields(cls) if field.name == "bf16")
     if default is None and result.get("bf16") is None:  # None becomes True
         result["bf16"] = False
-        notes.say(f"{cls.__name__}(bf16=False): TRL's default is True, and there is no GPU here")
+        notes.say(f"{cls.__name__}(bf16=False): TRL's default is True, but no GPU was found")
 
 
 # ---- arguments of a trainer ------------------------------------------------------------------------------------------
@@ -201,7 +204,7 @@ def translate_trainer(cls: type, given: dict[str, Any], notes: Notes) -> dict[st
             moved[key] = result.pop(key)
     settings = result.get("args")
     if is_arguments(type(settings)) and not isinstance(settings, config):
-        notes.say(f"{name}(args={type(settings).__name__}(...)) is given a {config.__name__} with the same values")
+        notes.say(f"{name}(args={type(settings).__name__}(...)) becomes {config.__name__} with the same values")
         settings = remember(config(**_values(settings)), ())
     if moved:
         settings = _with(settings, config, moved, name, notes)
@@ -229,8 +232,8 @@ def _with_length(cls: type, settings: Any, moved: dict[str, Any], model: Any, no
     if said or length is None or settings is None or not any(base.__name__ == "SFTTrainer" for base in cls.__mro__):
         return settings
     if settings.max_length != length:
-        notes.say(f"{cls.__name__}: rows are cut after the model's max_seq_length, {length}, not after this TRL's "
-                  f"max_length, {settings.max_length}; nothing else is said")
+        notes.say(f"{cls.__name__}: rows are truncated to the model's max_seq_length={length}, not to TRL's default "
+                  f"max_length={settings.max_length}; set max_length to change this")
         settings = copy.copy(settings)
         settings.max_length = length
     return settings
@@ -242,9 +245,9 @@ def _with(settings: Any, config: type, moved: dict[str, Any], trainer: str, note
     wanted = translate_arguments(config, moved, quiet)
     for old in moved:
         if old in LEFT_OUT:
-            notes.say(f"{trainer}({old}=...) is left out: {LEFT_OUT[old]}")
+            notes.say(f"{trainer}({old}=...) is dropped: {LEFT_OUT[old]}")
         else:
-            notes.say(f"{trainer}({old}=...) goes into its args, as {config.__name__}({RENAMED.get(old, old)}=...)")
+            notes.say(f"{trainer}({old}=...) moves into its args: {config.__name__}({RENAMED.get(old, old)}=...)")
     if settings is None:
         return remember(config(**wanted), wanted)
     settings = copy.copy(settings)

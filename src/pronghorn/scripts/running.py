@@ -68,7 +68,7 @@ def _read(path: Path) -> bytes:
 
 def _readable(path: Path) -> Path:
     if not path.is_file():
-        raise CommandError(what="there is no such script" if not path.exists() else "this is no file", where=str(path),
+        raise CommandError(what="script not found" if not path.exists() else "not a file", where=str(path),
                            fix="pronghorn run script.py [its arguments], or notebook.ipynb")
     return path
 
@@ -113,7 +113,7 @@ def as_python_shows_it(error: BaseException, path: Path) -> str:
 def _hint(error: BaseException) -> str:
     """More about what says too little."""
     if isinstance(error, RuntimeError) and "0 active drivers" in str(error):
-        return "pronghorn: that was a Triton kernel, and there is no GPU here: TRL has its losses as such\n"
+        return "pronghorn: this is a Triton kernel (TRL computes some losses with Triton), and Triton needs a GPU\n"
     return ""
 
 

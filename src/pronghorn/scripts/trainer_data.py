@@ -48,8 +48,8 @@ class Reader:
         elif self.field not in columns:
             return data
         elif beside := [column for column in columns if column in GO_BEFORE_TEXT and column != self.field]:
-            self.notes.say(f"{name}: its column {self.field!r} is trained on; {', '.join(beside)} beside it would go first in "
-                           "this TRL, so it gets the data without")
+            self.notes.say(f"{name}: trains on column {self.field!r}; columns {', '.join(beside)} are removed, because TRL "
+                           "would train on them instead")
             data = data.remove_columns(beside)
         return self._with_one_first_token(data, name)
 
@@ -61,7 +61,7 @@ class Reader:
             return data
         if list(self.tokenizer(text)["input_ids"][:2]) != [self.tokenizer.bos_token_id] * 2:
             return data
-        self.notes.say(f"{name}: its texts begin with {first}, which the tokenizer writes, too; one of them is taken away")
+        self.notes.say(f"{name}: texts start with {first} and the tokenizer adds it again; the duplicate is removed")
         field = self.field
         return data.map(lambda row: {field: row[field].removeprefix(first)})
 
@@ -77,15 +77,15 @@ def per_row(formatting: Callable[[Any], Any], row: dict[str, Any], notes: Notes)
         return formatting
     if isinstance(once, (list, tuple)) and len(once) == 1:
         return lambda row: str(formatting(row)[0])
-    notes.say("formatting_func= takes a batch of rows; this TRL gives it one, so it gets batches of one")
+    notes.say("formatting_func expects a batch of rows, but TRL passes single rows: it is called with batches of one row")
 
     def as_batch(row: dict[str, Any]) -> str:
         texts = formatting({key: [value] for key, value in row.items()})
         if isinstance(texts, dict):
             texts = next(iter(texts.values()))
         if not isinstance(texts, (list, tuple)) or len(texts) != 1:
-            raise DataError(what="formatting_func gives no text for a row",
-                            fix="return a text for a row, or a list of texts for a batch")
+            raise DataError(what="formatting_func returned no text for a row",
+                            fix="return a string for a row, or a list of strings for a batch")
         return str(texts[0])
 
     return as_batch
