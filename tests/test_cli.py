@@ -144,29 +144,29 @@ def test_a_command_that_makes_no_sense_exits_with_2(words: list[str], capsys: py
 
 
 @table(("words", "what", "fix"), [
-    ("tran r.yaml", "unknown verb `tran`", "did you mean `pronghorn train`?"),
-    ("finetune r.yaml", "unknown verb `finetune`", "`pronghorn train`"),
-    ("validate r.yaml", "unknown verb `validate`", "`pronghorn check`"),
-    ("merge run", "unknown verb `merge`", "`pronghorn export --to merged`"),
-    ("xyzzy", "unknown verb `xyzzy`", "one of: demo, new, check"),
+    ("tran r.yaml", "unknown command `tran`", "did you mean `pronghorn train`?"),
+    ("finetune r.yaml", "unknown command `finetune`", "`pronghorn train`"),
+    ("validate r.yaml", "unknown command `validate`", "`pronghorn check`"),
+    ("merge run", "unknown command `merge`", "`pronghorn export --to merged`"),
+    ("xyzzy", "unknown command `xyzzy`", "one of: demo, new, check"),
     ("my.yaml", "my.yaml is a file", "`pronghorn train my.yaml`"),
-    ("data shwo r.yaml", "unknown verb `data shwo`", "`pronghorn data show`"),
+    ("data shwo r.yaml", "unknown command `data shwo`", "`pronghorn data show`"),
     ("data r.yaml", "r.yaml is a file", "`pronghorn data show r.yaml`"),
     ("train r.yaml --frsh", "train has no option --frsh", "did you mean `--fresh`?"),
     ("train r.yaml --dry-run", "train has no option --dry-run", "`pronghorn check RECIPE`"),
-    ("train r.yaml --resume", "train has no option --resume", "leave it out"),
+    ("train r.yaml --resume", "train has no option --resume", "remove it"),
     ("train --config r.yaml", "train has no option --config", "pronghorn train RECIPE"),
     ("train r.yaml --learning-rate 1e-4", "train has no option --learning-rate", "train.lr=1e-4"),
     ("train r.yaml --fresh --lr=1", "train has no option --lr", "train.lr=1"),
     ("check r.yaml --rank=8", "check has no option --rank", "lora.r=8"),
     ("data show r.yaml --rwo 3", "data show has no option --rwo", "did you mean `--row`?"),
-    ("train r.yaml --fresh again", "train does not take `again`", "pronghorn train --help"),
-    ("eval run train.lr=1", "eval does not take `train.lr=1`", "pronghorn eval --help"),
-    ("export run --to gguf", "--to gguf is not a choice", "convert_hf_to_gguf.py"),
-    ("export run --to zip", "--to zip is not a choice", "choose adapter or merged"),
+    ("train r.yaml --fresh again", "train does not accept `again`", "pronghorn train --help"),
+    ("eval run train.lr=1", "eval does not accept `train.lr=1`", "pronghorn eval --help"),
+    ("export run --to gguf", "--to gguf is not supported", "convert_hf_to_gguf.py"),
+    ("export run --to zip", "--to zip is not supported", "use --to adapter or --to merged"),
     ("chat run --temperature 9", "--temperature 9 is out of range", "0 to 5"),
     ("chat run --temperature -1", "--temperature -1 is out of range", "0 to 5"),
-    ("new f --from a.yaml --model m", "--model does not go with --from", "leave --model out"),
+    ("new f --from a.yaml --model m", "--model cannot be used with --from", "remove --model"),
 ])
 def test_what_was_meant_is_told(words: str, what: str, fix: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2
@@ -377,7 +377,7 @@ def test_new_writes_a_recipe_that_loads_and_never_overwrites(tmp_path: Path, cap
     assert load_recipe(file).train.lr == 2e-4
     file.write_text("mine")
     assert main(["new", str(file)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert file.read_text() == "mine"
     assert main(["new", str(tmp_path / "no" / "folder.yaml")]) == 2
     assert shown(capsys, "new", "-") == EXAMPLE
@@ -492,7 +492,7 @@ def test_chat_ends_with_an_empty_line_or_the_end_of_input(
     monkeypatch.setattr("builtins.input", lambda _: next(heard))
     said = shown(capsys, "chat", str(place.run), "--max-tokens", "3")
     assert said.count("model: ") == 3
-    for word in ("start a new conversation", "temperature 0.7", "give a number from 0 to 5", "a new conversation"):
+    for word in ("start a new conversation", "temperature 0.7", "use a number from 0 to 5", "new conversation"):
         assert word in said, word
     monkeypatch.setattr("builtins.input", lambda _: "bytes of another alphabet \udcff")
     assert main(["chat", str(place.run), "--max-tokens", "3"]) == 2
@@ -538,7 +538,7 @@ def test_runs_are_listed_and_compared(place: Place, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("verb", [["eval"], ["chat", "--prompt", "x"], ["export", "--to", "adapter"]], ids=lambda v: v[0])
 def test_a_folder_without_a_run_is_told(verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb[0], str(tmp_path), *verb[1:]]) == 2
-    assert "no checkpoint here" in capsys.readouterr().err
+    assert "no checkpoint found" in capsys.readouterr().err
 
 
 # For people -------------------------------------------------------------------------------------------------------------

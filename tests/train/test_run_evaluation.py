@@ -73,10 +73,10 @@ def test_the_command_line_has_the_last_word(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("asked", "what"), [
-    ({"spec": {"metrics": ["exact"]}}, "--metrics: 'exact' does not fit"),
+    ({"spec": {"metrics": ["exact"]}}, "--metrics: invalid value 'exact'"),
     ({"spec": {"metrics": ["mine.py"]}}, "--metrics"),
-    ({"spec": {"samples": 0}}, "--samples: 0 does not fit"),
-    ({"spec": {"max_new_tokens": 0}}, "--max-new-tokens: 0 does not fit"),
+    ({"spec": {"samples": 0}}, "--samples: invalid value 0"),
+    ({"spec": {"max_new_tokens": 0}}, "--max-new-tokens: invalid value 0"),
     ({"spec": {"metrics": ["regex"]}}, "needs a pattern"),
     ({"spec": {"metrics": []}, "base": True}, "--base and --answers need a metric"),
 ])
@@ -99,14 +99,14 @@ def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(run), "--base", "--metrics", "exact_match,rouge_l", "--samples", "4"]) == 0
     _, *scores, answered = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in scores] == ["exact_match", "rouge_l"]
-    assert all("the base model's 0." in line for line in scores)
+    assert all(", base model 0." in line for line in scores)
     assert answered.startswith("answered: 4 held-out rows")
 
 
 @pytest.mark.parametrize(("words", "what"), [
-    (["--lm-eval", "arc_easy", "--metrics", "rouge_l"], "--metrics does not go with --lm-eval"),
-    (["--lm-eval", "arc_easy", "--data", "x"], "--data does not go with --lm-eval"),
-    (["--limit", "3"], "--limit does not go without --lm-eval"),
+    (["--lm-eval", "arc_easy", "--metrics", "rouge_l"], "--metrics cannot be used with --lm-eval"),
+    (["--lm-eval", "arc_easy", "--data", "x"], "--data cannot be used with --lm-eval"),
+    (["--limit", "3"], "--limit cannot be used without --lm-eval"),
     (["--lm-eval", "arc_easy", "--limit", "-3"], "--limit -3 leaves nothing"),
 ])
 def test_an_option_that_would_be_ignored_is_refused(words: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pronghorn.recipe import Recipe
 
 STARTED = (STARTING, 1, 1)  # the end of that progress
-OVERRIDES = "any key of the recipe: train.lr=1e-4 output=runs/second"
+OVERRIDES = "any recipe key: train.lr=1e-4 output=runs/second"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -106,15 +106,15 @@ def _verbs(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pronghorn", description="Fine-tunes language models. Nothing is sent anywhere.",
+    parser = argparse.ArgumentParser(prog="pronghorn", description="Fine-tunes language models. No telemetry.",
                                      epilog="start with: pronghorn demo, or pronghorn new my.yaml")
     parser.add_argument("--version", action="version", version=f"pronghorn {__version__}")
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def verb(name: str, function: Any, text: str, group: Any = verbs) -> argparse.ArgumentParser:
         one: argparse.ArgumentParser = group.add_parser(name, help=text, description=text)
         one.set_defaults(verb=function, parser=one)
-        one.add_argument("--json", action="store_true", help="one JSON object a line on standard output, for machines")
+        one.add_argument("--json", action="store_true", help="machine-readable output: one JSON object per line")
         return one
 
     def with_recipe(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -124,21 +124,21 @@ def build_parser() -> argparse.ArgumentParser:
 
     one = verb("demo", demo, "teach a small model one skill, measured before and after; minutes on a CPU")
     one.add_argument("--output", default="runs/demo", help="folder of the demo's run (default: %(default)s)")
-    new_options(verb("new", new, "write a recipe with every key, or convert a config of Axolotl or LLaMA-Factory"))
+    new_options(verb("new", new, "write a recipe with all keys, or convert an Axolotl or LLaMA-Factory config"))
     with_recipe(verb("check", check, "validate recipe, model and data without training"))
 
     _plan_options(with_recipe(verb("plan", plan, "predict memory, speed, hours and cost of a run; needs no GPU")))
 
     data = verbs.add_parser("data", help="inspect the data: show, stats", description="inspect the data")
-    data_verbs = data.add_subparsers(title="verbs", metavar="VERB", required=True)
-    one = with_recipe(verb("show", data_show, "one row, token by token: which tokens are trained on", data_verbs))
-    one.add_argument("--row", type=int, default=1, metavar="N", help="which row; the first is 1 (default: %(default)s)")
-    with_recipe(verb("stats", data_stats, "lengths, dropped rows and why, duplicates, packing", data_verbs))
+    data_verbs = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    one = with_recipe(verb("show", data_show, "one row token by token, with the tokens that carry loss", data_verbs))
+    one.add_argument("--row", type=int, default=1, metavar="N", help="row number, from 1 (default: %(default)s)")
+    with_recipe(verb("stats", data_stats, "lengths, dropped rows with reasons, duplicates, packing", data_verbs))
 
     one = with_recipe(verb("train", train, "train; resumes automatically from the last checkpoint in the output folder"))
     one.add_argument("--fresh", action="store_true", help="start over; the old folder is renamed, not deleted")
     one.add_argument("--allow-change", action="append", default=[], metavar="KEY",
-                     help="resume with another value of this key: train.lr=1e-5 --allow-change train.lr")
+                     help="resume with a changed value of this key: train.lr=1e-5 --allow-change train.lr")
     evaluating.own_metric(one)
 
     def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -148,50 +148,53 @@ def build_parser() -> argparse.ArgumentParser:
 
     evaluating.options(with_run(verb("eval", evaluate, evaluating.TEXT)))
     chat_options(with_run(verb("chat", chat, "chat with the trained model")))
-    one = with_run(verb("export", export, "write the adapter, or a merged model folder"))
+    one = with_run(verb("export", export, "write the adapter, or a merged model"))
     one.add_argument("--to", metavar="{adapter,merged}", required=True, help="what to write")
-    one.add_argument("--target", help="the folder to write (default: RUN/export-adapter or RUN/export-merged)")
+    one.add_argument("--target", help="output folder (default: RUN/export-adapter or RUN/export-merged)")
 
-    one = verb("verify", verify, "compare fast layers with the model's own: loss and every trained gradient")
+    one = verb("verify", verify, "compare the fast layers with the transformers layers: loss and every trained gradient")
     one.add_argument("model", help="hub name or local folder")
     one.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="(default: %(default)s)")
     one.add_argument("--method", choices=("lora", "full"), default="lora", help="(default: %(default)s)")
 
     run_script.options(verb("run", run_script.run_script, run_script.TEXT))
-    _bench_options(verb("bench", bench, "measure this machine: Pronghorn beside other systems that are installed"))
+    _bench_options(verb("bench", bench, "benchmark this machine: Pronghorn next to other installed systems"))
     one = verb("runs", runs, "list runs, or compare several")
-    one.add_argument("folders", nargs="*", help="compare these runs; without any, list all under --root")
-    one.add_argument("--root", default="runs", help="where to look (default: %(default)s)")
+    one.add_argument("folders", nargs="*", help="runs to compare; without any, list all runs under --root")
+    one.add_argument("--root", default="runs", help="folder to search (default: %(default)s)")
     return parser
 
 
 def _plan_options(one: argparse.ArgumentParser) -> None:
     from pronghorn.memory.gpus import GPUS
 
-    one.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)} (default: this machine's, or all of them)")
-    one.add_argument("--host", metavar="SIZE", help="RAM of that machine, such as 32GB, for what is offloaded to it "
-                     "(default: this machine's, or enough to pin 64 GB)")
-    one.add_argument("--longest", action="store_true", help="find the longest document that fits, one per step")
-    one.add_argument("--price", type=float, metavar="USD", help="price of one GPU for an hour (default: a list price)")
-    one.add_argument("--tokens", type=int, metavar="N", help="tokens of the whole run (default: counted once the data is read)")
-    one.add_argument("--verbose", action="store_true", help="also show what each level of recomputing keeps and costs")
+    one.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)} (default: this machine's GPU, or all of them)")
+    one.add_argument("--host", metavar="SIZE",
+                     help="host RAM of that machine, such as 32GB, used for offloading (default: this machine's, or enough "
+                          "to pin 64 GB)")
+    one.add_argument("--longest", action="store_true", help="find the longest document that fits, with one document per step")
+    one.add_argument("--price", type=float, metavar="USD", help="price per GPU hour in USD (default: a list price)")
+    one.add_argument("--tokens", type=int, metavar="N", help="total training tokens (default: counted from the prepared data)")
+    one.add_argument("--verbose", action="store_true", help="also show the bytes and the time of each recompute level")
 
 
 def _bench_options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--workloads", default="", metavar="A,B", help="(default: all but tiny, which is for CPUs)")
-    one.add_argument("--systems", default="", metavar="A,B", help="(default: those of each workload)")
+    one.add_argument("--workloads", default="", metavar="A,B", help="(default: all except tiny, which is for CPUs)")
+    one.add_argument("--systems", default="", metavar="A,B", help="(default: the systems listed for each workload)")
     one.add_argument("--steps", type=int, default=20, help="timed steps (default: %(default)s)")
-    one.add_argument("--warmup", type=int, default=10, help="steps before them (default: %(default)s)")
-    one.add_argument("--out", default="runs/bench", help="folder of the results; the same one goes on (default: %(default)s)")
-    one.add_argument("--time-limit", type=float, default=600.0, metavar="SECONDS", help="of a process (default: %(default)s)")
-    one.add_argument("--resume", metavar="FILE", help="take over results of an earlier side-by-side.json")
+    one.add_argument("--warmup", type=int, default=10, help="untimed warmup steps (default: %(default)s)")
+    one.add_argument("--out", default="runs/bench", help="results folder; an existing one is continued (default: %(default)s)")
+    one.add_argument("--time-limit", type=float, default=600.0, metavar="SECONDS",
+                     help="time limit of one measurement process, in seconds (default: %(default)s)")
+    one.add_argument("--resume", metavar="FILE", help="reuse results of an earlier side-by-side.json")
     one.add_argument("--again", default="", metavar="A,B",
-                     help="measure these systems once more; `failed`: what has no figures")
+                     help="measure these systems again; `failed`: those without results")
     one.add_argument("--path", action="append", default=[], metavar="SYSTEM=DIR[:DIR]",
-                     help="where a system's process finds its packages; SYSTEM may be `all`")
-    one.add_argument("--ahead", action="store_true", help="the next system imports its libraries while one is measured: about "
-                     "half the time for all, but times to the first step are not comparable")
-    one.add_argument("--lengths", metavar="FILE", help="a JSON list of document lengths to draw from")
+                     help="PYTHONPATH of a system's process; SYSTEM may be `all`")
+    one.add_argument("--ahead", action="store_true",
+                     help="import the next system's libraries while one is measured: about half the total time, but times to "
+                          "the first step are not comparable")
+    one.add_argument("--lengths", metavar="FILE", help="JSON list of document lengths to sample from")
 
 
 def demo(arguments: argparse.Namespace) -> None:
@@ -224,7 +227,7 @@ def plan(arguments: argparse.Namespace) -> None:
             f"data.max_length={tokens} train.capacity={tokens} train.batch_tokens={tokens}")
         return
     unknown = "" if found[0].tokens is not None else (
-        "\nhours and cost of the run are not known: the data has not been read. Give --tokens, or run `pronghorn check` first")
+        "\nrun time and cost are unknown: the data is not prepared yet. Set --tokens, or run `pronghorn check` first")
     text = (found[0].text(verbose=verbose) if len(found) == 1 else comparison(found)) + unknown
     say(arguments, found[0].as_dict() if len(found) == 1 else {"gpus": [one.as_dict() for one in found]}, text)
 
@@ -236,7 +239,7 @@ def data_show(arguments: argparse.Namespace) -> None:
     tokenizer, prepared = _prepared(recipe, arguments)
     table = prepared.tokens
     if not 1 <= arguments.row <= len(table):
-        raise CommandError(what=f"there is no row {arguments.row}", why=f"the data has {counted(len(table), 'row')}",
+        raise CommandError(what=f"row {arguments.row} does not exist", why=f"the data has {counted(len(table), 'row')}",
                            fix=f"choose --row from 1 to {len(table)}")
     row = (tokenizer, table, arguments.row - 1)
     say(arguments, row_as_dict(*row), row_as_text(*row, coloured=coloured()))
@@ -314,8 +317,8 @@ def chat(arguments: argparse.Namespace) -> None:
 def export(arguments: argparse.Namespace) -> None:
     if arguments.to not in ("adapter", "merged"):
         gguf = "gguf" in arguments.to.lower()
-        raise CommandError(what=f"--to {arguments.to} is not a choice", fix="choose adapter or merged" + (
-            "; llama.cpp's convert_hf_to_gguf.py makes a GGUF file of a merged folder" if gguf else ""))
+        raise CommandError(what=f"--to {arguments.to} is not supported", fix="use --to adapter or --to merged" + (
+            "; convert the merged folder to GGUF with llama.cpp's convert_hf_to_gguf.py" if gguf else ""))
     target = Path(arguments.target or Path(arguments.run) / f"export-{arguments.to}")
     base = _base_of(Path(arguments.run))
     with displaying(arguments, label="exporting"):
@@ -346,7 +349,8 @@ def bench(arguments: argparse.Namespace) -> None:
     from pronghorn.bench.workloads import DEFAULT_WORKLOADS, SYSTEMS, WORKLOADS, pick
 
     if arguments.steps < 1 or arguments.warmup < 1:
-        raise CommandError(what="--steps and --warmup are at least 1", fix="leave them out for 20 after 10")
+        raise CommandError(what="--steps and --warmup must be at least 1",
+                           fix="remove them for the defaults, 20 steps after 10 warmup steps")
     plan = Plan(
         out=Path(arguments.out), workloads=pick(arguments.workloads, list(WORKLOADS), "workload") or DEFAULT_WORKLOADS,
         systems=pick(arguments.systems, list(SYSTEMS), "system"), warmup=arguments.warmup, steps=arguments.steps,

@@ -11,36 +11,36 @@ MOST_TEMPERATURE = 5.0
 COMMANDS = {
     "/help": ("/help", "this list"),
     "/new": ("/new", "start a new conversation with the same system message"),
-    "/temperature": ("/temperature NUMBER", "0: always the likeliest token; higher: more varied answers"),
-    "/quit": ("/quit", "quit, as an empty line and Ctrl-D do"),
+    "/temperature": ("/temperature NUMBER", "0: greedy decoding; higher: more varied answers"),
+    "/quit": ("/quit", "quit; also an empty line or Ctrl-D"),
 }
 
 
 def chat_options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--prompt", help="answer this one message and exit")
-    one.add_argument("--system", help="a system message, as in the training data")
-    one.add_argument("--max-tokens", type=int, default=256, help="longest answer (default: %(default)s)")
+    one.add_argument("--prompt", help="answer this message and exit")
+    one.add_argument("--system", help="system message, as in the training data")
+    one.add_argument("--max-tokens", type=int, default=256, help="maximum tokens per answer (default: %(default)s)")
     one.add_argument("--temperature", type=float, default=0.0, metavar="T",
-                     help="0: always the likeliest token; higher: more varied answers (default: 0)")
+                     help="0: greedy decoding; higher: more varied answers (default: 0)")
 
 
 def require_chat(arguments: argparse.Namespace) -> None:
     """What can be refused before a model is loaded."""
     if arguments.max_tokens < 1:
-        raise CommandError(what=f"--max-tokens {arguments.max_tokens} leaves no room for an answer", fix="give 1 or more")
+        raise CommandError(what=f"--max-tokens {arguments.max_tokens} is too small", fix="use 1 or more")
     if not 0 <= arguments.temperature <= MOST_TEMPERATURE:
         raise CommandError(what=f"--temperature {arguments.temperature:g} is out of range",
-                           fix=f"give 0 to {MOST_TEMPERATURE:g}; 0.7 is a usual value")
+                           fix=f"use 0 to {MOST_TEMPERATURE:g}; 0.7 is a usual value")
     if arguments.json and arguments.prompt is None:
-        raise CommandError(what="--json needs --prompt", why="a conversation is for people",
-                           fix="give one message: --prompt TEXT")
+        raise CommandError(what="--json needs --prompt", why="an interactive conversation has no JSON output",
+                           fix="pass one message: --prompt TEXT")
     for text in (arguments.prompt, arguments.system):
         require_letters(text or "")
 
 
 def converse(talk: Any) -> None:
     """`talk`: train/trained_run.py's Chat."""
-    print("empty line or Ctrl-D quits, /help lists the commands")
+    print("an empty line or Ctrl-D quits, /help lists the commands")
     while True:
         try:
             message = input("you: ").strip()
@@ -61,7 +61,7 @@ def _obey(message: str, talk: Any) -> None:
         print("\n".join(f"{name:22}{text}" for name, text in COMMANDS.values()))
     elif word == "/new":
         talk.forget()
-        print("a new conversation")
+        print("new conversation")
     elif word == "/temperature":
         try:
             number = float(value)
@@ -70,7 +70,7 @@ def _obey(message: str, talk: Any) -> None:
         if 0 <= number <= MOST_TEMPERATURE:
             talk.temperature = number
         else:
-            print(f"give a number from 0 to {MOST_TEMPERATURE:g}")
+            print(f"use a number from 0 to {MOST_TEMPERATURE:g}")
         print(f"temperature {talk.temperature:g}")
 
 

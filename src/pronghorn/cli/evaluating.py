@@ -8,31 +8,33 @@ from typing import Any
 
 from pronghorn.errors import CommandError, counted
 
-TEXT = "held-out loss and scores of a trained run, or tasks of lm-evaluation-harness"
+TEXT = "held-out loss and metrics of a trained run, or lm-evaluation-harness tasks"
 
 
 def own_metric(one: argparse.ArgumentParser) -> None:
     one.add_argument("--metric-file", type=Path, metavar="FILE",
-                     help="a metric of your own: a Python file, which runs, with def metric(prompt, expected, answer)")
+                     help="your own metric: a Python file with def metric(prompt, expected, answer); the file is executed")
 
 
 def options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--data", help="evaluate on this file instead of the run's held-out data")
-    answers = one.add_argument_group("answers", "to held-out rows; by default as the run's recipe says under eval:")
+    answers = one.add_argument_group("answers", "generated from held-out rows; defaults come from eval: in the run's recipe")
     answers.add_argument("--metrics", metavar="A,B",
                          help="exact_match, json_valid, json_match, json_fields, regex, rouge_l, multiple_choice")
-    answers.add_argument("--regex", metavar="PATTERN", help="of the metric regex")
-    answers.add_argument("--samples", type=int, metavar="N", help="rows to answer")
-    answers.add_argument("--max-new-tokens", type=int, metavar="N", help="of an answer")
-    answers.add_argument("--system", metavar="TEXT", help="a system message in the place of the rows' own")
-    answers.add_argument("--base", action="store_true", help="the base model's answers, too")
-    answers.add_argument("--answers", type=Path, metavar="FILE", help="write every answer there, one JSON object a line")
+    answers.add_argument("--regex", metavar="PATTERN", help="pattern of the metric regex")
+    answers.add_argument("--samples", type=int, metavar="N", help="number of rows to answer")
+    answers.add_argument("--max-new-tokens", type=int, metavar="N", help="maximum tokens per answer")
+    answers.add_argument("--system", metavar="TEXT", help="system message that replaces the one in the rows")
+    answers.add_argument("--base", action="store_true", help="also answer with the base model")
+    answers.add_argument("--answers", type=Path, metavar="FILE",
+                         help="write every answer to this file, one JSON object per line")
     own_metric(one)
-    harness = one.add_argument_group("lm-evaluation-harness", "where it is installed; its tasks come from the hub")
-    harness.add_argument("--lm-eval", metavar="TASKS", help="evaluate on these instead: arc_easy,hellaswag")
-    harness.add_argument("--limit", type=int, metavar="N", help="the first rows of each task")
-    harness.add_argument("--lm-eval-chat", action="store_true", help="questions go through the chat template")
-    harness.add_argument("--lm-eval-path", type=Path, metavar="FOLDER", help="task files of your own")
+    harness = one.add_argument_group("lm-evaluation-harness",
+                                     "needs lm-evaluation-harness installed; it downloads its tasks from the Hub")
+    harness.add_argument("--lm-eval", metavar="TASKS", help="tasks to evaluate, such as arc_easy,hellaswag")
+    harness.add_argument("--limit", type=int, metavar="N", help="use only the first rows of each task")
+    harness.add_argument("--lm-eval-chat", action="store_true", help="apply the chat template to the questions")
+    harness.add_argument("--lm-eval-path", type=Path, metavar="FOLDER", help="folder with your own task files")
 
 
 def spec(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -57,11 +59,12 @@ def require_one_kind(arguments: argparse.Namespace) -> None:
     odd = ours if arguments.lm_eval else theirs
     if odd:
         option = f"--{odd[0].replace('_', '-')}"
-        why = "the harness has its own data and metrics" if arguments.lm_eval else "it is for tasks of the harness"
-        raise CommandError(what=f"{option} does not go {'with' if arguments.lm_eval else 'without'} --lm-eval", why=why,
-                           fix=f"leave {option} out" if arguments.lm_eval else "add --lm-eval TASKS")
+        why = ("lm-evaluation-harness brings its own data and metrics" if arguments.lm_eval
+               else "it applies to lm-evaluation-harness tasks only")
+        raise CommandError(what=f"{option} cannot be used {'with' if arguments.lm_eval else 'without'} --lm-eval", why=why,
+                           fix=f"remove {option}" if arguments.lm_eval else "add --lm-eval TASKS")
     if arguments.limit is not None and arguments.limit < 1:
-        raise CommandError(what=f"--limit {arguments.limit} leaves nothing to evaluate", fix="give 1 or more")
+        raise CommandError(what=f"--limit {arguments.limit} is too small", fix="use 1 or more")
 
 
 def text(figures: dict[str, Any]) -> str:
@@ -73,8 +76,8 @@ def text(figures: dict[str, Any]) -> str:
              f" over {counted(figures['tokens'], 'token')} of {counted(figures['documents'], 'document')}"]
     base = figures.get("base_metrics")
     for name, value in figures.get("metrics", {}).items():
-        lines.append(f"{name} {value:.4f}" + (f", the base model's {base[name]:.4f}" if base else ""))
+        lines.append(f"{name} {value:.4f}" + (f", base model {base[name]:.4f}" if base else ""))
     if "metrics" in figures:
-        cut = f"; {counted(figures['cut'], 'answer')} cut at --max-new-tokens" if figures["cut"] else ""
+        cut = f"; {counted(figures['cut'], 'answer')} truncated at --max-new-tokens" if figures["cut"] else ""
         lines.append(f"answered: {counted(figures['samples'], 'held-out row')}{cut}")
     return "\n".join(lines)

@@ -11,16 +11,16 @@ from pronghorn.errors import CommandError, EnvironmentFault
 
 
 def new_options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("file", nargs="?", help="the file to write, or - for standard output")
-    one.add_argument("--model", help="hub name or local folder, written into the recipe")
-    one.add_argument("--data", action="append", default=[], metavar="FILE", help="training data; may be given several times")
+    one.add_argument("file", nargs="?", help="file to write, or - for standard output")
+    one.add_argument("--model", help="Hub name or local folder, written into the recipe")
+    one.add_argument("--data", action="append", default=[], metavar="FILE", help="training data; can be repeated")
     one.add_argument("--method", choices=("lora", "qlora", "fp8", "full"), help="(default: lora)")
-    one.add_argument("-o", "--output", metavar="FILE", help="the same, as an option")
+    one.add_argument("-o", "--output", metavar="FILE", help="same as FILE")
     one.add_argument("--from", dest="config", metavar="CONFIG",
-                     help="convert this config of Axolotl or LLaMA-Factory; keys that do not map are listed")
-    one.add_argument("--format", choices=("axolotl", "llamafactory"), help="whose config it is (default: detected)")
+                     help="Axolotl or LLaMA-Factory config to convert; keys without an equivalent are listed")
+    one.add_argument("--format", choices=("axolotl", "llamafactory"), help="format of the config (default: detected)")
     one.add_argument("--dataset-info", metavar="FILE",
-                     help="LLaMA-Factory's dataset_info.json (default: looked for beside the config and in its dataset_dir)")
+                     help="LLaMA-Factory's dataset_info.json (default: searched next to the config and in its dataset_dir)")
 
 
 def new(arguments: argparse.Namespace) -> None:
@@ -29,7 +29,7 @@ def new(arguments: argparse.Namespace) -> None:
         _convert(arguments, target or "-")
         return
     if target is None:
-        raise CommandError(what="no file to write", fix="give one: pronghorn new my.yaml, or - for standard output")
+        raise CommandError(what="no output file given", fix="name one: pronghorn new my.yaml, or - for standard output")
     from pronghorn.recipe_file import example
 
     text = example(model=arguments.model, data=arguments.data, method=arguments.method)
@@ -43,14 +43,14 @@ def new(arguments: argparse.Namespace) -> None:
 def _target(arguments: argparse.Namespace) -> str | None:
     given = [name for name in (arguments.file, arguments.output) if name is not None]
     if len(given) == 2:
-        raise CommandError(what="two files to write", why=" and ".join(given), fix="give one of them")
+        raise CommandError(what="two output files given", why=" and ".join(given), fix="keep one of them")
     strange = [name for name in ("format", "dataset_info") if getattr(arguments, name) is not None]
     if strange and arguments.config is None:
-        raise CommandError(what=f"--{strange[0].replace('_', '-')} goes with --from", fix="name the config: --from CONFIG")
+        raise CommandError(what=f"--{strange[0].replace('_', '-')} needs --from", fix="name the config: --from CONFIG")
     filled = [name for name in ("model", "data", "method") if getattr(arguments, name)]
     if filled and arguments.config is not None:
-        raise CommandError(what=f"--{filled[0]} does not go with --from", why="the config says it",
-                           fix=f"leave --{filled[0]} out, and change the recipe afterwards")
+        raise CommandError(what=f"--{filled[0]} cannot be used with --from", why="the value comes from the config",
+                           fix=f"remove --{filled[0]} and edit the recipe afterwards")
     return given[0] if given else None
 
 
@@ -69,7 +69,7 @@ def _convert(arguments: argparse.Namespace, target: str) -> None:
         return
     _write(target, found.recipe)
     say(arguments, {"written": target, "tool": found.tool, "keys": keys},
-        f"{list_text(found.fates)}\nwrote {target}, with this list in it; next: pronghorn check {quote(target)}")
+        f"{list_text(found.fates)}\nwrote {target} (includes this list); next: pronghorn check {quote(target)}")
 
 
 def _write(target: str, text: str) -> None:
@@ -77,7 +77,7 @@ def _write(target: str, text: str) -> None:
     try:
         path.touch(exist_ok=False)
     except FileExistsError as error:
-        raise CommandError(what="this file exists already", where=target, fix="choose another name") from error
+        raise CommandError(what="file already exists", where=target, fix="choose another name") from error
     except OSError as error:
         raise CommandError(what=f"cannot write: {error.strerror}", where=target, fix="choose another name") from error
     try:

@@ -11,13 +11,13 @@ from typing import Any
 from pronghorn.cli.output import ignore_ctrl_c, say
 from pronghorn.errors import CommandError
 
-TEXT = "run a script or notebook written for Unsloth, as it is, on Pronghorn"
+TEXT = "run an unmodified Unsloth script or notebook on Pronghorn"
 
 
 def options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--explain", action="store_true", help="run nothing: say what is adapted, and what the script uses of it")
+    one.add_argument("--explain", action="store_true", help="do not run: list the translations and what the script uses")
     one.add_argument("script", nargs="?", help="a .py or .ipynb file")
-    one.add_argument("words", nargs="*", default=[], help="the script's own arguments")
+    one.add_argument("words", nargs="*", default=[], help="arguments of the script")
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -22,16 +22,16 @@ VERBS = {
 # Options of other tools: what to do instead.
 OPTIONS = {
     "dry_run": "`pronghorn check RECIPE` validates recipe, model and data without training",
-    "resume": "leave it out: the same command resumes from the last checkpoint; --fresh starts over",
-    "resume_from_checkpoint": "leave it out: the same command resumes from the last checkpoint; --fresh starts over",
-    "config": "give the recipe without an option: pronghorn train RECIPE",
-    "recipe": "give the recipe without an option: pronghorn train RECIPE",
+    "resume": "remove it: the same command resumes from the last checkpoint; --fresh starts over",
+    "resume_from_checkpoint": "remove it: the same command resumes from the last checkpoint; --fresh starts over",
+    "config": "pass the recipe without an option: pronghorn train RECIPE",
+    "recipe": "pass the recipe without an option: pronghorn train RECIPE",
     "force": "--fresh starts over and keeps the old folder",
     "overwrite": "--fresh starts over and keeps the old folder",
     "push_to_hub": "nothing is uploaded; export the model, then use `hf upload`",
-    "num_gpus": "Pronghorn trains on one GPU; CUDA_VISIBLE_DEVICES chooses which",
-    "gpus": "Pronghorn trains on one GPU; CUDA_VISIBLE_DEVICES chooses which",
-    "device": "the GPU is used where there is one; CUDA_VISIBLE_DEVICES chooses which, and hides it when empty",
+    "num_gpus": "Pronghorn trains on one GPU; select it with CUDA_VISIBLE_DEVICES",
+    "gpus": "Pronghorn trains on one GPU; select it with CUDA_VISIBLE_DEVICES",
+    "device": "the GPU is used if there is one; select it with CUDA_VISIBLE_DEVICES (empty: CPU)",
 }  # fmt: skip
 
 
@@ -47,14 +47,14 @@ def require_verb(words: Sequence[str], verbs: Collection[str], data_verbs: Colle
 def _unknown(word: str, verbs: Collection[str], group: str, rest: Sequence[str]) -> CommandError:
     if word.endswith((".yaml", ".yml")) and (group or not rest):
         verb = "data show" if group else "train"
-        return CommandError(f"{word} is a file, not a verb", fix=f"did you mean `pronghorn {verb} {word}`?")
+        return CommandError(f"{word} is a file, not a command", fix=f"did you mean `pronghorn {verb} {word}`?")
     meant = "" if group else VERBS.get(word.lower(), "")
     close = difflib.get_close_matches(word.lower(), verbs, n=1, cutoff=0.6)
     if not meant and close:
         meant = group + close[0]
     names = ", ".join(group + verb for verb in verbs)
-    fix = f"did you mean `pronghorn {meant}`?" if meant else f"one of: {names}"
-    return CommandError(f"unknown verb `{group}{word}`", fix=fix)
+    fix = f"did you mean `pronghorn {meant}`?" if meant else f"use one of: {names}"
+    return CommandError(f"unknown command `{group}{word}`", fix=fix)
 
 
 def unknown_words(left: Sequence[str], parser: argparse.ArgumentParser, takes_keys: bool) -> CommandError:
@@ -62,7 +62,7 @@ def unknown_words(left: Sequence[str], parser: argparse.ArgumentParser, takes_ke
     verb = parser.prog.removeprefix("pronghorn ")
     option = next((word for word in left if word.startswith("-")), None)
     if option is None:
-        return CommandError(f"{verb} does not take `{' '.join(left)}`", fix=f"see `{parser.prog} --help`")
+        return CommandError(f"{verb} does not accept `{' '.join(left)}`", fix=f"see `{parser.prog} --help`")
     name, _, value = option.lstrip("-").partition("=")
     what = f"{verb} has no option {option.partition('=')[0]}"
     plain = name.lower().replace("-", "_")
@@ -78,5 +78,5 @@ def unknown_words(left: Sequence[str], parser: argparse.ArgumentParser, takes_ke
         if key := key_like([plain]):
             after = left[left.index(option) + 1 :][:1]
             shown = value or (after[0] if after and not after[0].startswith("-") else "VALUE")
-            return CommandError(what, fix=f"set a key of the recipe without dashes: {key}={shown}")
+            return CommandError(what, fix=f"set recipe keys without dashes: {key}={shown}")
     return CommandError(what, fix=f"see `{parser.prog} --help`")
