@@ -277,7 +277,7 @@ def test_wrong_tensors_are_told(device: str) -> None:
     for group in optimizer.param_groups:
         for member in group["params"]:
             member.grad = torch.zeros_like(member)
-    with pytest.raises(ValueError, match="one eps"):
+    with pytest.raises(ValueError, match="same betas and eps"):
         optimizer.step()
 
 

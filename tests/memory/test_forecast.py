@@ -66,7 +66,7 @@ def test_a_price_of_ones_own_and_measured_costs() -> None:
     costs = LayerCosts(10, 12, 5, 7, 8, 40, 0.4, 5e7, 5e7, measured=True)
     measured = plan_report(recipe(), MODELS["llama-8b"], costs=costs)
     assert measured.step_ms == pytest.approx(4 * (32 * 22 + 40) + 0.4)
-    assert "from times measured here" in measured.text()
+    assert "from times measured on this GPU" in measured.text()
     assert measured.as_dict()["predicted"] is False
     assert "for 1,000,000,000 tokens" in measured.text()
 

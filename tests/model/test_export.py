@@ -234,11 +234,11 @@ def test_an_export_that_fails_leaves_nothing(recipe_for: RecipeFor, tmp_path: Pa
 @pytest.mark.parametrize(("to", "library"), [("adapter", "peft"), ("merged", "transformers")])
 def test_the_model_card_says_where_it_comes_from(to: str, library: str, recipe_for: RecipeFor) -> None:
     recipe = recipe_for().model_copy(update={"model": "somebody/model"})
-    card = model_card(recipe, to, {"tokens trained on": 1234, "held-out loss": 0.0123456789})
+    card = model_card(recipe, to, {"trained tokens": 1234, "held-out loss": 0.0123456789})
     head = card.split("---")[1]
     assert "base_model: somebody/model\n" in head
     assert f"library_name: {library}" in head
-    assert "| tokens trained on | 1234 |" in card
+    assert "| trained tokens | 1234 |" in card
     assert "| held-out loss | 0.0123 |" in card
     assert ("PeftModel" in card) is (to == "adapter")
     compile(card.split("```python")[1].split("```")[0], "card", "exec")

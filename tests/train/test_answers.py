@@ -155,7 +155,7 @@ def test_patience_is_with_the_metric(recipe_for: Callable[..., Recipe]) -> None:
                                                   "stop": {"patience": 2}})
     result = train(recipe, display=Silent())
     assert (result.reason, result.step) == ("early stop", 3)  # it is 0 three times; the loss falls all the while
-    assert "held-out exact_match gained less than" in result.why
+    assert "held-out exact_match improved by less than" in result.why
 
 
 def test_another_metric_may_decide_from_a_resume_on(recipe_for: Callable[..., Recipe]) -> None:

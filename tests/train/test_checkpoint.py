@@ -146,7 +146,7 @@ def test_no_checkpoints(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "missing") is None
     (tmp_path / "loop").symlink_to("loop")
     assert latest_checkpoint(tmp_path / "loop") is None
-    with pytest.raises(CheckpointError, match="no such checkpoint"):
+    with pytest.raises(CheckpointError, match="checkpoint not found"):
         load_checkpoint(tmp_path / "checkpoint-1")
 
 

@@ -59,8 +59,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "missing nested file": (lambda p: remove(p / "deep" / "er" / "chat_template.jinja"), "missing"),
     "missing tensors": (lambda p: remove(p / TENSORS), "missing"),
     "missing manifest": (lambda p: remove(p / MANIFEST), "no manifest"),
-    "an extra pickle": (lambda p: add(p / "adapter_model.bin"), "not its own"),
-    "an extra nested file": (lambda p: add(p / "deep" / "more.json"), "not its own"),
+    "an extra pickle": (lambda p: add(p / "adapter_model.bin"), "unknown file"),
+    "an extra nested file": (lambda p: add(p / "deep" / "more.json"), "unknown file"),
 }
 
 
@@ -111,7 +111,7 @@ def test_a_manifest_of_another_version(tmp_path: Path, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "VERSION", 2)
         save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="another version") as refused:
+    with pytest.raises(CheckpointError, match="a different version") as refused:
         load_checkpoint(tmp_path / "checkpoint-1")
     assert "version 2" in refused.value.why
 
@@ -183,7 +183,7 @@ def too_much_model(folder: Path) -> None:
     (folder / "model.json").write_bytes(b"x" * 2_000_000)
 
 
-@pytest.mark.parametrize("culprit", ["the model's writer", "the tensors"])
+@pytest.mark.parametrize("culprit", ["the model's save function", "the tensors"])
 def test_a_disk_that_fills_up_in_the_middle(culprit: str, tiny_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "margin_bytes", lambda _: -10_000_000)  # as with a quota, which disk_usage does not know
     path = save(tiny_disk, 1)
@@ -195,7 +195,7 @@ def test_a_disk_that_fills_up_in_the_middle(culprit: str, tiny_disk: Path, monke
     with pytest.raises(EnvironmentFault) as fault:
         save_checkpoint(tiny_disk, second, write, keep=1, best_step=None)
     assert fault.value.exit_code == 3
-    assert fault.value.what == "checkpoint-2 could not be written"
+    assert fault.value.what == "cannot write checkpoint-2"
     assert "No space left" in fault.value.why
     assert "free some disk space" in fault.value.fix
     assert "resumes from checkpoint-1" in fault.value.fix
@@ -211,7 +211,7 @@ def test_a_disk_that_fails_in_the_middle(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(EnvironmentFault, match="checkpoint-2 could not be written") as fault:
+    with pytest.raises(EnvironmentFault, match="cannot write checkpoint-2") as fault:
         save(tmp_path, 2)
     assert "Input/output error" in fault.value.why
     assert names(tmp_path) == ["checkpoint-1"]

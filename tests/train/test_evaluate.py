@@ -106,7 +106,7 @@ def test_patience_counts_evaluations_that_gain_too_little(
 def test_the_verdict_comes_when_patience_is_used_up_and_gives_its_reason() -> None:
     assert after([3.0, 3.1], STOP).verdict(STOP) == ""
     said = after([3.0, 2.95, 3.1], STOP).verdict(STOP)
-    assert said == "held-out loss gained less than 0.1 in 2 evaluations in a row; best 2.9500 at step 2"
+    assert said == "held-out loss improved by less than 0.1 in 2 evaluations in a row; best 2.9500 at step 2"
     assert after([3.0, 3.0], Stop(patience=1, min_delta=0.0)).verdict(Stop(patience=1, min_delta=0.0))  # no gain at all
 
 
@@ -136,7 +136,7 @@ def test_a_metric_of_answers_is_better_when_it_is_higher() -> None:
         progress = progress.after(value, step, STOP)
     assert (progress.best, progress.best_step, progress.without_gain) == (0.5, 2, 3)
     said = progress.verdict(STOP)
-    assert said == "held-out exact_match gained less than 0.1 in 3 evaluations in a row; best 0.5000 at step 2"
+    assert said == "held-out exact_match improved by less than 0.1 in 3 evaluations in a row; best 0.5000 at step 2"
     assert Progress("mine").after(0.0, 1, STOP).best_step == 1
 
 

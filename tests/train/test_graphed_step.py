@@ -171,7 +171,7 @@ def test_kernels_that_cannot_be_compiled_ahead_stop_nothing(monkeypatch: pytest.
     monkeypatch.setattr(step._graphs, "attempt", fails)
     step._compile(batches[0].batches[0])
     monkeypatch.undo()
-    assert any("one after the other" in line and "no room" in line for line in said)
+    assert any("one by one" in line and "no room" in line for line in said)
     assert losses(step, batches) == losses(graphed(model_of()), batches)
 
 

@@ -46,15 +46,15 @@ def test_a_number_that_is_not_finite_names_the_rows(loss: float, norm: float, sa
         require_sound(loss, norm, 7, lambda: Offenders(["a.jsonl:3", "a.jsonl:9"], ["a.jsonl:1"] * 40), "runs/x", "bf16")
     error = caught.value
     assert (error.exit_code, error.where) == (4, "runs/x")
-    assert "weights were not touched" in error.what
-    assert error.why == "seen with a.jsonl:3, a.jsonl:9"
-    assert "if they are fine, lower train.lr and go on: the same command with train.lr=... --allow-change train.lr" in error.fix
+    assert "weights are unchanged" in error.what
+    assert error.why == "caused by a.jsonl:3, a.jsonl:9"
+    assert "if they are fine, lower train.lr and resume: run the same command with train.lr=... --allow-change" in error.fix
     assert "precision=fp32 --allow-change precision" in error.fix
 
 
 @pytest.mark.parametrize(("found", "why"), [
-    (Offenders(["a:1", "a:2"], ["a:1", "a:2"]), "seen with each of the step's 2 rows, so it is the weights and not the data"),
-    (Offenders([], ["a:1", "a:2"]), "none of the step's rows is bad alone, only together: a:1, a:2"),
+    (Offenders(["a:1", "a:2"], ["a:1", "a:2"]), "each of the step's 2 rows causes it, so the weights are broken, not the data"),
+    (Offenders([], ["a:1", "a:2"]), "no row of the step causes it alone, only together: a:1, a:2"),
 ])
 def test_rows_are_not_blamed_where_all_or_none_of_them_is_bad(found: Offenders, why: str) -> None:
     with pytest.raises(HealthStop) as caught:
@@ -66,7 +66,7 @@ def test_rows_are_not_blamed_where_all_or_none_of_them_is_bad(found: Offenders, 
 def test_at_most_five_rows_are_named() -> None:
     with pytest.raises(HealthStop) as caught:
         require_sound(math.nan, 1.0, 1, lambda: Offenders([f"a:{i}" for i in range(12)], ["a:0"] * 40), "runs/x", "fp32")
-    assert caught.value.why == "seen with a:0, a:1, a:2, a:3, a:4 and 7 more"
+    assert caught.value.why == "caused by a:0, a:1, a:2, a:3, a:4 and 7 more"
 
 
 def test_gradients_that_are_all_zero() -> None:
@@ -150,8 +150,8 @@ def test_a_whole_run_names_the_line_of_its_file(
                       f"train: {{batch_tokens: 512, capacity: 256}}\noutput: {tmp_path / 'run'}\n")
     assert main(["train", str(recipe)]) == 4
     told = capsys.readouterr().err
-    assert "the loss is not finite; the weights were not touched" in told
-    assert "why: seen with" in told
+    assert "the loss is not finite; the weights are unchanged" in told
+    assert "why: caused by" in told
     assert f"{data}:17\n" in told
 
 

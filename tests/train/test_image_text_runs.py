@@ -34,7 +34,7 @@ def test_text_is_trained_and_everything_else_comes_back(
     assert main(["check", str(file)]) == 0
     assert main(["plan", str(file), "--gpu", "h200"]) == 0
     assert main(["train", str(file), "--json"]) == 0
-    assert "own layers" not in capsys.readouterr().out
+    assert "transformers layers" not in capsys.readouterr().out
     events = history(read_log(run))
     losses = [e["loss"] for e in events if e["event"] == "step"]
     assert losses[-1] < losses[0] - 0.05

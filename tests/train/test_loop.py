@@ -180,7 +180,7 @@ def test_early_stopping_says_why(recipe_for: Callable[..., Recipe]) -> None:
     recipe = recipe_for(train={"epochs": 20, "lr": 1e-6}, eval={"every": 2, "generations": 0, "stop": stop})
     result = train(recipe, display=Silent())
     assert result.reason == "early stop"
-    assert "gained less than 0.5 in 2 evaluations" in result.why
+    assert "improved by less than 0.5 in 2 evaluations" in result.why
     assert result.step == 6  # the first evaluation sets the mark, two more bring nothing
     end = read_log(result.folder)[-1]
     assert end["why"] == result.why

@@ -156,7 +156,7 @@ def test_where_a_layer_does_not_fit_a_part_of_its_tokens_is_timed(deep_recipe: R
     session = set_up_silently(recipe)
     assert session.memory is not None
     assert not session.memory.plan.problem.costs.measured
-    assert any("data sheet" in text for text in session.notices)
+    assert any("data-sheet rates" in text for text in session.notices)
 
 
 def offload_everything(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -395,7 +395,7 @@ def test_too_small_a_budget_is_refused_before_anything_loads(deep_recipe: Recipe
 
 
 @pytest.mark.parametrize(("changes", "why"), [
-    ({"layers": "own"}, "model's own layers"), ({"lora": {"dropout": 0.1}}, "dropout"), ({"lora": {"dora": True}}, "dora"),
+    ({"layers": "own"}, "transformers layers"), ({"lora": {"dropout": 0.1}}, "dropout"), ({"lora": {"dora": True}}, "dora"),
 ])
 def test_a_budget_that_would_be_ignored_is_refused(recipe_for: RecipeFor, changes: dict[str, Any], why: str) -> None:
     with pytest.raises(RecipeError, match="cannot be planned") as caught:

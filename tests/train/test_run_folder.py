@@ -277,7 +277,7 @@ def test_the_folder_a_command_runs_in_is_not_set_aside(tmp_path: Path, monkeypat
     (tmp_path / "work" / "notes").mkdir(parents=True)
     (tmp_path / "work" / "run.jsonl").write_text("{}")
     monkeypatch.chdir(tmp_path / "work" / inside)
-    with pytest.raises(CommandError, match="runs in is not set aside"):
+    with pytest.raises(CommandError, match="current working directory"):
         set_aside(os.path.relpath(tmp_path / "work"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["work"]
 
@@ -316,5 +316,5 @@ def test_a_loop_of_links_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")
     for path in (tmp_path / "a", tmp_path / "a" / "run"):
-        with pytest.raises(CommandError, match="cannot be written"), RunFolder(path):
+        with pytest.raises(CommandError, match="cannot write"), RunFolder(path):
             pass

@@ -165,7 +165,7 @@ def test_an_output_folder_that_is_gone_ends_in_a_sentence(method: str, harm: str
                 run.touch()
 
     # Step 2's checkpoint is written beside the run: on a slow machine it is still under way at step 3.
-    with pytest.raises(EnvironmentFault, match=r"checkpoint-[24] could not be written") as caught:
+    with pytest.raises(EnvironmentFault, match=r"cannot write checkpoint-[24]") as caught:
         train(recipe, display=Watching(do))
     assert caught.value.exit_code == 3
     assert caught.value.where == str(run)
@@ -195,5 +195,5 @@ def test_main_memory_that_runs_out_in_a_step_is_told_with_what_to_lower(recipe_f
         text = stream.read().decode()
     os.waitpid(child, 0)
     assert text.startswith("3 ")
-    assert "out of main memory" in text
+    assert "out of host RAM" in text
     assert f"lower train.capacity (now {capacity:,})" in text

@@ -80,14 +80,14 @@ def test_best_is_the_last_where_nothing_was_evaluated_or_it_is_gone(run: Path, t
 
 @pytest.mark.parametrize("which", ["7000", "newest", "-1", ""])
 def test_a_checkpoint_that_is_not_there(run: Path, which: str) -> None:
-    with pytest.raises(CommandError, match="there is no checkpoint") as caught:
+    with pytest.raises(CommandError, match="not found") as caught:
         TrainedRun(run, which)
     assert ", ".join(map(str, steps_of(run))) in caught.value.fix
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(CommandError, match="no checkpoint here") as caught:
+        with pytest.raises(CommandError, match="no checkpoint found") as caught:
             TrainedRun(folder, "best")
         assert "pronghorn runs" in caught.value.fix
 

@@ -79,8 +79,9 @@ class RunAnswers:
                     self._base = self._asked_of_base()
             else:
                 self._told = True
-                self._log.write("notice", text="the base model's answers are not shown: with method: full they are generated "
-                                               "before the first step, and this run began with other questions")
+                self._log.write("notice",
+                                text="the base model's answers are not shown: with method: full they are generated before "
+                                     "the first step, and this run started with different questions")
         return self._base
 
     def _asked_of_base(self) -> Judged:

@@ -111,9 +111,9 @@ def write_checkpoint(
 ) -> Path:
     """The protocol, whoever follows it: `fill` writes every file but the manifest, `needed_bytes` in all."""
     if keep < 1:
-        raise ValueError(f"keep is {keep}; the checkpoint just written always stays")
+        raise ValueError(f"keep is {keep}; the newest checkpoint is always kept")
     final = run / f"checkpoint-{manifest['step']}"
-    with _disk_faults(run, f"{final.name} could not be written"):
+    with _disk_faults(run, f"cannot write {final.name}"):
         clean_leftovers(run)
         require_free_disk(run, needed_bytes + margin_bytes(needed_bytes), final.name, then=what_resumes(run))
         folder = run / f".{final.name}.tmp-{os.getpid()}"
@@ -129,7 +129,7 @@ def write_checkpoint(
             _put_in_place(folder, final)
         finally:
             shutil.rmtree(folder, ignore_errors=True)  # gone already, unless something failed
-    with _disk_faults(run, f"{final.name} is written, but an older checkpoint could not be removed"):
+    with _disk_faults(run, f"{final.name} is written, but an older checkpoint cannot be removed"):
         _prune(run, final, keep, best_step)
     return final
 
@@ -166,7 +166,7 @@ def load_checkpoint(path: Path) -> TrainState:
     try:
         tensors = load_file(path / TENSORS)
     except (OSError, SafetensorError) as error:  # its sum is right: it was forged, or the disk fails
-        raise CheckpointError("the checkpoint's tensors cannot be read", where=str(path / TENSORS), why=str(error),
+        raise CheckpointError("cannot read the checkpoint's tensors", where=str(path / TENSORS), why=str(error),
                               fix=way_out(path)) from error
     return TrainState(
         step=manifest["step"],
@@ -253,9 +253,10 @@ def refuse_foreign(names: Iterable[str]) -> None:
     """What must not be among the model's files; if it is, that is our bug, hence no PronghornError."""
     for name in names:
         if name.endswith(PICKLED):
-            raise RuntimeError(f"the model's writer wrote {name}: checkpoints hold safetensors and JSON, nothing pickled")
+            raise RuntimeError(f"the model's save function wrote {name}: checkpoints hold safetensors and JSON only, no "
+                               "pickle")
         if name in (MANIFEST, TENSORS):
-            raise RuntimeError(f"the model's writer wrote {name}, which is the checkpoint's own")
+            raise RuntimeError(f"the model's save function wrote {name}, a name the checkpoint uses itself")
 
 
 def _file_names(folder: Path) -> list[str]:
@@ -323,7 +324,7 @@ def _disk_faults(run: Path, what: str) -> Iterator[None]:
             if not found:
                 raise
             number = int(found[1])
-        repair = "free some disk space" if number in (errno.ENOSPC, errno.EDQUOT) else "fix what the system reports"
+        repair = "free some disk space" if number in (errno.ENOSPC, errno.EDQUOT) else "fix the reported system error"
         raise EnvironmentFault(what, where=str(run), why=str(error), fix=f"{repair}, then {what_resumes(run)}") from error
 
 
@@ -348,7 +349,7 @@ def _with_checksum(manifest: dict[str, Any]) -> dict[str, Any]:
 
 # Verifying
 
-_OTHER_VERSION = "the checkpoint was written by another version of Pronghorn"
+_OTHER_VERSION = "the checkpoint was written by a different version of Pronghorn"
 # What a manifest holds beside its own sum: a file that is whole may still be somebody else's.
 _KINDS = {"step": int, "files": dict, "recipe": dict, "values": dict, "rng": dict}
 
@@ -367,7 +368,7 @@ class _DamageError(Exception):
 
 def _intact_manifest(path: Path) -> dict[str, Any]:
     if not path.is_dir():
-        raise _DamageError(path, "there is no such checkpoint", "the folder does not exist")
+        raise _DamageError(path, "checkpoint not found", "the folder does not exist")
     manifest = _read_manifest(path)
     there, listed = set(_file_names(path)) - {MANIFEST}, manifest["files"]
     for name in listed:
@@ -376,7 +377,7 @@ def _intact_manifest(path: Path) -> dict[str, Any]:
     for name in sorted(there - listed.keys()):
         # Loaders choose files by what is there, so one more can change the model. Hidden names they never read.
         if not Path(name).name.startswith("."):
-            raise _DamageError(path / name, "the checkpoint holds a file not its own", f"{MANIFEST} does not list it")
+            raise _DamageError(path / name, "the checkpoint contains an unknown file", f"{MANIFEST} does not list it")
     for name, expected in listed.items():
         _check_file(path / name, expected)
     return manifest
@@ -388,9 +389,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
         manifest = json.loads(text)
     except FileNotFoundError:
-        raise _DamageError(file, "the checkpoint has no manifest", "each is saved with one: it was removed later") from None
+        raise _DamageError(file, "the checkpoint has no manifest",
+                           "every checkpoint is saved with one, so it was removed later") from None
     except OSError as error:
-        raise _DamageError(file, "the manifest cannot be read", error.strerror or str(error)) from error
+        raise _DamageError(file, "cannot read the manifest", error.strerror or str(error)) from error
     except (ValueError, RecursionError) as error:
         raise _DamageError(file, "the manifest is damaged", f"it is not JSON: {error}") from error
     if not isinstance(manifest, dict):
@@ -398,7 +400,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if manifest.get("version", VERSION) != VERSION:
         raise _DamageError(
             file, _OTHER_VERSION,
-            f"its manifest has version {manifest['version']}, this one reads {VERSION}",
+            f"its manifest has version {manifest['version']}, this Pronghorn reads version {VERSION}",
         )
     body = {key: value for key, value in manifest.items() if key != "sha256"}
     try:
@@ -410,10 +412,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise _DamageError(file, "the manifest is damaged", "its content does not match its own SHA-256")
     for key, kind in _KINDS.items():
         if not isinstance(body.get(key), kind) or isinstance(body[key], bool):
-            raise _DamageError(file, "the manifest is damaged", f"`{key}` is missing, or not what it should be")
+            raise _DamageError(file, "the manifest is damaged", f"`{key}` is missing or has the wrong type")
     for listed, facts in {TENSORS: None, **body["files"]}.items():
         if not isinstance(facts, dict) or not isinstance(facts.get("bytes"), int) or not isinstance(facts.get("sha256"), str):
-            raise _DamageError(file, "the manifest is damaged", f"it does not describe {listed}")
+            raise _DamageError(file, "the manifest is damaged", f"it has no valid entry for {listed}")
     name = _COMPLETE.fullmatch(path.name)
     if name and int(name["step"]) != body["step"]:
         raise _DamageError(path, "the checkpoint was renamed", f"its manifest says step {body['step']}")
@@ -425,11 +427,11 @@ def _check_file(file: Path, expected: dict[str, Any]) -> None:
         size = file.stat().st_size
         if size != expected["bytes"]:
             raise _DamageError(
-                file, "the checkpoint is damaged: a file has the wrong size", f"{size} bytes instead of {expected['bytes']}"
+                file, "the checkpoint is damaged: a file has the wrong size", f"{size} bytes, expected {expected['bytes']}"
             )
         if _sha256(file) != expected["sha256"]:
             raise _DamageError(
-                file, "the checkpoint is damaged: a file's content changed", f"its SHA-256 is not the one in {MANIFEST}"
+                file, "the checkpoint is damaged: a file's content changed", f"its SHA-256 differs from the one in {MANIFEST}"
             )
     except OSError as error:
         raise _DamageError(file, "the checkpoint is damaged: a file is unreadable", error.strerror or str(error)) from error
@@ -447,8 +449,10 @@ def way_out(damaged: Path) -> str:
             away.append(candidate)
             continue
         moves = "; ".join(shlex.join(["mv", str(path), f"{path}.damaged"]) for path in away)
-        return f"{candidate.name} is intact; to go on from it, move what is damaged away and repeat the command: {moves}"
-    return "no earlier checkpoint is intact; restore a copy, or start over with --fresh (which keeps this folder aside)"
+        return (f"{candidate.name} is intact; to resume from it, move the damaged files away and run the same command again: "
+                f"{moves}")
+    return ("no earlier checkpoint is intact; restore a backup, or start over with --fresh (the old folder is renamed, not "
+            "deleted)")
 
 
 def _as_base64(state: torch.Tensor) -> str:

@@ -66,7 +66,7 @@ def plan(small: Mapping[str, bytes], files: Sequence[TensorFile]) -> Layout:
         places[file.name] = (end, stop)
         end = _aligned(stop)
     if len(places) != len(small) + len(files):
-        raise RuntimeError(f"two files of a checkpoint have the same name: {sorted(small)}, {[file.name for file in files]}")
+        raise RuntimeError(f"two checkpoint files have the same name: {sorted(small)}, {[file.name for file in files]}")
     return Layout(end, places, constant, tensors)
 
 
@@ -74,7 +74,7 @@ def safetensors_header(file: TensorFile) -> tuple[bytes, dict[str, int]]:
     """What safetensors puts before the tensors' bytes (a test holds that it is the same), and where each of them starts."""
     for name, tensor in file.tensors.items():
         if tensor.dtype not in _DTYPES:
-            raise TypeError(f"{file.name}: {name} is {tensor.dtype}, which is not stored")
+            raise TypeError(f"{file.name}: {name} has dtype {tensor.dtype}, which checkpoints do not support")
     entries: dict[str, object] = {"__metadata__": dict(file.metadata)} if file.metadata else {}
     starts, end = {}, 0
     for name, tensor in sorted(file.tensors.items(), key=lambda item: (_RANK[item[1].dtype], item[0])):
@@ -178,8 +178,9 @@ class Image:
             return mmap.mmap(self._descriptor, size)
         except OSError as error:
             raise EnvironmentFault(
-                f"no memory for the copy of a checkpoint: it needs {readable_bytes(size)}", why=error.strerror or str(error),
-                fix="give the run more main memory, then run the same command again",
+                f"not enough host RAM to copy the checkpoint: it needs {readable_bytes(size)}",
+                why=error.strerror or str(error),
+                fix="free host RAM, then run the same command again",
             ) from error
 
     def _pin(self, whole: torch.Tensor) -> None:
@@ -188,7 +189,8 @@ class Image:
         if code == 0:
             self._pinned = whole.data_ptr()
             return
-        self._say(f"checkpoints: {readable_bytes(whole.nbytes)} could not be pinned (CUDA error {code}); copies take longer")
+        self._say(f"checkpoints: cannot pin {readable_bytes(whole.nbytes)} of host RAM (CUDA error {code}); copies are "
+                  "slower")
         # CUDA keeps the error for whoever asks next, which would be some kernel of the run: ask now.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._device)

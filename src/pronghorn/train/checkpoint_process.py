@@ -74,9 +74,9 @@ def _answer(job: dict[str, Any], descriptor: int) -> dict[str, Any]:
     except EnvironmentFault as fault:
         return {"fault": {"what": fault.what, "where": fault.where, "why": fault.why, "fix": fault.fix}}
     except OSError as error:  # moved away between its last write and the count of its bytes
-        return {"fault": {"what": f"checkpoint-{job['manifest']['step']} could not be written", "where": job["run"],
-                          "why": f"it was written, and is gone ({error.strerror})",
-                          "fix": "leave the output folder where it is while a run writes to it"}}
+        return {"fault": {"what": f"cannot write checkpoint-{job['manifest']['step']}", "where": job["run"],
+                          "why": f"it disappeared after it was written ({error.strerror})",
+                          "fix": "do not move the output folder while a run writes to it"}}
     except Exception:  # noqa: BLE001  our bug: the parent raises it, with this traceback
         return {"bug": traceback.format_exc()}
 

@@ -107,7 +107,7 @@ class CheckpointWriter:
         try:
             self._process = _Process()
         except (AttributeError, OSError) as error:  # not Linux, or no process to be had
-            say(f"checkpoints are written by the run itself, which waits for each: {error}")
+            say(f"checkpoints are written by the training process, which waits for each one: {error}")
         memories: list[int | None] = [*self._process.memories] if self._process else [None, None]
         self._images = [Image(device, memory, say) for memory in memories]
 
@@ -133,9 +133,9 @@ class CheckpointWriter:
         """As `save_checkpoint` would, as soon as it is copied and the one before is written. `values`: what is known only now,
         in plain JSON."""
         if keep < 1:
-            raise ValueError(f"keep is {keep}; the checkpoint just written always stays")
+            raise ValueError(f"keep is {keep}; the newest checkpoint is always kept")
         if snapshot not in self._taken or snapshot in self._waiting:
-            raise ValueError(f"the snapshot of step {snapshot.step} was written or dropped already")
+            raise ValueError(f"the snapshot of step {snapshot.step} is already written or dropped")
         snapshot._job.update(keep=keep, best_step=best_step)
         snapshot._job["manifest"]["values"] |= values or {}
         self._waiting.append(snapshot)
@@ -144,7 +144,7 @@ class CheckpointWriter:
     def drop(self, snapshot: Snapshot) -> None:
         """It is not to be written; its memory is free for the next."""
         if snapshot in self._waiting:
-            raise ValueError(f"the snapshot of step {snapshot.step} is being written already")
+            raise ValueError(f"the snapshot of step {snapshot.step} is already being written")
         self._taken.remove(snapshot)
 
     def finished(self) -> list[Written]:
@@ -234,14 +234,14 @@ class CheckpointWriter:
         self._stopped_for = self._stopped_for + passed if process.is_stopped() else 0.0
         step, size = self._in_flight.step, self._in_flight._job["size"]
         if self._stopped_for >= STOPPED_S:
-            why = f"it was stopped, by a signal (SIGSTOP) or a debugger, and nobody let it go on for {STOPPED_S:.0f} s"
+            why = f"it was stopped by a signal (SIGSTOP) or a debugger for {STOPPED_S:.0f} s"
         elif self._silent_for >= SILENT_S + size / SLOWEST_DISK:
-            why = f"it has not answered for {self._silent_for:.0f} s; does the disk?"
+            why = f"it has not responded for {self._silent_for:.0f} s; check whether the disk responds"
         else:
             return
         process.kill()
         self._in_flight = None
-        self._broken = EnvironmentFault(f"the process that writes checkpoints stands still; checkpoint-{step} is not written",
+        self._broken = EnvironmentFault(f"the checkpoint writer process hangs; checkpoint-{step} is not written",
                                         where=str(self._run), why=why, fix=what_resumes(self._run))
         raise self._broken
 
@@ -274,17 +274,17 @@ class CheckpointWriter:
             if free is not None:
                 return free
             if not (self._in_flight or self._waiting):
-                raise RuntimeError("no memory for another snapshot: the ones before were neither written nor dropped")
+                raise RuntimeError("no memory for another snapshot: earlier snapshots are neither written nor dropped")
             self._advance(wait=True)
 
     def _death(self, process: _Process) -> EnvironmentFault:
         """Also for every later call: this writer will not write again."""
         step = self._in_flight.step if self._in_flight else None
         self._in_flight = None
-        doing = f" in the middle of checkpoint-{step}; nothing of it remains" if step is not None else ""
+        doing = f" while writing checkpoint-{step}, which is removed" if step is not None else ""
         self._broken = EnvironmentFault(
-            f"the process that writes checkpoints died{doing}", where=str(self._run), why=process.last_words(),
-            fix=f"if memory ran out, give the run more of it; then {what_resumes(self._run)}",
+            f"the checkpoint writer process died{doing}", where=str(self._run), why=process.last_words(),
+            fix=f"if it ran out of memory, free host RAM; then {what_resumes(self._run)}",
         )
         return self._broken
 

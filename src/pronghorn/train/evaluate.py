@@ -76,7 +76,7 @@ class Progress:
             return ""
         evaluations = counted(self.without_gain, "evaluation")
         best = "" if self.best is None else f"; best {self.best:.4f} at step {self.best_step}"
-        return f"held-out {self.metric} gained less than {stop.min_delta} in {evaluations} in a row{best}"
+        return f"held-out {self.metric} improved by less than {stop.min_delta} in {evaluations} in a row{best}"
 
     def by(self, metric: str) -> Progress:
         """Itself, or from the beginning where another metric decides now."""

@@ -85,7 +85,7 @@ class FusedAdamW(torch.optim.Optimizer):
         if tensors is not None and self._lr_G is not None:
             group = self.param_groups[0]
             if any(other["betas"] != group["betas"] or other["eps"] != group["eps"] for other in self.param_groups):
-                raise ValueError("FusedAdamW takes one betas and one eps for all parameter groups")
+                raise ValueError("FusedAdamW needs the same betas and eps in all parameter groups")
             settings = {"betas": tuple(group["betas"]), "eps": group["eps"], "clip_norm": self.clip_norm,
                         "loss": self.watched_loss}
             self.grad_norm = adamw_step(tensors, lr=self._lr_G, **settings)

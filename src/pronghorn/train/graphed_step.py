@@ -170,7 +170,7 @@ class GraphedStep(Step):
         try:
             self._graphs.attempt(lambda: compile_kernels(lambda: self._run_dry(inputs)))
         except Exception as error:  # noqa: BLE001  (nothing depends on it)
-            self._say(f"kernels are compiled one after the other: {first_line(error)}")
+            self._say(f"kernels are compiled one by one: {first_line(error)}")
             self._clear()
 
     def _run_dry(self, inputs: PackedBatch) -> None:
@@ -236,9 +236,9 @@ class GraphedStep(Step):
     def _capture_failed(self, error: Exception) -> None:
         reason = first_line(error)
         if self._must:
-            raise EnvironmentFault(what="train.graph: on, but the step could not be captured", why=reason,
-                                   fix="set train.graph: auto, which trains without a graph") from error
-        self._say(f"the step could not be captured as a CUDA graph and runs eagerly: {reason}")
+            raise EnvironmentFault(what="train.graph: on, but the CUDA graph capture failed", why=reason,
+                                   fix="set train.graph: auto to run eagerly instead") from error
+        self._say(f"CUDA graph capture failed, steps run eagerly: {reason}")
 
     # ---- inputs --------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ NAMED = 5  # rows named in a message; more would not be read
 def require_trainable(model: torch.nn.Module) -> int:
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if not count:
-        raise RecipeError(what="nothing is trainable", why="no parameter of this model asks for a gradient",
+        raise RecipeError(what="nothing is trainable", why="no parameter of the model requires a gradient",
                           fix="check method and lora.targets")
     return count
 
@@ -29,9 +29,10 @@ def refuse_broken_weights(model: torch.nn.Module, name: str) -> None:
     broken = [key for key, p in model.named_parameters() if p.is_floating_point() and not bool(torch.isfinite(p).all())]
     if broken:
         more = f" and {counted(len(broken) - 1, 'more weight')}" if len(broken) > 1 else ""
-        raise ModelError(what=f"{broken[0]}{more}: not every number is finite", where=name,
-                         why="the model's files hold NaN or infinity, and everything computed from them does, too",
-                         fix="get the model's files again; if they are meant so, set precision: fp32 (fp16 ends at 65,504)")
+        raise ModelError(what=f"{broken[0]}{more}: NaN or infinity in the weights", where=name,
+                         why="the model files contain values that are not finite in this precision",
+                         fix="download the model again; if the files are correct, set precision: fp32 (fp16 overflows above "
+                             "65,504)")
 
 
 class BrokenWeights(HealthStop):
@@ -41,7 +42,7 @@ class BrokenWeights(HealthStop):
 def lower_lr(precision: str = "fp32") -> str:
     """The end of a fix, in words that work: the run goes on with them."""
     other = "" if precision == "fp32" else " (or precision=fp32 --allow-change precision)"
-    return f"lower train.lr and go on: the same command with train.lr=... --allow-change train.lr{other}"
+    return f"lower train.lr and resume: run the same command with train.lr=... --allow-change train.lr{other}"
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -51,7 +52,7 @@ def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 def refused_checkpoint(step: int, broken: Sequence[str], folder: str) -> BrokenWeights:
     more = f" and {counted(len(broken) - 1, 'more tensor')}" if len(broken) > 1 else ""
-    return BrokenWeights(what=f"checkpoint-{step} is not written: it would hold numbers that are not finite", where=folder,
+    return BrokenWeights(what=f"checkpoint-{step} is not written: its weights are not finite", where=folder,
                          why=f"an update overflowed: {broken[0]}{more}", fix=lower_lr())
 
 
@@ -66,25 +67,25 @@ def require_sound(loss: float, grad_norm: float, step: int, offenders: Callable[
     if grad_norm == 0.0 and math.isfinite(loss):
         raise HealthStop(
             what=f"step {step}: all gradients are zero", where=folder,
-            why="the loss does not depend on anything that is trained",
-            fix="check lora.targets, and that precision: fp16 does not underflow (bf16 or fp32 do not)",
+            why="the loss does not depend on any trained parameter",
+            fix="check lora.targets; with precision: fp16, gradients can underflow (use bf16 or fp32)",
         )
     broken = "loss" if not math.isfinite(loss) else "gradient" if not math.isfinite(grad_norm) else ""
     if broken:
-        what = f"step {step}: the {broken} is not finite; the weights were not touched"
+        what = f"step {step}: the {broken} is not finite; the weights are unchanged"
         raise _cause(offenders(), what, folder, lower_lr(precision))
 
 
 def _cause(found: Offenders, what: str, folder: str, otherwise: str) -> HealthStop:
     """Rows are to blame only if others are not."""
     if not found.rows:
-        why = f"none of the step's rows is bad alone, only together: {listed(found.of)}"
+        why = f"no row of the step causes it alone, only together: {listed(found.of)}"
         return HealthStop(what=what, where=folder, why=why, fix=otherwise)
     if len(found.rows) == len(found.of) > 1:
-        why = f"seen with each of the step's {len(found.of)} rows, so it is the weights and not the data"
+        why = f"each of the step's {len(found.of)} rows causes it, so the weights are broken, not the data"
         return BrokenWeights(what=what, where=folder, why=why, fix=otherwise)
-    return HealthStop(what=what, where=folder, why=f"seen with {listed(found.rows)}",
-                      fix=f"look at those rows (`pronghorn data show`); if they are fine, {otherwise}")
+    return HealthStop(what=what, where=folder, why=f"caused by {listed(found.rows)}",
+                      fix=f"inspect these rows (`pronghorn data show`); if they are fine, {otherwise}")
 
 
 def listed(rows: Iterable[str]) -> str:

@@ -82,7 +82,7 @@ def train(recipe: Recipe, *, display: Display, stages: Stages | None = None, fre
             LeftOut.of(folder)  # a log that cannot be read is told now
             session = _ready(recipe, folder, display, stages, allow)
             if old:
-                session.notices.insert(0, f"the earlier run was moved to {old}")
+                session.notices.insert(0, f"the previous run was moved to {old}")
             with RunLog(folder, listeners=(display.handle,)) as log, StopRequest() as stop:
                 started = True
                 while True:
@@ -226,8 +226,9 @@ class _Run:
         except EnvironmentFault as fault:
             raise EnvironmentFault(what=f"step {step}: {fault.what}", where=str(self.folder), why=why, fix=fault.fix) from None
         amounts = [f"{plan.needed_bytes / 1e9:.2f}" for plan in (before, session.memory.plan)]
-        self.log.write("notice", text=f"step {step}: out of memory ({why}); replanned, from {amounts[0]} to "
-                                      f"{amounts[1]} GB, and the step is repeated")
+        self.log.write("notice",
+                       text=f"step {step}: out of memory ({why}); replanned from {amounts[0]} to {amounts[1]} GB, the step "
+                            "is repeated")
         self._log_plan()
 
     def _log_plan(self) -> None:
@@ -294,7 +295,7 @@ class _Run:
             self._forget_what_is_under_way()
             raise
         rows = [session.data.train.where(row) for batch in done.step_batch.batches for row in batch.documents]
-        text = f"step {step}: the loss spiked to {loss:.4g}, above {done.limit:.4g}; rows of this step: {listed(rows)}"
+        text = f"step {step}: loss spike: {loss:.4g} exceeds the limit of {done.limit:.4g}; rows of this step: {listed(rows)}"
         if session.spikes.policy == "rewind":
             self._rewind(done, text, step=step, loss=loss, rows=rows)
         self.log.write("notice", text=text + "; the update is skipped" * (session.spikes.policy == "skip"))
@@ -306,7 +307,7 @@ class _Run:
         self._forget_what_is_under_way()
         back = f"checkpoint-{to}" if to else "the start"
         self.log.write("rewind", **facts, limit=done.limit, to=to, epoch_after=after.epoch, pack_after=after.pack,
-                       text=f"{text}; back to {back}, and on without them")
+                       text=f"{text}; rewinding to {back} and skipping these rows")
         raise Rewind
 
     def _pass_over(self, step_batch: StepBatch) -> None:
@@ -315,7 +316,7 @@ class _Run:
         self._finish_all()
         session.step += 1
         session.cursor = step_batch.after
-        self.log.write("notice", text=f"step {session.step}: skipped, because the loss spiked there")
+        self.log.write("notice", text=f"step {session.step}: skipped because of an earlier loss spike")
 
     def _offenders(self, step_batch: StepBatch) -> Offenders:
         session = self.session
@@ -440,7 +441,7 @@ class _Run:
         except (OSError, PronghornError) as error:
             if must:
                 raise EnvironmentFault(
-                    what="the run's report could not be written", where=str(self.folder), why=str(error),
+                    what="cannot write the run's report", where=str(self.folder), why=str(error),
                     fix="check that the run's folder exists and is writable, then run the same command again",
                 ) from error
 

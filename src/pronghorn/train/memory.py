@@ -59,7 +59,7 @@ def plan_memory(recipe: Recipe, config: Any, shapes: Shapes, device: torch.devic
     if why := why_no_plan(recipe, config, device):
         if recipe.memory.budget != "auto":
             raise RecipeError(what=f"memory.budget: {recipe.memory.budget} cannot be planned for this run", why=why,
-                              fix="set memory.budget: auto, or remove the blocker named above")
+                              fix="set memory.budget: auto, or remove the cause named above")
         return None
     job = run_job(recipe, config, shapes, device, precision)
     aside = evaluation_bytes(job, evaluation_capacity(recipe)) if evaluates and job.graphed else 0
@@ -67,9 +67,9 @@ def plan_memory(recipe: Recipe, config: Any, shapes: Shapes, device: torch.devic
     budget, remark = budget_of(recipe.memory.budget, device)
     problem = problem_of(job, predicted_costs(job, reckoned_with(gpu, fp8=job.fp8)), budget, host_room(), aside)
     if device.type == "cuda" and host_moments(job) > problem.host > 0:
-        raise RecipeError(what=f"train.optimizer: {job.optimizer} takes {host_moments(job) / 1e9:.1f} GB of host memory",
-                          why=f"{problem.host / 1e9:.1f} GB may be pinned of what is free",
-                          fix="set train.optimizer: paged_adamw_8bit or adamw_8bit, or free host memory")
+        raise RecipeError(what=f"train.optimizer: {job.optimizer} needs {host_moments(job) / 1e9:.1f} GB of host RAM",
+                          why=f"only {problem.host / 1e9:.1f} GB of free host RAM can be pinned",
+                          fix="set train.optimizer: paged_adamw_8bit or adamw_8bit, or free host RAM")
     return RunMemory(make_plan(problem), device, gpu is not None, recipe.train.batch_tokens // recipe.train.capacity,
                      explicit=recipe.memory.budget != "auto", remark=remark)
 
@@ -98,7 +98,7 @@ def budget_of(text: str, device: torch.device) -> tuple[int, str]:
     room = min(total, free + torch.cuda.memory_reserved(device) + CONTEXT_BYTES)  # ours already: the context, what is loaded
     asked, most = parse_budget(text, total, room), parse_budget("auto", total, room)
     if asked > most:
-        return most, f"memory.budget is {text}, but there is room for {most / 1e9:.1f} GB of tensors"
+        return most, f"memory.budget is {text}, but only {most / 1e9:.1f} GB are available for tensors"
     return asked, ""
 
 
@@ -126,13 +126,13 @@ class RunMemory:
         """Whether there is anything to apply it to. `batch`: one of the run's own, to time a layer with, asked for if there
         is a choice to make. `timed`: false leaves the plan as it is, by the rates of the data sheet."""
         engine = engine_of(model)
-        why = "it has none of our layers"
+        why = "the model does not use the fast layers"
         if engine is not None:
             why = next((why for layer in engine.layers if (why := layer.why_not_fused())), "")
         if engine is None or why:
             if self.explicit:
                 raise RecipeError(what="memory.budget cannot be planned for this run", why=why,
-                                  fix="leave memory.budget out, and lower train.capacity if memory is short")
+                                  fix="remove memory.budget, and lower train.capacity if memory is short")
             return False
         if self.remark:
             say(self.remark)
@@ -179,7 +179,7 @@ class RunMemory:
             finally:
                 self._empty_cache()
         if costs is None:
-            say("memory: too little to time a layer; the plan goes by the rates of the data sheet")
+            say("memory: too little free memory to time a layer; the plan uses the GPU's data-sheet rates")
             return
         optimizer = problem.costs.optimizer if self.timed else 0.0
         self.plan, self.timed = make_plan(replace(problem, costs=replace(costs, optimizer=optimizer))), True
@@ -234,21 +234,21 @@ class RunMemory:
 
     def text(self) -> list[str]:
         plan, seconds = self.plan, self.step_seconds
-        kind = "from times measured here" if plan.problem.costs.measured else "predicted"
-        step = f"{seconds:.3f} s a step ({kind})" if seconds is not None else "step time is measured first"
+        kind = "from times measured on this GPU" if plan.problem.costs.measured else "predicted"
+        step = f"{seconds:.3f} s per step ({kind})" if seconds is not None else "step time not known before it is measured"
         if self.keeps_everything:
             return [f"memory: everything fits, nothing is recomputed; peak {plan.peak_bytes / 1e9:.2f} GB predicted, "
                     f"{plan.needed_bytes / 1e9:.2f} of {plan.problem.budget / 1e9:.2f} GB for tensors, about "
                     f"{plan.device_bytes / 1e9:.2f} GB with driver and fragmentation; {step}"]
         lines = ["memory:", *picture(plan.levels), *memory_lines(plan)]
         if self.pool is not None:
-            lines.append(f"pool        {self.pool.host_bytes / 1e9:.2f} GB of host memory in {self.pool.slots - 1} slots")
+            lines.append(f"pool        {self.pool.host_bytes / 1e9:.2f} GB of host RAM in {self.pool.slots - 1} slots")
         return [*lines, f"step        {step}", *(f"why         {reason}" for reason in plan.reasons)]
 
     def measured(self, step_seconds: float) -> dict[str, Any]:
         """What the run took, beside what was planned, as data and as a line of text."""
         plan, seconds = self.plan, self.step_seconds
-        told = [f"{step_seconds:.3f} s a step" + (f" ({seconds:.3f} planned)" if seconds is not None else "")]
+        told = [f"{step_seconds:.3f} s per step" + (f" ({seconds:.3f} planned)" if seconds is not None else "")]
         facts: dict[str, Any] = {"step_seconds": step_seconds, "planned_step_seconds": seconds,
                                  "planned_peak_bytes": plan.peak_bytes, "planned_device_bytes": plan.device_bytes}
         if self.device.type == "cuda":
@@ -271,8 +271,8 @@ def main_memory(recipe: Recipe, doing: Callable[[], str]) -> Iterator[None]:
                 or getattr(error, "errno", None) == errno.ENOMEM):
             raise
         raise EnvironmentFault(
-            what=f"{doing()}: out of main memory", where=recipe.output, why=text or "no memory is left",
-            fix=f"free some, or lower train.capacity (now {recipe.train.capacity:,}) and start with --fresh",
+            what=f"{doing()}: out of host RAM", where=recipe.output, why=text or "no memory left",
+            fix=f"free some RAM, or lower train.capacity (now {recipe.train.capacity:,}) and start with --fresh",
         ) from error
 
 

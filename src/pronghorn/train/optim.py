@@ -76,7 +76,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, 
             if stored is None or stored.shape != place.shape or stored.dtype != place.dtype:
                 raise CheckpointError(
                     what=f"the checkpoint's optimizer state does not fit parameter {name}",
-                    why="it was written by a run with other adapters or another model",
+                    why="it comes from a run with a different adapter or model",
                     fix="start over with --fresh (the old folder is renamed, not deleted)",
                 )
             place.copy_(stored)

@@ -49,9 +49,9 @@ def described(path: Path, recipe: dict[str, Any], values: dict[str, Any]) -> Des
     try:
         cursor = Cursor(**values["cursor"])
         if not all(isinstance(number, int) and number >= 0 for number in (cursor.epoch, cursor.pack, values["seen_tokens"])):
-            raise ValueError("a count is not a number")
+            raise ValueError("a counter is not a number")
         if not isinstance(values["scaler"], dict) or not isinstance(values["data"], str):
-            raise ValueError("the loss scale or the data's key is not what it should be")
+            raise ValueError("the loss scale or the data key has the wrong type")
         losses_of(values)
         return Described(Recipe.model_validate(recipe), cursor, Progress.from_dict(values["progress"]), values["seen_tokens"])
     except _MISFITS as error:
@@ -76,8 +76,8 @@ def find_checkpoint(recipe: Recipe, run: Path, *, allow: Collection[str] = (), s
         for broken, damage in damaged:
             aside = set_aside_damaged(broken)
             lost = counted(int(broken.name.split("-")[1].split(".")[0]) - state.step, "step")
-            say(f"{broken.name}: {damage.what} ({damage.where}); it is set aside as {aside.name}, and the run goes on from "
-                f"{path.name}: {lost} lost, to be done again")
+            say(f"{broken.name}: {damage.what} ({damage.where}); it is renamed to {aside.name}, and the run resumes from "
+                f"{path.name}: {lost} lost, to be repeated")
         return path, state
     if damaged:
         raise damaged[0][1]
@@ -90,10 +90,11 @@ def require_allowable(allow: Collection[str], recipe: Recipe) -> None:
         if key not in recipe.keys:
             close = difflib.get_close_matches(key, recipe.keys, n=1)
             raise CommandError(what=f"--allow-change {key}: the recipe has no such key",
-                               fix=f"did you mean `{close[0]}`?" if close else "name a key as in train.lr")
+                               fix=f"did you mean `{close[0]}`?" if close else "name a key such as train.lr")
         if why := why_fixed(key):
-            raise CommandError(what=f"--allow-change {key}: this cannot change when a run is resumed", why=why,
-                               fix="choose another output, or start over with --fresh (the old folder is only renamed)")
+            raise CommandError(what=f"--allow-change {key}: this key cannot change on resume", why=why,
+                               fix="choose another output, or start over with --fresh (the old folder is renamed, not "
+                                   "deleted)")
 
 
 def _refuse_or_tell(changed: dict[str, str], allow: Collection[str], path: Path, run: Path, say: Callable[[str], None]) -> None:
@@ -103,11 +104,12 @@ def _refuse_or_tell(changed: dict[str, str], allow: Collection[str], path: Path,
         go_on = "" if any(why_fixed(key) for key in refused) else f"resume with the change: {meant}; or "
         raise CheckpointError(
             what=f"the recipe changed since {path.name}: {listed}", where=str(run),
-            why="resuming with other settings would be a different run under the same name",
-            fix=f"{go_on}undo the change, choose another output, or start over with --fresh (the old folder is only renamed)",
+            why="resuming with changed settings would mix two different runs",
+            fix=f"{go_on}undo the change, choose another output, or start over with --fresh (the old folder is renamed, not "
+                "deleted)",
         )
     for key, change in changed.items():
-        say(f"{key}: {change} since {path.name}, as --allow-change says")
+        say(f"{key}: {change} since {path.name}, allowed by --allow-change")
 
 
 def _require_rng(path: Path, state: TrainState) -> None:
@@ -119,7 +121,7 @@ def _require_rng(path: Path, state: TrainState) -> None:
 
 
 def _not_ours(path: Path, error: Exception) -> CheckpointError:
-    text = f"no {error}" if isinstance(error, KeyError) else str(error).split("\n", 1)[0]
+    text = f"missing {error}" if isinstance(error, KeyError) else str(error).split("\n", 1)[0]
     return CheckpointError("the manifest does not describe a run", where=str(path / MANIFEST), why=text, fix=way_out(path))
 
 
@@ -131,6 +133,6 @@ def set_aside_damaged(path: Path) -> Path:
     try:
         path.rename(aside)
     except OSError as error:
-        raise EnvironmentFault(what="a damaged checkpoint could not be set aside", where=str(path),
+        raise EnvironmentFault(what="cannot rename a damaged checkpoint", where=str(path),
                                why=error.strerror or str(error), fix="move it away, then run the same command again") from error
     return aside

@@ -51,12 +51,12 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, ask
     else:
         prepared = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
         if prepared.evaluation is None:
-            raise CommandError(what="this run has no held-out data", where=str(run), fix="give some: --data FILE")
+            raise CommandError(what="the run has no held-out data", where=str(run), fix="pass some: --data FILE")
         table, pad_id = prepared.evaluation, prepared.pad_id
     measured, capture = bool(spec.metrics) or own is not None, recipe.train.graph != "off"
     if not measured and (asked.base or asked.answers):
-        raise CommandError(what="--base and --answers need a metric", why="without one, nothing is answered",
-                           fix=f"add --metrics, some of {','.join(METRICS)}, or --metric-file FILE")
+        raise CommandError(what="--base and --answers need a metric", why="without a metric, no answers are generated",
+                           fix=f"add --metrics with any of {','.join(METRICS)}, or --metric-file FILE")
     held_out = HeldOut.of(table, tokenizer, spec, own) if measured else None
     model, _, device = trained.load()
     if recipe.layers == "fast":
@@ -86,7 +86,7 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, ask
 def _judged(held_out: HeldOut, model: Any, report: Report, capture: bool) -> Judged:
     judged = held_out.judge(held_out.ask(model, report, capture=capture))
     if judged.unscored:  # here, where nothing is lost by it, a metric that fails is an error
-        raise CommandError(what=judged.unscored, where=str(held_out.own.path if held_out.own else ""), fix="correct the metric")
+        raise CommandError(what=judged.unscored, where=str(held_out.own.path if held_out.own else ""), fix="fix the metric")
     return judged
 
 
@@ -99,8 +99,8 @@ def spec_of(recipe: Eval, changes: Mapping[str, Any]) -> Eval:
         spec = Eval.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        fix = f"some of {', '.join(METRICS)}" if first["loc"][:1] == ("metrics",) else "correct the value"
-        raise CommandError(what=f"--{str(first['loc'][0]).replace('_', '-')}: {first['input']!r} does not fit",
+        fix = f"use any of {', '.join(METRICS)}" if first["loc"][:1] == ("metrics",) else "fix the value"
+        raise CommandError(what=f"--{str(first['loc'][0]).replace('_', '-')}: invalid value {first['input']!r}",
                            why=str(first.get("ctx", {}).get("error", "")), fix=fix) from error
     if problems := spec.misfits:
         what, _, fix = problems[0].partition("; ")

@@ -107,13 +107,13 @@ def set_aside(path: str | Path) -> Path | None:
             if real.is_dir() and not any(real.iterdir()):
                 return None
             raise CommandError(
-                "this is not a run's folder, so it is not set aside", where=str(path),
-                why=f"it has no {LOCK_NAME}, run.jsonl or checkpoint inside", fix="choose another folder: output=runs/NAME",
+                "--fresh renames run folders only, and this is not one", where=str(path),
+                why=f"it contains no {LOCK_NAME}, run.jsonl or checkpoint", fix="choose another folder: output=runs/NAME",
             )
         if Path.cwd().is_relative_to(real):
             raise CommandError(
-                "the folder this command runs in is not set aside", where=str(path),
-                why=f"{real} would be renamed with everything in it, and this command would go on inside",
+                "--fresh cannot rename the current working directory", where=str(path),
+                why=f"{real} would be renamed while this command runs inside it",
                 fix="choose another folder: output=runs/NAME",
             )
         lock = _lock(path)
@@ -136,8 +136,8 @@ def require_free_disk(folder: Path, needed: int, what: str, *, then: str) -> Non
     if free < needed:
         missing = readable_bytes(needed - free)
         raise EnvironmentFault(
-            f"not enough disk space for {what}: {missing} are missing", where=str(folder),
-            why=f"it needs {readable_bytes(needed)}, {readable_bytes(free)} are free",
+            f"not enough disk space for {what}: {missing} missing", where=str(folder),
+            why=f"it needs {readable_bytes(needed)}, but only {readable_bytes(free)} are free",
             fix=f"free {missing} on this disk, then {then}",
         )
 
@@ -177,8 +177,8 @@ def _lock(path: Path) -> int:
         except OSError as error:
             os.close(descriptor)
             raise CommandError(
-                "the run's folder cannot be locked", where=str(path),
-                why=f"{error.strerror} (is it a network disk without flock?)",
+                "cannot lock the run's folder", where=str(path),
+                why=f"{error.strerror} (a network disk without flock?)",
                 fix="choose a folder on a local disk: output=/local/runs/NAME",
             ) from error
         # The previous holder may have removed or renamed the file between our open and our lock: then we hold nothing.
@@ -227,8 +227,8 @@ def _is_alive(holder: dict[str, Any]) -> bool:
 def _already_running(path: Path, holder: dict[str, Any]) -> CommandError:
     process = holder.get("pid")
     return CommandError(
-        f"another run is using this folder: process {process or 'unknown'}"
-        f" on {holder.get('host', 'this machine')}, started {holder.get('started', 'just now')}",
+        f"another run uses this folder: process {process or 'unknown'} on {holder.get('host', 'this machine')}, started "
+        f"{holder.get('started', 'just now')}",
         where=str(path),
         why="two runs in one folder would overwrite each other's checkpoints",
         fix=f"wait for it, stop it (kill {process or 'PID'}: it saves first), or choose another folder: output=runs/NAME",
@@ -239,10 +239,10 @@ def _cannot_write(path: Path, error: OSError) -> CommandError | EnvironmentFault
     reason = error.strerror or str(error)
     if error.errno in _FULL:
         return EnvironmentFault(
-            "no space for the run's folder", where=str(path), why=reason,
+            "no disk space for the run's folder", where=str(path), why=reason,
             fix="free some space, then run the same command again",
         )
     return CommandError(
-        "the run's folder cannot be written", where=str(path), why=reason,
-        fix="choose a folder that you may write to: output=runs/NAME",
+        "cannot write to the run's folder", where=str(path), why=reason,
+        fix="choose a folder with write permission: output=runs/NAME",
     )

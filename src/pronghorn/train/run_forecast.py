@@ -23,17 +23,18 @@ __all__ = ["comparison", "forecast"]
 
 def why_no_plan(recipe: Recipe, config: Any, device: torch.device) -> str:
     if recipe.layers == "own":
-        return "the recipe asks for the model's own layers, which keep what they keep"
+        return "layers: own uses the transformers layers, whose memory is not planned"
     text = config.get_text_config()
     if why := why_not_fast(config) or why_not_planned(text):
         return why
     if recipe.fp8 and recipe.method != "fp8" and FAMILIES[text.model_type].experts:
-        return f"compute: fp8 does not go with method: {recipe.method} for experts, which are multiplied in FP8 if stored so"
+        return (f"compute: fp8 does not go with method: {recipe.method} for experts: experts compute in FP8 only if they are "
+                "stored in FP8")
     if recipe.method == "fp8" and getattr(config, "quantization_config", None):
-        return "the checkpoint is stored in 4 bits, and FP8 is made of 16"
+        return "the checkpoint is stored in 4 bits, and method: fp8 needs 16-bit weights"
     if recipe.method != "full" and (recipe.lora.dropout or recipe.lora.dora):
-        return "with lora.dropout or lora.dora a layer is many operations, not one that decides what it keeps"
-    return "there is no NVIDIA GPU" if device.type != "cuda" and recipe.memory.budget == "auto" else ""
+        return "lora.dropout and lora.dora run layers as separate operations, whose memory is not planned"
+    return "no NVIDIA GPU found" if device.type != "cuda" and recipe.memory.budget == "auto" else ""
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,10 @@ def forecast(recipe: Recipe, *, gpu: str | None, price: float | None = None, tok
     """On the GPU that is named, on this machine's, or, where there is none, on each of the table that the run fits into.
     `longest`: of the same run on the longest document that fits. `host`: the RAM of that machine, such as 32GB."""
     if price is not None and price < 0:
-        raise CommandError(what=f"--price {price:g} is negative", fix="give the price of one GPU for an hour, in USD")
+        raise CommandError(what=f"--price {price:g} is negative", fix="set the price per GPU hour in USD")
     if tokens is not None and tokens < 1:
-        raise CommandError(what=f"--tokens {tokens} is not a number of tokens",
-                           fix="give the tokens of the whole run, over all epochs")
+        raise CommandError(what=f"--tokens {tokens} is not a valid token count",
+                           fix="set the total tokens of the run, over all epochs")
     chosen = find_gpu(gpu) if gpu else None  # refused before anything is read
     room = HOST_BYTES if host is None else parse_host(host)
     if chosen is None and torch.cuda.is_available():
@@ -84,12 +85,12 @@ def forecast(recipe: Recipe, *, gpu: str | None, price: float | None = None, tok
         room = host_room() if host is None else room  # as a run here would
     config, data = read_config(recipe.model), cached_data(recipe)
     if why := why_no_plan(recipe, config, torch.device("cuda")):
-        raise RecipeError(what="this run cannot be planned", why=why, fix="remove the blocker named above")
+        raise RecipeError(what="this run cannot be planned", why=why, fix="remove the cause named above")
     known = data.tokens if data and not recipe.train.steps else None
     if longest:
         if chosen is None:
             raise CommandError(what="--longest needs a GPU to plan for",
-                               fix="name one with --gpu, and memory.budget if not all of its memory is to be used")
+                               fix="name one with --gpu; set memory.budget to use only part of its memory")
         return [longest_report(recipe, config, gpu=chosen, price=price, host=room,
                                loss_share=data.loss_share if data else 1.0)]
     options: dict[str, Any] = {"tokens": tokens or known, "price": price, "host": room}

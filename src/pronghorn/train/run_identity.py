@@ -40,22 +40,22 @@ def require_same_data(then: dict[str, Any], now: dict[str, str], train: TokenTab
     key = then.get("data", "")
     old = not key.startswith(EVERY_TOKEN)
     if key != (_sampled_key(train) if old else now["data"]):
-        why = "its tokens, or which of them carry loss, are not the same"
+        why = "its tokens or its loss mask differ"
         raise _changed("training data", "data.train", checkpoint, where, why)
     if "held_out" in then and then["held_out"] != now["held_out"]:
-        why = "losses on other rows cannot be compared with those so far"
+        why = "losses on different rows cannot be compared"
         raise _changed("held-out data", "data.eval", checkpoint, where, why)
     if not old:
         return []
-    return [f"{checkpoint} is from a version that kept the tokens of a thousand rows and nothing of the held-out data and"
-            " config.json: that these did not change since could not be checked"]
+    return [f"{checkpoint} is from an older version, which recorded only the tokens of a thousand rows and neither held-out "
+            "data nor config.json: changes of these are not detected"]
 
 
 def _changed(what: str, key: str, checkpoint: str, where: str, why: str) -> CheckpointError:
     return CheckpointError(
         what=f"the {what} changed since {checkpoint}", where=where, why=why,
-        fix=f"restore what {key} names, the model's tokenizer and the chat template, or start over with --fresh (the old folder"
-        " is renamed, not deleted)")
+        fix=f"restore the files of {key}, the model's tokenizer and the chat template, or start over with --fresh (the old "
+            "folder is renamed, not deleted)")
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:

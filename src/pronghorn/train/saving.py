@@ -54,8 +54,8 @@ def scratch(folder: Path) -> Iterator[Path]:
     try:
         place.mkdir(parents=True)
     except OSError as error:
-        raise EnvironmentFault(what="the run's folder cannot be written", where=str(folder), why=error.strerror or str(error),
-                               fix="fix what the system reports, then run the same command again") from error
+        raise EnvironmentFault(what="cannot write to the run's folder", where=str(folder), why=error.strerror or str(error),
+                               fix="fix the reported system error, then run the same command again") from error
     try:
         yield place
     finally:
@@ -145,7 +145,7 @@ class Saver:
         path = self._folder / f"checkpoint-{step}"
         if self.saved_step == step and path.is_dir():
             aside = set_aside_damaged(path)
-            self._log.write("notice", text=f"{path.name} holds the weights that broke the run; it is set aside as {aside.name}")
+            self._log.write("notice", text=f"{path.name} holds the weights that broke the run; it is renamed to {aside.name}")
             self.checkpoint = None
 
     def _hand_over(self, snapshot: Snapshot) -> None:

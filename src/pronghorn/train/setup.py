@@ -134,10 +134,10 @@ def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: Stage
     elif recipe.data.eval is not None:
         train, evaluation = hold_out(prepared.tokens, recipe.data.eval, spec.seed)
     if recipe.eval.stop and evaluation is None:
-        raise RecipeError(what="eval.stop needs held-out data", why="early stopping looks at the held-out loss",
+        raise RecipeError(what="eval.stop needs held-out data", why="early stopping needs a held-out loss",
                           fix="set data.eval to a file, or to a fraction such as 0.02")
     if not len(train):
-        raise DataError(what="no rows are left to train on", fix="`pronghorn data stats` shows what was dropped and why")
+        raise DataError(what="no rows are left to train on", fix="run `pronghorn data stats` to see what was dropped and why")
     with stage("pack"):
         first = pack(train.lengths, spec.capacity, seed=spec.seed, epoch=0)
         total = spec.steps or _steps(recipe, train, first, report)
@@ -167,7 +167,7 @@ def look_ahead(recipe: Recipe) -> tuple[torch.device, Precision, ModelFacts, Any
     device = pick_device()
     precision = resolve_precision(recipe.precision, device)
     if recipe.train.graph == "on" and device.type != "cuda":
-        raise no_graph("there is no NVIDIA GPU")
+        raise no_graph("no NVIDIA GPU found")
     if recipe.fp8:
         require_fp8_precision(device, precision)
     _refuse_adapted_head(recipe)
@@ -188,12 +188,13 @@ def _refuse_adapted_head(recipe: Recipe) -> None:
         return
     config = read_config(recipe.model)
     if ties_embeddings(config):
-        why, fix = "its weight is the embeddings', and a merged model would change both", "leave lm_head out of lora.targets"
+        why, fix = "it is tied to the embeddings, so merging would change both", "remove lm_head from lora.targets"
     elif recipe.layers == "fast" and not why_not_fast(config):
-        why, fix = "fast layers multiply by its weight in the loss", "leave lm_head out of lora.targets, or set layers: own"
+        why, fix = ("the fast layers read the LM head's weight inside the fused loss",
+                    "remove lm_head from lora.targets, or set layers: own")
     else:
         return
-    raise RecipeError(what="lora.targets: lm_head cannot have an adapter here", why=why, fix=fix)
+    raise RecipeError(what="lora.targets: lm_head cannot have an adapter", why=why, fix=fix)
 
 
 def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer, allow: Collection[str] = (),
@@ -221,7 +222,7 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer, allo
         # Every byte of the weights is read once more (what the hub has is here by now), beside all that follows.
         base = in_background(lambda: {} if recipe.method == "full" else base_of(recipe.model))
         require_trainable(model)
-        why_own_layers = "the recipe asks for them" if recipe.layers == "own" else install(model, fp8=recipe.fp8)
+        why_own_layers = "the recipe sets layers: own" if recipe.layers == "own" else install(model, fp8=recipe.fp8)
         try:
             with autocast(precision, device):  # as the step will be: FP8 layers of trained fp32 weights know no other
                 require_isolated_documents(model, device, facts.vocabulary)
@@ -234,7 +235,7 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer, allo
         optimizer = make_optimizer(model, recipe)
     said += told + notices(recipe, data, device, precision, facts)
     if why_own_layers:
-        said.append(f"training on the model's own layers: {why_own_layers}")
+        said.append(f"training uses the transformers layers (slower): {why_own_layers}")
     with stage("load"):
         planned = memory is not None and memory.apply(
             model, lambda: build_batch(data.train, data.first_epoch[0], recipe.train.capacity, data.pad_id, shapes),
@@ -282,8 +283,8 @@ def _require_fp8_layers(model: Any, why_own_layers: str) -> None:
     engine = engine_of(model)
     layers = [] if engine is None else engine.layers
     if why := why_own_layers or next((why for layer in layers if (why := layer.why_not_fused())), ""):
-        raise RecipeError(what="compute: fp8 is not possible for this model", why=why,
-                          fix="leave compute out; the products are in 16 bits then")
+        raise RecipeError(what="compute: fp8 is not supported for this model", why=why,
+                          fix="remove compute to multiply in 16 bits")
 
 
 def _restore(session: Session, state: TrainState) -> None:
@@ -296,8 +297,8 @@ def _restore(session: Session, state: TrainState) -> None:
     before = Progress.from_dict(values["progress"])
     session.progress = before.by(session.recipe.eval.best)
     if session.progress != before:
-        session.notices.append(f"eval.best: {session.recipe.eval.best} decides now, no longer {before.metric}; the best"
-                               " checkpoint and patience count from here")
+        session.notices.append(f"eval.best: {session.recipe.eval.best} replaces {before.metric}; the best checkpoint and "
+                               "patience restart from here")
     session.spikes = Spikes(session.recipe.health.spike, losses_of(values))
     restore_rng(state.rng)
 
@@ -307,11 +308,11 @@ def notices(recipe: Recipe, data: RunData, device: torch.device, precision: Prec
     said = list(data.remarks)
     if data.total_steps < FEW_STEPS and not recipe.train.steps:
         steps = counted(data.total_steps, "step")
-        said.append(f"only {steps}; lower train.batch_tokens (now {recipe.train.batch_tokens:,}) for more")
+        said.append(f"only {steps}; lower train.batch_tokens (now {recipe.train.batch_tokens:,}) for more steps")
     if recipe.method == "full" and recipe.lora != Lora():
-        said.append("method: full trains all weights; the lora section of the recipe is not used")
+        said.append("method: full trains all weights; the lora section of the recipe is ignored")
     if device.type == "cpu" and precision != "fp32":
-        said.append(f"precision {precision}: most CPUs are far slower in it than in fp32")
+        said.append(f"precision: {precision} is much slower than fp32 on most CPUs")
     if facts.longest and recipe.data.max_length > facts.longest:
-        said.append(f"data.max_length {recipe.data.max_length:,} exceeds the {facts.longest:,} positions of the model")
+        said.append(f"data.max_length: {recipe.data.max_length:,} exceeds the model's {facts.longest:,} positions")
     return said

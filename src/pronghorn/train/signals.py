@@ -19,8 +19,8 @@ from types import FrameType
 from typing import Any, Self
 
 _WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal is closed, or the connection lost
-_FIRST = "finishing this step, then saving; press Ctrl-C again to leave at once"
-_SECOND = "left at once; the previous checkpoint is intact, the same command resumes from it"
+_FIRST = "finishing this step, then saving; press Ctrl-C again to quit immediately"
+_SECOND = "quit; the previous checkpoint is intact, the same command resumes from it"
 _SHOW_CURSOR = "\x1b[?25h"  # a live display hides the cursor, and os._exit gives it no chance to bring it back
 
 

@@ -87,9 +87,10 @@ class Spikes:
         self._in_a_row = self._in_a_row + 1 if spiked else 0
         if self._in_a_row > MOST_IN_A_ROW and self.policy == "skip":
             raise GaveUp(
-                what=f"step {step}: the loss stays at {loss:.4g}, the limit is {limit:.4g}; {MOST_IN_A_ROW} steps were skipped",
-                where=folder, why="that many in a row are not a spike: the data or the weights changed",
-                fix="look at the rows that the log names; change health.spike (--allow-change health.spike) or lower train.lr "
+                what=f"step {step}: the loss stays at {loss:.4g}, above the limit of {limit:.4g}; {MOST_IN_A_ROW} steps were "
+                     "skipped",
+                where=folder, why="so many in a row are not a spike: the data or the weights changed",
+                fix="inspect the rows named in the log; change health.spike (--allow-change health.spike) or lower train.lr "
                     "(--allow-change train.lr)")
         return spiked
 
@@ -111,6 +112,6 @@ class LeftOut:
     def require_one_more(self, to: int, step: int, loss: float, folder: str) -> None:
         if self.rewinds.count(to) >= MOST_REWINDS:
             where = f"checkpoint-{to}" if to else "the start"
-            raise GaveUp(what=f"step {step}: the loss spiked to {loss:.4g} once more after {MOST_REWINDS} rewinds to {where}",
-                         where=folder, why="leaving rows out does not help, so it is not the rows",
-                         fix=f"{lower_lr()}; or look at the rows that the log names")
+            raise GaveUp(what=f"step {step}: the loss spiked to {loss:.4g} again after {MOST_REWINDS} rewinds to {where}",
+                         where=folder, why="skipping rows does not help, so the rows are not the cause",
+                         fix=f"{lower_lr()}; or inspect the rows named in the log")

@@ -116,7 +116,7 @@ class EagerStep(Step):
             self.optimizer.zero_grad(set_to_none=True)
 
     def finish(self, stage: StageTimer = lambda _: nullcontext()) -> StepResult:
-        assert self._result is not None, "no step was begun"
+        assert self._result is not None, "no step has started"
         result, self._result = self._result, None
         return result
 
@@ -140,8 +140,8 @@ class EagerStep(Step):
         self.scaler.step(self.optimizer)  # does nothing: unscale_ saw the overflow
         self.scaler.update()
         if self.scaler.get_scale() < SMALLEST_SCALE:
-            raise HealthStop(what="fp16 gradients overflow at every loss scale; the weights were not touched",
-                             why="fp16 holds numbers up to 65,504", fix="set precision: bf16 or fp32, or lower train.lr")
+            raise HealthStop(what="fp16 gradients overflow at every loss scale; the weights are unchanged",
+                             why="the largest fp16 number is 65,504", fix="set precision: bf16 or fp32, or lower train.lr")
         return StepResult(loss, float("inf"), skipped=True)
 
 
@@ -156,23 +156,23 @@ def make_step(model: Any, optimizer: torch.optim.Optimizer, *, device: torch.dev
     if graph == "on":
         raise no_graph(why_not)
     if graph == "auto" and device.type == "cuda":
-        say(f"steps run without a CUDA graph: {why_not}")
+        say(f"steps run eagerly, without a CUDA graph: {why_not}")
     return EagerStep(model, optimizer, device=device, precision=precision, clip=clip)
 
 
 def no_graph(why: str) -> EnvironmentFault:
-    return EnvironmentFault(what="train.graph: on, but this run cannot be captured", why=why,
-                            fix="set train.graph: auto (or off), or remove the blocker named above")
+    return EnvironmentFault(what="train.graph: on, but this run cannot be captured as a CUDA graph", why=why,
+                            fix="set train.graph: auto (or off), or remove the cause named above")
 
 
 def why_not_graphed(model: Any, optimizer: torch.optim.Optimizer, device: torch.device, precision: Precision) -> str:
     if device.type != "cuda":
-        return "there is no NVIDIA GPU"
+        return "no NVIDIA GPU found"
     if precision == "fp16":
-        return "fp16's loss scale is decided by the host"
+        return "the fp16 loss scale is updated on the host"
     if not isinstance(optimizer, FusedAdamW):
         return f"the optimizer is {type(optimizer).__name__}"
     engine = engine_of(model)
     if engine is None:
-        return "the model trains on its own layers, which ask the device for numbers"
+        return "the model uses the transformers layers, which synchronize with the host"
     return next((why for layer in engine.layers if (why := layer.why_not_fused())), "")

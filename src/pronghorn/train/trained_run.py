@@ -26,8 +26,9 @@ class TrainedRun:
     def __init__(self, run: Path, which: str) -> None:
         found = list_checkpoints(run)
         if not found:
-            raise CommandError(what="no checkpoint here", where=str(run), why="not a run's folder, or the run never saved",
-                               fix="give a run's output folder; `pronghorn runs` lists them")
+            raise CommandError(what="no checkpoint found", where=str(run),
+                               why="this is not a run's folder, or the run has saved nothing yet",
+                               fix="pass a run's output folder; `pronghorn runs` lists them")
         self.path = self._choose(found, which, run)
         manifest = verify_checkpoint(self.path)
         self.recipe = _found_again(described(self.path, manifest["recipe"], manifest["values"]).recipe, run)
@@ -47,7 +48,7 @@ class TrainedRun:
             return steps.get(best, last) if best is not None else last
         if which.isdigit() and int(which) in steps:
             return steps[int(which)]
-        raise CommandError(what=f"there is no checkpoint `{which}`", where=str(run),
+        raise CommandError(what=f"checkpoint `{which}` not found", where=str(run),
                            fix=f"choose best, last, or one of: {', '.join(str(step) for step in steps)}")
 
     def load(self) -> tuple[Any, Any, torch.device]:
@@ -91,8 +92,8 @@ class Chat:
         self.max_tokens, self.temperature = max_tokens, temperature
         self.messages = [{"role": "system", "content": system}] if system else []
         if self.tokenizer.chat_template is None:
-            raise CommandError(what="this model's tokenizer has no chat template", where=str(run),
-                               why="it was trained on plain text", fix="use the exported model with your own prompts")
+            raise CommandError(what="the tokenizer has no chat template", where=str(run),
+                               why="the model was trained on plain text", fix="use the exported model with your own prompts")
 
     def answer(self, message: str) -> str:
         self.messages.append({"role": "user", "content": message})
@@ -118,5 +119,5 @@ def export_run(run: Path, which: str, target: Path, to: Literal["adapter", "merg
     step, held_out = here.get("step", {}), here.get("eval", {})
     figures = {"checkpoint": trained.path.name, "training loss at this step": step.get("loss", "unknown"),
                "held-out loss": held_out.get("loss", "not measured at this step"),
-               "tokens trained on": step.get("seen_tokens", "unknown")}
+               "trained tokens": step.get("seen_tokens", "unknown")}
     export(trained.path, trained.recipe, target, to, figures)
