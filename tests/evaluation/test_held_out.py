@@ -69,7 +69,7 @@ def test_a_metric_that_cannot_be_met_is_refused() -> None:
         with pytest.raises(DataError, match=f"{metric}: the expected answer is not JSON") as caught:
             HeldOut(questions("no JSON"), Eval(metrics=(metric,)), make_tokenizer())
         assert caught.value.where == "a:0"
-    with pytest.raises(DataError, match=r"eval\.regex: it finds nothing"):
+    with pytest.raises(DataError, match=r"eval\.regex: the pattern does not match"):
         HeldOut(questions("none"), Eval(metrics=("regex",), regex=r"(\d)"), make_tokenizer())
     HeldOut(questions("none"), Eval(metrics=("regex",), regex=r"\d"), make_tokenizer())  # that is asked of the answer alone
 
@@ -82,7 +82,7 @@ def test_best_by_what_nobody_measures_is_refused() -> None:
 
 
 def test_metrics_need_rows_that_ask() -> None:
-    with pytest.raises(DataError, match="no held-out row asks anything"):
+    with pytest.raises(DataError, match="no held-out row contains a question"):
         HeldOut.of(None, make_tokenizer(), Eval(metrics=("exact_match",)))
     assert HeldOut.of(None, make_tokenizer(), Eval()).questions == []
 
@@ -106,7 +106,7 @@ def test_the_base_models_answers_are_found_again_only_for_the_same_questions(tmp
     others = {held_out(max_new_tokens=3).key("model"), asked.key("other"), HeldOut([], Eval(), None).key("model")}
     assert len(others | {key}) == 4
     assert all(read_base(tmp_path, other) is None for other in others)
-    with pytest.raises(EnvironmentFault, match="answers could not be written"):
+    with pytest.raises(EnvironmentFault, match="cannot write the base model's answers"):
         write_base(tmp_path / "gone", key, answers)
     for damage in ("", "[]", "{", json.dumps({"key": key}), json.dumps({"key": key, "answers": [3]})):
         (tmp_path / "base_answers.json").write_text(damage)

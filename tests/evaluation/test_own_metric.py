@@ -29,11 +29,11 @@ def test_a_number_is_called_as_the_file_and_a_dictionary_names_its_own(tmp_path:
 @table(("body", "what", "why"), [
     ("    x = 1\n    return x / 0", "ZeroDivisionError", "line 3"),
     ("    raise SystemExit(3)", "SystemExit", "line 2"),
-    ("    return 'good'", "returned 'good'", "no number"),
-    ("    return None", "returned None", "no number"),
-    ("    return {}", "returned {}", "no number"),
-    ("    return {'a': 'b'}", "returned", "no number"),
-    ("    return float('nan')", "returned nan", "no number"),
+    ("    return 'good'", "returned 'good'", "a finite number"),
+    ("    return None", "returned None", "a finite number"),
+    ("    return {}", "returned {}", "a finite number"),
+    ("    return {'a': 'b'}", "returned", "a finite number"),
+    ("    return float('nan')", "returned nan", "a finite number"),
 ])
 def test_what_its_code_does_wrong_is_told(tmp_path: Path, body: str, what: str, why: str) -> None:
     with pytest.raises(CommandError, match=what) as caught:

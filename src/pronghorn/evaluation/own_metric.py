@@ -39,11 +39,12 @@ class OwnMetric:
             raise self._error(f"the metric failed: {type(error).__name__}: {error}", _line_of(error, self.path)) from error
         scores = value if isinstance(value, dict) else {self.name: value}
         if not scores or not all(_is_score(name, score) for name, score in scores.items()):
-            raise self._error(f"the metric returned {value!r:.200}", "it is no number and no dictionary of numbers by name")
+            raise self._error(f"the metric returned {value!r:.200}",
+                              "a metric returns a finite number or a dictionary of finite numbers")
         return {name: float(score) for name, score in scores.items()}
 
     def _error(self, what: str, why: str) -> CommandError:
-        return CommandError(what=what, where=str(self.path), why=why, fix=f"correct the file: {FORM}")
+        return CommandError(what=what, where=str(self.path), why=why, fix=f"fix the file: {FORM}")
 
 
 def _is_score(name: Any, score: Any) -> bool:
@@ -54,16 +55,17 @@ def _is_score(name: Any, score: Any) -> bool:
 def _function(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(f"metric_file_{path.stem}", path) if path.suffix == ".py" else None
     if spec is None or spec.loader is None or not path.is_file():
-        why = "there is no such file" if not path.is_file() else "it is not a .py file"
-        raise CommandError(what="--metric-file: this is not a Python file", where=str(path), why=why, fix=f"one with {FORM}")
+        why = "file not found" if not path.is_file() else "it is not a .py file"
+        raise CommandError(what="--metric-file: not a Python file", where=str(path), why=why,
+                           fix=f"pass a file with {FORM}")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise CommandError(what=f"the metric's file failed: {type(error).__name__}: {error}", where=str(path),
-                           why=_line_of(error, path), fix="correct the file") from error
+        raise CommandError(what=f"the metric file failed: {type(error).__name__}: {error}", where=str(path),
+                           why=_line_of(error, path), fix="fix the file") from error
     if not callable(getattr(module, "metric", None)):
-        raise CommandError(what="the metric's file has no function `metric`", where=str(path), fix=f"add one: {FORM}")
+        raise CommandError(what="the metric file has no function `metric`", where=str(path), fix=f"add one: {FORM}")
     return module.metric
 
 

@@ -13,7 +13,7 @@ def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def parse(text: str) -> Any:
@@ -22,7 +22,7 @@ def parse(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_refuse_repeated_keys, parse_constant=_refuse_constant)
     except RecursionError as error:
-        raise ValueError("nested too deep") from error
+        raise ValueError("nested too deeply") from error
 
 
 def is_json(text: str) -> bool:

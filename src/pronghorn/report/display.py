@@ -260,7 +260,7 @@ def _say_step(run: _Run, event: dict[str, Any], width: int) -> list[str]:
 
 def _say_evaluation(run: _Run, event: dict[str, Any], width: int) -> list[str]:
     loss, perplexity = (wording.figure(as_number(event.get(name))) for name in ("loss", "perplexity"))
-    best = ", the best so far" if event.get("best") else ""
+    best = ", best so far" if event.get("best") else ""
     shown = [g for g in (event.get("generations") or [])[:1] if isinstance(g, dict)]
     metrics = "".join(f", {name}" for name in _metrics(event))
     head = f"evaluation at step {event.get('step', 0):,}: loss {loss}, perplexity {perplexity}{metrics}{best}"
@@ -275,7 +275,7 @@ def _metrics(event: dict[str, Any]) -> list[str]:
     """`exact_match 0.93`, and how many answers did not end, where that is known."""
     said = [f"{wording.one_line(str(name), 40)} {wording.score(as_number(value))}"
             for name, value in (event.get("metrics") or {}).items()]
-    return said + ([f"{counted(event['cut'], 'answer')} cut at eval.max_new_tokens"] if event.get("cut") else [])
+    return said + ([f"{counted(event['cut'], 'answer')} truncated at eval.max_new_tokens"] if event.get("cut") else [])
 
 
 def _say_checkpoint(run: _Run, event: dict[str, Any], width: int) -> list[str]:

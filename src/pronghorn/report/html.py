@@ -150,7 +150,7 @@ def _plots(
 ) -> str:
     loss, evaluation = _column(steps, "loss"), _column(evals, "loss")
     broken = sum(not math.isfinite(y) for _, y in loss)
-    note = f"{broken:,} {'step' if broken == 1 else 'steps'} with a loss that is not a finite number." if broken else ""
+    note = f"{broken:,} {'step' if broken == 1 else 'steps'} with a non-finite loss." if broken else ""
     star = None
     if run.best_eval is not None and run.best_eval_step is not None:
         star = (float(run.best_eval_step), run.best_eval, f"best {wording.figure(run.best_eval)}")
@@ -198,7 +198,7 @@ def _stages(run: Figures) -> str:
     missing = run.seconds - total
     note = ""
     if missing > 0.02 * run.seconds:
-        more = f"{wording.duration(missing)} more passed after the last account, which is written at each checkpoint."
+        more = f"{wording.duration(missing)} more passed since the last checkpoint; stages are recorded at each checkpoint."
         note = f'<p class="note">{more}</p>'
     return (
         f'<h2>Where the time went</h2><div class="card"><div class="stack">{segments}</div>'

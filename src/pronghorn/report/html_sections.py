@@ -201,12 +201,12 @@ def memory_section(kept: Sequence[dict[str, Any]]) -> str:
     end: dict[str, Any] = next((e for e in reversed(later) if e["event"] == "end"), {})
     rows = [
         ("tensors on the GPU, peak", _gb(plan.get("peak_bytes")), _gb(measured.get("peak_bytes"))),
-        ("GPU in all, driver and fragmentation included", _gb(plan.get("device_bytes")), _gb(measured.get("device_bytes"))),
+        ("GPU total, with driver and fragmentation", _gb(plan.get("device_bytes")), _gb(measured.get("device_bytes"))),
         ("budget for tensors", _gb(plan.get("budget")), ""),
         ("activations in host RAM, pinned", _gb(plan.get("host_bytes")) if plan.get("host_bytes") else "",
          _gb(plan_event.get("pinned_bytes")) if plan_event.get("pinned_bytes") else ""),
         ("RAM of the process, peak", "", _gb(end.get("host_peak_bytes"))),
-        ("time of a step", _seconds(plan_event.get("step_seconds")), _seconds(measured.get("step_seconds"))),
+        ("time per step", _seconds(plan_event.get("step_seconds")), _seconds(measured.get("step_seconds"))),
     ]  # fmt: skip
     shown = "".join(
         f'<tr><td>{name}</td><td class="n">{before or wording.MISSING}</td><td class="n">{after or wording.MISSING}</td></tr>'
@@ -239,9 +239,9 @@ def cost_section(run: Figures) -> str:
     rows = [("wall-clock", wording.duration(run.seconds)),
             ("GPU hours", f"{spent.gpu_hours:,.2f}" if run.gpus else ""),
             ("outside training", f"{wording.percent(spent.wasted_share)} of the time: loading, evaluation, checkpoints"),
-            ("tokens an hour", wording.count(run.tokens / run.seconds * 3600) if run.seconds > 0 else "")]  # fmt: skip
+            ("tokens per hour", wording.count(run.tokens / run.seconds * 3600) if run.seconds > 0 else "")]  # fmt: skip
     if spent.money is not None and run.price is not None:
-        rows.append(("price", f"about {spent.money:,.2f} USD at {run.price:,.2f} USD an hour ({run.price_note})"))
+        rows.append(("price", f"about {spent.money:,.2f} USD at {run.price:,.2f} USD per hour ({run.price_note})"))
     elif run.gpus:
-        rows.append(("price", "not known for this GPU"))
+        rows.append(("price", "unknown for this GPU"))
     return f'<h2>Cost</h2><div class="card">{pairs(rows)}</div>'

@@ -75,7 +75,7 @@ class RunLog:
                 "cannot write the run's log",
                 where=str(self.path),
                 why=error.strerror or str(error),
-                fix="free some disk space, then start the same command again: it resumes from the last checkpoint",
+                fix="free some disk space, then run the same command again: it resumes from the last checkpoint",
             ) from error
         self._end += len(line)
         for listener in self._listeners:
@@ -104,10 +104,10 @@ def read_log(path: Path) -> list[dict[str, Any]]:
             events.append(event)
         elif number < len(lines):
             raise DataError(
-                "this line is not an event",
+                "invalid line in the run's log",
                 where=f"{path}:{number}",
-                why=f"it reads {line[:60]!r}",
-                fix="remove the line: the rest of the log stays usable",
+                why=f"the line starts with {line[:60]!r}",
+                fix="remove the line; the rest of the log stays usable",
             )
     return events
 
@@ -115,7 +115,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 def _require_file(path: Path) -> None:
     """A pipe would be waited at for ever, and /dev/zero never ends."""
     if path.exists() and not path.is_file():
-        raise DataError("the run's log is not a file", where=str(path), fix="move it away; the next start writes a new one")
+        raise DataError("the run's log is not a file", where=str(path), fix="move it away; the next run creates a new one")
 
 
 def history(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -45,8 +45,8 @@ class RunInfo:
 def list_runs(root: Path) -> list[RunInfo]:
     """Every folder below root (or root itself) that holds a run.jsonl."""
     if not root.is_dir():
-        raise CommandError("no such folder", where=str(root), why="runs are searched for under it",
-                           fix="name the folder that holds your runs: pronghorn runs --root FOLDER")
+        raise CommandError("folder not found", where=str(root), why="`pronghorn runs` searches it for runs",
+                           fix="name the folder that contains your runs: pronghorn runs --root FOLDER")
     found = []
     for place, folders, files in os.walk(root):
         # Runs do not lie inside runs: their checkpoints need not be searched.
@@ -79,7 +79,7 @@ def _info(folder: Path) -> RunInfo:
 
 def runs_table(runs: Sequence[RunInfo]) -> RenderableType:
     if not runs:
-        return Text("no runs here")
+        return Text("no runs found")
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("folder", overflow="fold")
     for heading in ("model", "method", "state"):
@@ -100,7 +100,7 @@ def runs_table(runs: Sequence[RunInfo]) -> RenderableType:
 def compare(folders: Sequence[Path]) -> dict[str, Any]:
     """The runs side by side, as plain data: each list has one entry a run, in the order given."""
     if len(folders) < 2:
-        below = f"; for those below {folders[0]}: pronghorn runs --root {folders[0]}" if folders else ""
+        below = f"; for runs below {folders[0]}: pronghorn runs --root {folders[0]}" if folders else ""
         raise CommandError("comparing needs at least two runs", fix=f"name two or more run folders{below}")
     logs = [_log_of(folder) for folder in folders]
     runs = [figures(events) for events in logs]
@@ -174,9 +174,9 @@ def comparison_table(comparison: dict[str, Any]) -> RenderableType:
 def _log_of(folder: Path) -> list[dict[str, Any]]:
     if not (folder / run_log.FILE_NAME).is_file():
         raise CommandError(
-            "this is not a run",
+            "not a run's folder",
             where=str(folder),
-            why=f"it holds no {run_log.FILE_NAME}",
+            why=f"it contains no {run_log.FILE_NAME}",
             fix="`pronghorn runs` lists all runs",
         )
     return read_log(folder)

@@ -71,7 +71,7 @@ class Stages:
 
     def _enter(self, name: str) -> None:
         if threading.get_ident() != self._thread:
-            raise RuntimeError(f"stage {name!r} entered in another thread than the one the accounting belongs to")
+            raise RuntimeError(f"stage {name!r} entered in a different thread than the one that owns the accounting")
         self._book()
         self._stack.append(name)
 

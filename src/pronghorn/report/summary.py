@@ -35,8 +35,8 @@ def advise(run: Figures) -> Advice:
         return max(found, key=lambda advice: advice.share)
     training = run.share(*TRAINING)
     if training == 0.0:
-        return Advice("nothing to say yet", "no training step is accounted for", 0.0)
-    return Advice(f"nothing to fix: {wording.percent(training)} of the time went into training", "", 0.0)
+        return Advice("no suggestion yet", "no training step is recorded", 0.0)
+    return Advice(f"nothing to fix: training took {wording.percent(training)} of the time", "", 0.0)
 
 
 def summary(events: Sequence[dict[str, Any]], gpus: int | None = None, price_per_hour: float | None = None) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def render(facts: dict[str, Any]) -> RenderableType:
     for name, of in facts["metrics"].items():
         table.add_row(wording.one_line(name, 30), _metric(of, decides=name == facts["decides"]))
     rate = number(facts["tokens_per_second"]) or 0.0
-    table.add_row("tokens", Text(f"{wording.count(facts['tokens'])} seen, {wording.count(rate)} a second"))
+    table.add_row("tokens", Text(f"{wording.count(facts['tokens'])} seen, {wording.count(rate)} per second"))
     if facts["experts"]:
         table.add_row("experts", Text(facts["experts"]["text"]))
     table.add_row("time", Text(_time_line(facts)))
@@ -124,7 +124,7 @@ def _metric(of: dict[str, Any], *, decides: bool) -> Text:
     text = Text("" if of["base"] is None else f"{wording.score(_float(of['base']))} (base) → ")
     text.append(wording.score(_float(of["last"])))
     best = "" if of["best"] is None else f"best {wording.score(_float(of['best']))} at step {of['best_step']:,}, "
-    text.append(f"   {best}{counted(of['samples'], 'row')}" + ", decides the best" * decides, style="dim")
+    text.append(f"   {best}{counted(of['samples'], 'row')}" + ", selects the best checkpoint" * decides, style="dim")
     return text
 
 
@@ -158,9 +158,9 @@ def _waiting(run: Figures) -> Advice | None:
     if share <= 0.05:
         return None
     workers, cores = _setting(run, "data", "workers"), _cores()
-    why = f"{wording.percent(share)} of the time training waited for data"
+    why = f"training waited for data {wording.percent(share)} of the time"
     if isinstance(workers, int) and workers >= cores:
-        return Advice("nothing to change", f"{why}, and data.workers is {workers} on {counted(cores, 'core')} already", share)
+        return Advice("nothing to change", f"{why}, but data.workers is already {workers} on {counted(cores, 'core')}", share)
     wanted = min(cores, max(2, 2 * workers) if isinstance(workers, int) else 4)
     return Advice(f"set data.workers: {wanted} (now {workers})", why, share, "data.workers")
 
@@ -174,7 +174,7 @@ def _evaluating(run: Figures) -> Advice | None:
     share, every = run.share("evaluate"), _setting(run, "eval", "every")
     if share <= 0.15 or (isinstance(every, int) and run.step and every >= run.step):  # one evaluation cannot be fewer
         return None
-    why = f"evaluation took {wording.percent(share)} of the time; fewer eval.generations help as well"
+    why = f"evaluation took {wording.percent(share)} of the time; fewer eval.generations also help"
     return Advice(_raise_to(run, "eval", "every", 2), why, share, "eval.every")
 
 
@@ -190,7 +190,7 @@ def _tokenizing(run: Figures) -> Advice | None:
     share = run.share("read", "tokenize")
     if share <= 0.20:
         return None
-    why = f"reading and tokenizing took {wording.percent(share)} of the time; the next run on this data finds it in the cache"
+    why = f"reading and tokenizing took {wording.percent(share)} of the time; the next run reads this data from the cache"
     return Advice("nothing to change", why, share)
 
 
@@ -214,7 +214,7 @@ def _optimizing(run: Figures) -> Advice | None:
     share = run.share("optimizer")
     if share <= 0.20:
         return None
-    why = f"the optimizer took {wording.percent(share)} of the time; larger steps need it less often"
+    why = f"the optimizer took {wording.percent(share)} of the time; larger batches need fewer optimizer steps"
     return Advice(_raise_to(run, "train", "batch_tokens", 2), why, share, "train.batch_tokens")
 
 
@@ -225,7 +225,7 @@ def _too_long(run: Figures) -> Advice | None:
     if run.best_eval_step == run.last_eval_step or run.last_eval <= run.best_eval * 1.02:
         return None
     share = (run.last_eval_step - run.best_eval_step) / run.last_eval_step * run.share(*TRAINING)
-    why = f"the evaluation was best at step {run.best_eval_step:,} of {run.last_eval_step:,} and got worse after it"
+    why = f"held-out loss was best at step {run.best_eval_step:,} of {run.last_eval_step:,} and rose afterwards"
     if _setting(run, "eval", "stop"):
         return Advice("train for fewer steps, or lower eval.stop.patience", why, share, "eval.stop.patience")
     return Advice("set eval.stop: {patience: 3}, or train for fewer steps", why, share, "eval.stop")
@@ -235,8 +235,8 @@ def _elsewhere(run: Figures) -> Advice | None:
     share = run.share("other")
     if share <= 0.10:
         return None
-    why = f"{wording.percent(share)} of the time was spent outside the run's stages"
-    return Advice("check what else was running on this machine", why, share)
+    why = f"{wording.percent(share)} of the time was outside the recorded stages"
+    return Advice("check what else runs on this machine", why, share)
 
 
 RULES: tuple[Callable[[Figures], Advice | None], ...] = (
