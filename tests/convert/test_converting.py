@@ -39,7 +39,7 @@ def test_a_value_that_the_recipe_does_not_take_is_told_and_left_out() -> None:
                                  "val_set_size: x\nmicro_batch_size: 1000000000000\nsequence_len: 4\n", "c.yml")
     told = {fate.key: fate.text for fate in found.fates if fate.kind == "not honoured"}
     assert set(told) >= {"learning_rate", "lora_dropout", "seed", "val_set_size", "sequence_len"}
-    assert "train.lr does not take -1" in told["learning_rate"]
+    assert "train.lr does not accept -1" in told["learning_rate"]
     assert parse_recipe(found.recipe).train.lr == 2e-4
 
 
@@ -64,10 +64,10 @@ def test_the_command_writes_recipe_and_list(tmp_path: Path, capsys: pytest.Captu
     file = tmp_path / "recipe.yaml"
     assert main(["new", "--from", str(AXOLOTL), "-o", str(file)]) == 0
     shown = capsys.readouterr().out
-    assert "NOT HONOURED: 3 keys" in shown
-    assert "  30  loss_watchdog_threshold: 5.0 -- health.spike" in shown
+    assert "NOT SUPPORTED: 3 keys" in shown
+    assert "  30  loss_watchdog_threshold: 5.0 -- set health.spike" in shown
     assert f"pronghorn check {file}" in shown
-    assert "loss_watchdog_threshold: 5.0 -- health.spike" in file.read_text()
+    assert "loss_watchdog_threshold: 5.0 -- set health.spike" in file.read_text()
     assert "micro_batch_size (line 19)" in file.read_text()
     assert main(["new", "--from", str(AXOLOTL), "-o", str(file)]) == 2  # never over a file that is there
     capsys.readouterr()

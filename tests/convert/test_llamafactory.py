@@ -99,7 +99,7 @@ def told(text: str, folder: Path) -> dict[str, tuple[str, str]]:
 @table(("entry", "why"), [
     ({"file_name": "x.json", "ranking": True}, "preference"), ({"ms_hub_url": "x/y"}, "neither a file nor"),
     ({"file_name": "x.json", "columns": {"images": "i"}}, "images"), ({"file_name": "x.json", "columns": 3}, "columns"),
-    ("nonsense", "no data set `x`"), ({"hf_hub_url": "x/y", "folder": "z"}, "folder"),
+    ("nonsense", "no dataset `x`"), ({"hf_hub_url": "x/y", "folder": "z"}, "folder"),
 ])
 def test_a_data_set_that_cannot_be_used_is_told(entry: Any, why: str, tmp_path: Path) -> None:
     info(tmp_path, x=entry)

@@ -60,10 +60,10 @@ MARKS = ("base_model", "datasets", "pretraining_dataset", "sequence_len", "micro
 OURS_INSTEAD = ("liger", "cut_cross_entropy", "CutCrossEntropy", "KernelsPlugin", "fused_attn")  # plugins of kernels
 LORA_KEYS = ["lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear", "peft_use_dora",
              "peft_use_rslora", "loraplus_lr_ratio"]
-CACHE = "tokenized rows are kept in a cache of Pronghorn's own (PRONGHORN_CACHE)"
-OBJECTIVE = "the loss is the mean over learned tokens; another objective is not available"
+CACHE = "Pronghorn caches tokenized rows itself (PRONGHORN_CACHE)"
+OBJECTIVE = "the loss is the mean over tokens that carry loss; no other objective is supported"
 METRICS = "eval.metrics scores answers to held-out rows: exact_match, rouge_l, ..."
-HUB = "nothing is uploaded; `pronghorn export` writes the folder to upload"
+HUB = "Pronghorn uploads nothing; `pronghorn export` writes the folder to upload"
 
 
 def convert(draft: Draft) -> None:
@@ -93,12 +93,13 @@ def _method(draft: Draft) -> None:
         draft.targets["method"], draft.defaults["method"] = "full", "no adapter"
         for key in ("load_in_4bit", "load_in_8bit"):
             if is_on(draft.get(key)):
-                draft.not_honoured(key, "trained weights are never stored in few bits; set method: qlora to train an adapter")
-        adapter_off(draft, ["load_in_4bit", "load_in_8bit"], "method: full says it")
-        adapter_off(draft, LORA_KEYS, "there is no adapter: all of the model is trained (method: full)")
+                draft.not_honoured(key,
+                                   "method: full does not quantize trained weights; set method: qlora to train an adapter")
+        adapter_off(draft, ["load_in_4bit", "load_in_8bit"], "set by method: full")
+        adapter_off(draft, LORA_KEYS, "no adapter: all weights are trained (method: full)")
         return
     if adapter not in ("lora", "qlora"):
-        draft.nearest("method", "lora", "adapter", "the adapters are LoRA and its kin (lora, qlora, fp8)")
+        draft.nearest("method", "lora", "adapter", "the supported adapter methods are lora, qlora and fp8")
     elif adapter == "qlora" or is_on(four):
         draft.set("method", "qlora", *(key for key in ("adapter", "load_in_4bit") if is_on(draft.get(key))))
     else:
@@ -107,7 +108,7 @@ def _method(draft: Draft) -> None:
         draft.not_honoured("load_in_8bit", f"{BITS}; the recipe has method: {draft.targets['method']}")
     for key in ("load_in_4bit", "load_in_8bit"):
         if draft.get(key) is not None and key not in draft.fates:
-            draft.no_effect(key, f"method: {draft.targets['method']} says it")
+            draft.no_effect(key, f"set by method: {draft.targets['method']}")
     _targets(draft)
 
 
@@ -116,12 +117,12 @@ def _targets(draft: Draft) -> None:
     if linear:
         draft.set("lora.targets", "all-linear", "lora_target_linear")
     elif draft.get("lora_target_linear") is not None:
-        draft.no_effect("lora_target_linear", "lora_target_modules counts")
+        draft.no_effect("lora_target_linear", "lora_target_modules takes precedence")
     if modules is None:
         return
     if isinstance(modules, str) and modules != "all-linear":
-        draft.not_honoured("lora_target_modules", "layers are named by the ends of their names, not by a pattern; the recipe"
-                                                  " has lora.targets: all-linear")
+        draft.not_honoured("lora_target_modules",
+                           "lora.targets takes module names, not a pattern; the recipe uses lora.targets: all-linear")
         return
     try:
         names = words(modules)
@@ -129,7 +130,7 @@ def _targets(draft: Draft) -> None:
         draft.not_honoured("lora_target_modules", str(error))
         return
     if linear:
-        draft.no_effect("lora_target_modules", "lora.targets: all-linear has every linear layer of the decoder")
+        draft.no_effect("lora_target_modules", "lora.targets: all-linear covers every linear layer of the decoder")
     else:
         draft.set("lora.targets", "all-linear" if names == ["all-linear"] else names, "lora_target_modules")
 
@@ -137,11 +138,11 @@ def _targets(draft: Draft) -> None:
 def _long(draft: Draft) -> None:
     key, how = "excess_length_strategy", str(draft.get("excess_length_strategy", "")).lower()
     if how and draft.targets.get("data.long") == "split":
-        draft.no_effect(key, "long texts are cut into pieces, as there")
+        draft.no_effect(key, "long texts are split into pieces, as in Axolotl")
     elif how in ("drop", "truncate"):
         draft.set("data.long", how, key)
     elif how == "raise":
-        draft.no_effect(key, "more than one row in a hundred that is too long is an error here, too")
+        draft.no_effect(key, "Pronghorn also stops with an error when more than 1 % of the rows are too long")
     elif how:
         draft.not_honoured(key, "rows that are too long are dropped, truncated or split (data.long)")
     draft.default("data.long", "drop")
@@ -158,11 +159,11 @@ def _template(draft: Draft) -> None:
     if not name:
         return
     if name == "jinja":
-        draft.no_effect(key, "chat_template_jinja has the template")
+        draft.no_effect(key, "chat_template_jinja sets the template")
     elif name.startswith("tokenizer_default"):
-        draft.no_effect(key, "the tokenizer's own template is used, as here")
+        draft.no_effect(key, "same as Pronghorn: the tokenizer's template is used")
     elif "data.template" in draft.targets:
-        draft.not_honoured(key, f"the rows' own form counts, data.template: {draft.targets['data.template']}")
+        draft.not_honoured(key, f"data.template: {draft.targets['data.template']} takes precedence")
     elif draft.targets.get("data.format") == "text":
         draft.no_effect(key, "plain text has no template")
     else:
@@ -177,16 +178,16 @@ def _tokens(draft: Draft) -> None:
             for name, token in value.items():
                 at = f"{key}.{name}"
                 if plain(token) is None:
-                    draft.no_effect(at, "empty there, so nothing to do")
+                    draft.no_effect(at, "the value is empty")
                 elif name not in ("bos_token", "eos_token", "pad_token", "unk_token") or not isinstance(token, str):
                     draft.not_honoured(at, NEW_TOKENS)
                 else:
                     found[name] = token
                     draft.fates[at] = ("mapped", f"data.special_tokens.{name}: {token}")
             if found:
-                draft.set("data.special_tokens", found, key, note="tokens that the vocabulary has")
+                draft.set("data.special_tokens", found, key, note="use tokens of the existing vocabulary")
             else:
-                draft.no_effect(key, "nothing of it is used")
+                draft.no_effect(key, "none of its values is used")
         elif value is not None:
             draft.not_honoured(key, NEW_TOKENS)
     if draft.get("eot_tokens") is not None:
@@ -199,17 +200,17 @@ def _tokens(draft: Draft) -> None:
 def _evaluating(draft: Draft, epochs: float) -> None:
     keys = ["eval_steps", "evals_per_epoch", "eval_strategy", "evaluation_strategy"]
     if draft.targets.get("data.eval") is None:
-        adapter_off(draft, keys, "there is no held-out data")
+        adapter_off(draft, keys, "no held-out data")
         return
     strategy = "eval_strategy" if draft.get("eval_strategy") is not None else "evaluation_strategy"
     every(draft, "eval.every", steps="eval_steps", strategy=strategy, per_epoch="evals_per_epoch", epochs=epochs,
-          best="as the number of steps says")
+          best="the step count takes precedence")
 
 
 def _plugins(draft: Draft, key: str) -> None:
     others = [name for name in words(draft.get(key)) if not any(part.lower() in name.lower() for part in OURS_INSTEAD)]
     if others:
-        draft.not_honoured(key, f"plugins do not run here, {', '.join(others[:3])} neither; kernels are Pronghorn's own")
+        draft.not_honoured(key, f"plugins are not supported: {', '.join(others[:3])}; Pronghorn uses its own kernels")
     else:
         draft.no_effect(key, KERNELS)
 
@@ -218,21 +219,21 @@ def _loss_on(draft: Draft, key: str) -> None:
     if is_on(draft.get(key)):
         draft.set("data.loss_on", "all", key)
     else:
-        draft.no_effect(key, "only answers are learned, as here by default")
+        draft.no_effect(key, "only answers carry loss, as by default in Pronghorn")
 
 
 def _tokenizer(draft: Draft, key: str) -> None:
     if draft.get(key) == draft.get("base_model"):
-        draft.no_effect(key, "the model's own, as here")
+        draft.no_effect(key, "same as Pronghorn: the model's own files are used")
     else:
-        draft.not_honoured(key, "config and tokenizer are the model's own; put other files into a copy of its folder")
+        draft.not_honoured(key, "config and tokenizer come from the model folder; put other files into a copy of it")
 
 
 def _shuffle(draft: Draft, key: str) -> None:
     if is_on(draft.get(key)):
-        draft.no_effect(key, "rows are shuffled anew in each epoch, as here")
+        draft.no_effect(key, "same as Pronghorn: rows are reshuffled every epoch")
     else:
-        draft.not_honoured(key, "rows are shuffled anew in each epoch")
+        draft.not_honoured(key, "Pronghorn reshuffles the rows every epoch")
 
 
 ROWS: dict[str, Row] = {
@@ -241,112 +242,120 @@ ROWS: dict[str, Row] = {
     "model_type": nothing(MODEL), "tokenizer_type": nothing(MODEL), "is_falcon_derived_model": nothing(MODEL),
     "is_llama_derived_model": nothing(MODEL), "is_mistral_derived_model": nothing(MODEL),
     "is_qwen_derived_model": nothing(MODEL), "type_of_model": nothing(MODEL), "tokenizer_use_fast": nothing(MODEL),
-    "tokenizer_legacy": nothing(MODEL), "torch_dtype": nothing("`precision` says it"),
-    "base_model_ignore_patterns": nothing("safetensors are read, nothing else"),
-    "tokenizer_use_mistral_common": not_here("the tokenizer is that of tokenizer.json"),
-    "trust_remote_code": not_here(NO_CODE, "no code of a model's repository runs here either"),
-    "revision_of_model": not_here("the newest revision is read; download that one and name its folder"),
-    "model_config": not_here("the model's own config.json counts"),
-    "overrides_of_model_config": not_here("the model's own config.json counts"),
-    "overrides_of_model_kwargs": not_here("the model is loaded in one way"),
-    "model_quantization_config": nothing("checkpoints in few bits are read as their config says"),
-    "model_quantization_config_kwargs": nothing("checkpoints in few bits are read as their config says"),
-    "cls_model_config": nothing(MODEL), "rope_scaling": not_here("the model's own config.json counts"),
-    "hf_use_auth_token": nothing("your login of huggingface_hub is used"), "low_cpu_mem_usage": nothing(PLAN),
-    "processor_type": not_here(IMAGES), "freeze_mm_modules": nothing("the vision tower is always frozen here"),
-    "reinit_weights": not_here("training begins with the model's weights"),
-    "resize_token_embeddings_to_32x": not_here("the vocabulary stays as it is"),
-    "shrink_embeddings": not_here("the vocabulary stays as it is"), "fix_untrained_tokens": not_here(NEW_TOKENS),
+    "tokenizer_legacy": nothing(MODEL), "torch_dtype": nothing("set by `precision`"),
+    "base_model_ignore_patterns": nothing("Pronghorn reads safetensors only"),
+    "tokenizer_use_mistral_common": not_here("Pronghorn uses tokenizer.json"),
+    "trust_remote_code": not_here(NO_CODE, "Pronghorn runs no code from model repositories either"),
+    "revision_of_model": not_here("Pronghorn loads the main revision; download the other one and name its folder"),
+    "model_config": not_here("the model's config.json is used"),
+    "overrides_of_model_config": not_here("the model's config.json is used"),
+    "overrides_of_model_kwargs": not_here("loading options of the model are not supported"),
+    "model_quantization_config": nothing("quantized checkpoints are read as their config specifies"),
+    "model_quantization_config_kwargs": nothing("quantized checkpoints are read as their config specifies"),
+    "cls_model_config": nothing(MODEL), "rope_scaling": not_here("the model's config.json is used"),
+    "hf_use_auth_token": nothing("your huggingface_hub login is used"), "low_cpu_mem_usage": nothing(PLAN),
+    "processor_type": not_here(IMAGES), "freeze_mm_modules": nothing("the vision tower is always frozen"),
+    "reinit_weights": not_here("training starts from the model's weights"),
+    "resize_token_embeddings_to_32x": not_here("the vocabulary is not changed"),
+    "shrink_embeddings": not_here("the vocabulary is not changed"), "fix_untrained_tokens": not_here(NEW_TOKENS),
     "added_tokens_overrides": not_here(NEW_TOKENS), "mean_resizing_embeddings": not_here(NEW_TOKENS),
-    "device_map": nothing("one GPU holds the model, and the plan says what lies in host memory"),
-    "device": nothing("the GPU, if there is one"), "max_memory": nothing("memory.budget says it"),
+    "device_map": nothing("one GPU holds the model; the memory plan decides what is offloaded to host RAM"),
+    "device": nothing("the GPU is used if there is one"), "max_memory": nothing("set by memory.budget"),
     "gpu_memory_limit": not_here("set memory.budget, such as 20GB"),
     # adapter
     "lora_r": to("lora.r", whole), "lora_alpha": to("lora.alpha", number), "lora_dropout": to("lora.dropout", number),
     "peft_use_dora": to("lora.dora", is_on), "peft_use_rslora": to("lora.rslora", is_on),
-    "loraplus_lr_ratio": to("lora.plus_ratio", number), "loraplus_lr_embedding": nothing("embeddings have no adapter here"),
+    "loraplus_lr_ratio": to("lora.plus_ratio", number), "loraplus_lr_embedding": nothing("embeddings cannot have an adapter"),
     "lora_modules_to_save": not_here(FROZEN), "lora_fan_in_fan_out": not_here("detected from the layers"),
-    "lora_target_parameters": not_here("experts are adapted with lora.targets: [all-linear, experts]"),
-    "lora_model_dir": not_here("training begins with a new adapter; merge that one into the model first"),
-    "lora_on_cpu": nothing("it concerns merging only"), "merge_lora": nothing("`pronghorn export RUN --to merged`"),
-    "gptq": not_here("GPTQ checkpoints are not read; name the model they were made of, with method: qlora"),
-    "bnb_config_kwargs": nothing("NF4 has its own layout here"),
-    "peft": not_here("LoftQ and other starts of an adapter are not available"),
-    "unfrozen_parameters": not_here("an adapter or the whole model is trained, not some of its weights"),
-    "quantize_moe_experts": nothing("method: qlora and fp8 store experts in few bits, too"),
-    "qat": not_here("training with rounded weights is method: fp8, or compute: fp8 with method: full"),
-    "quantization": not_here("what is exported is in 16 bits"), "fp8": fp8_products,
+    "lora_target_parameters": not_here("to adapt experts, set lora.targets: [all-linear, experts]"),
+    "lora_model_dir": not_here("training starts from a new adapter; merge the old one into the model first"),
+    "lora_on_cpu": nothing("it affects merging only"), "merge_lora": nothing("use `pronghorn export RUN --to merged`"),
+    "gptq": not_here("GPTQ checkpoints are not supported; use the original model with method: qlora"),
+    "bnb_config_kwargs": nothing("Pronghorn's NF4 layout is fixed"),
+    "peft": not_here("LoftQ and similar adapter initializations are not supported"),
+    "unfrozen_parameters": not_here("Pronghorn trains an adapter or the whole model, not selected weights"),
+    "quantize_moe_experts": nothing("method: qlora and fp8 quantize experts as well"),
+    "qat": not_here("quantization-aware training is not supported; method: fp8, or compute: fp8 with method: full, trains "
+                    "in FP8"),
+    "quantization": not_here("exported models are 16-bit"), "fp8": fp8_products,
     # training
     "learning_rate": to("train.lr", decimal),
     "optimizer": choice("train.optimizer", OPTIMIZERS, NEAR_OPTIMIZERS, OTHER_OPTIMIZER),
     "lr_scheduler": choice("train.schedule", SCHEDULES, {}, OTHER_SCHEDULE),
-    "lr_scheduler_kwargs": not_here("the schedules have no settings but warm-up"),
+    "lr_scheduler_kwargs": not_here("schedules have no settings except train.warmup"),
     "weight_decay": to("train.weight_decay", decimal),
-    "cosine_min_lr_ratio": not_here("cosine falls to zero"), "cosine_constant_lr_ratio": not_here("cosine falls to zero"),
-    "eta_min": not_here("schedules fall to zero"), "lr_quadratic_warmup": not_here("warm-up rises evenly"),
+    "cosine_min_lr_ratio": not_here("cosine decays to zero"), "cosine_constant_lr_ratio": not_here("cosine decays to zero"),
+    "eta_min": not_here("schedules decay to zero"), "lr_quadratic_warmup": not_here("warmup is linear"),
     "adam_epsilon": to("train.eps", decimal), "adam_eps": to("train.eps", decimal), "max_grad_norm": clip,
-    "optim_args": not_here("AdamW has betas, eps and weight_decay"), "optim_target_modules": not_here(OTHER_OPTIMIZER[1]),
-    "embedding_lr": not_here("one learning rate for all"), "embedding_lr_scale": not_here("one learning rate for all"),
-    "lr_groups": not_here("one learning rate for all"), "seed": to("train.seed", whole), "train_on_inputs": _loss_on,
-    "eval_batch_size": nothing("evaluation takes what fits"), "auto_find_batch_size": nothing(PLAN),
-    "neftune_noise_alpha": not_here("no noise is added to embeddings"),
-    "noisy_embedding_alpha": not_here("no noise is added to embeddings"),
-    "loss_watchdog_threshold": not_here("health.spike: skip or rewind watches for a loss that stands out"),
-    "loss_watchdog_patience": not_here("health.spike: skip or rewind watches for a loss that stands out"),
+    "optim_args": not_here("AdamW has betas, eps and weight_decay only"), "optim_target_modules": not_here(OTHER_OPTIMIZER[1]),
+    "embedding_lr": not_here("all parameters use one learning rate"),
+    "embedding_lr_scale": not_here("all parameters use one learning rate"),
+    "lr_groups": not_here("all parameters use one learning rate"),
+    "seed": to("train.seed", whole), "train_on_inputs": _loss_on,
+    "eval_batch_size": nothing("evaluation chooses its batch size itself"), "auto_find_batch_size": nothing(PLAN),
+    "neftune_noise_alpha": not_here("embedding noise (NEFTune) is not supported"),
+    "noisy_embedding_alpha": not_here("embedding noise (NEFTune) is not supported"),
+    "loss_watchdog_threshold": not_here("set health.spike: skip or rewind to react to loss spikes"),
+    "loss_watchdog_patience": not_here("set health.spike: skip or rewind to react to loss spikes"),
     # length, packing, data
     "pad_to_sequence_len": nothing(PACKED), "sample_packing": nothing(PACKED), "eval_sample_packing": nothing(PACKED),
-    "sample_packing_sequentially": not_here("rows are shuffled anew in each epoch"),
-    "curriculum_sampling": not_here("rows are shuffled anew in each epoch"),
+    "sample_packing_sequentially": not_here("rows are reshuffled every epoch"),
+    "curriculum_sampling": not_here("rows are reshuffled every epoch"),
     "batch_flattening": nothing(PACKED), "group_by_length": nothing(PACKED), "max_packed_sequence_len": nothing(PACKED),
-    "multipack_real_batches": nothing(PACKED), "min_sample_len": not_here("short rows are kept; take them out of the data"),
-    "eval_sequence_len": nothing("data.max_length is for held-out rows, too"), "remove_unused_columns": nothing(PACKED),
+    "multipack_real_batches": nothing(PACKED), "min_sample_len": not_here("short rows are kept; remove them from the data"),
+    "eval_sequence_len": nothing("data.max_length also applies to held-out rows"), "remove_unused_columns": nothing(PACKED),
     "streaming": nothing("rows are read and tokenized once, before training"), "total_num_tokens": nothing("counted"),
-    "skip_prepare_dataset": nothing("rows are prepared in one way"), "total_supervised_tokens": nothing("counted"),
+    "skip_prepare_dataset": nothing("Pronghorn always prepares the rows"), "total_supervised_tokens": nothing("counted"),
     "shuffle_merged_datasets": _shuffle, "shuffle_before_merging_datasets": _shuffle,
     "dataset_exact_deduplication": lambda draft, key: draft.set(
         "data.duplicates", "drop-exact" if is_on(draft.get(key)) else "keep", key),
-    "default_system_message": not_here("a system message stands in the rows, or in a template of your own"),
-    "chat_template_kwargs": not_here("templates are given messages and tools only"),
-    "role_boundaries": nothing("which tokens are trained on is derived from the template"),
+    "default_system_message": not_here("put the system message into the rows or into your own template"),
+    "chat_template_kwargs": not_here("templates receive messages and tools only"),
+    "role_boundaries": nothing("the loss mask is derived from the template"),
     "preprocess_iterable": nothing(CACHE),
     # run
     "output_dir": to("output", text), "save_total_limit": to("checkpoint.keep", whole),
     "auto_resume_from_checkpoints": nothing(RESUME), "resume_from_checkpoint": not_here(RESUME), "logging_steps": nothing(
-        "every step is logged"), "save_only_model": nothing("a checkpoint has all that a resume needs"),
-    "save_safetensors": nothing("safetensors are written, nothing else"), "save_first_step": nothing("the first save is tried"),
-    "load_best_model_at_end": nothing("`eval`, `chat` and `export` take the best checkpoint by themselves"),
-    "metric_for_best_model": nothing("the held-out loss; eval.best names another"), "greater_is_better": nothing(
-        "known of each metric"),
+        "every step is logged"), "save_only_model": nothing("every checkpoint can be resumed"),
+    "save_safetensors": nothing("Pronghorn writes safetensors only"),
+    "save_first_step": nothing("Pronghorn checks before training that it can save"),
+    "load_best_model_at_end": nothing("`eval`, `chat` and `export` use the best checkpoint by default"),
+    "metric_for_best_model": nothing("the best checkpoint has the lowest held-out loss; eval.best selects another metric"),
+    "greater_is_better": nothing(
+        "each metric defines its own direction"),
     "eval_table_size": nothing("eval.generations answers are shown"), "eval_max_new_tokens": to(
         "eval.max_new_tokens", whole),
-    "do_causal_lm_eval": not_here(METRICS), "strict": nothing("every key is checked"), "eval_causal_lm_metrics": not_here(
+    "do_causal_lm_eval": not_here(METRICS), "strict": nothing("Pronghorn checks every key"),
+    "eval_causal_lm_metrics": not_here(
         METRICS),
-    "debug": nothing("`pronghorn data show` shows a row"), "plugins": _plugins, "test_value": nothing("a test of theirs"),
+    "debug": nothing("use `pronghorn data show`"), "plugins": _plugins,
+    "test_value": nothing("it is a test option of Axolotl"),
     "hub_model_id": not_here(HUB), "hub_strategy": not_here(HUB), "hub_revision": not_here(HUB),
     "push_dataset_to_hub": not_here(HUB), "secrets": nothing(NOTHING_SENT),
     "gradient_checkpointing": nothing(PLAN), "gradient_checkpointing_kwargs": nothing(PLAN), "tiled_mlp": nothing(PLAN),
     "activation_offloading": nothing(PLAN), "layer_offloading": nothing(PLAN), "ple_cpu_offload": nothing(PLAN),
     "cut_cross_entropy": nothing(KERNELS),
-    "deepspeed": not_here(GPUS), "local_rank": nothing("one GPU"), "world_size": only_if_one(GPUS), "ddp": not_here(GPUS),
+    "deepspeed": not_here(GPUS), "local_rank": nothing("Pronghorn trains on one GPU"),
+    "world_size": only_if_one(GPUS), "ddp": not_here(GPUS),
     "use_ray": not_here(GPUS), "ray_num_workers": only_if_one(GPUS), "accelerator_config": nothing(
-        "the loss is the mean over all learned tokens of a step"),
+        "the loss is the mean over all loss tokens of a step"),
     # what is trained
     "rl": refused(PREFERENCE, PREFERENCE_FIX), "reward_model": refused(PREFERENCE, PREFERENCE_FIX),
     "process_reward_model": refused(PREFERENCE, PREFERENCE_FIX),
-    "num_labels": refused("classifiers are not trained here", "convert a config of a language model"),
-    "diffusion": refused("diffusion models are not trained here", "convert a config of a causal language model"),
-    "kd_trainer": refused("distillation is not available here", "convert a config that trains on the rows themselves"),
+    "num_labels": refused("classifiers are not supported", "convert a config of a language model"),
+    "diffusion": refused("diffusion models are not supported", "convert a config of a causal language model"),
+    "kd_trainer": refused("distillation is not supported", "convert a config that trains on dataset rows"),
     "trl": not_here(PREFERENCE), "ebft": not_here(PREFERENCE), "vllm": not_here(PREFERENCE),
-    "use_eaft": not_here(OBJECTIVE), "use_pose": not_here("positions are the rows' own"), "relora": not_here(
-        "the adapter is one from begin to end"), "llmcompressor": not_here("weights are not thinned out"),
-    "use_onebitllms": not_here("weights of one bit are not trained"), "experimental_skip_move_to_device": nothing(PLAN),
-    "llama4_linearized_experts": nothing("experts are read as the checkpoint has them"),
+    "use_eaft": not_here(OBJECTIVE), "use_pose": not_here("position ids are not changed"), "relora": not_here(
+        "ReLoRA restarts are not supported"), "llmcompressor": not_here("weight pruning is not supported"),
+    "use_onebitllms": not_here("1-bit weights are not supported"), "experimental_skip_move_to_device": nothing(PLAN),
+    "llama4_linearized_experts": nothing("experts are read as stored in the checkpoint"),
 }
 PREFIXES: dict[str, Row] = {
     **dict.fromkeys(("wandb_", "use_wandb", "swanlab_", "use_swanlab", "mlflow_", "use_mlflow", "hf_mlflow", "comet_",
                      "use_comet", "trackio_", "use_trackio", "use_tensorboard", "otel_", "use_otel", "include_tkps",
                      "include_tokens", "gradio_", "profiler_"), nothing(NOTHING_SENT)),
-    "ddp_": nothing("one GPU"),
+    "ddp_": nothing("Pronghorn trains on one GPU"),
     **dict.fromkeys(("fsdp", "deepcompile", "dp_", "qlora_sharded", "ring_attn", "heads_k_stride", "resources_per",
                      "ray_", "expert_parallel", "fp8_enable_fsdp"), only_if_one(GPUS)),
     **dict.fromkeys(("context_parallel_size", "tensor_parallel_size", "sequence_parallel_degree"), only_if_one(GPUS)),
@@ -357,15 +366,16 @@ PREFIXES: dict[str, Row] = {
                      "gemma4_", "chunked_cross_entropy", "large_head", "gc_", "torch_empty", "pretrain_multipack",
                      "streaming_multipack", "sample_packing_", "nonexpert_"), nothing(KERNELS)),
     **dict.fromkeys(("dataset_", "dataloader_", "num_dataset_shards", "excess_token", "pretraining_sample"), nothing(CACHE)),
-    **dict.fromkeys(("gptq_", "torchdistx", "sample_packing_eff"), not_here("there is nothing of the kind here")),
-    **dict.fromkeys(("peft_", "lora_"), not_here("the adapter has r, alpha, targets, dropout, rslora, dora and plus_ratio")),
+    **dict.fromkeys(("gptq_", "torchdistx", "sample_packing_eff"), not_here("Pronghorn has no equivalent")),
+    **dict.fromkeys(("peft_", "lora_"), not_here("adapters have r, alpha, targets, dropout, rslora, dora and plus_ratio "
+                                                 "only")),
     **dict.fromkeys(("dpo_", "kto_", "orpo_", "cpo_", "simpo_", "rl_beta", "rpo_", "max_prompt_len", "precompute_ref",
                      "center_rewards"), not_here(PREFERENCE)),
     **dict.fromkeys(("lisa_", "relora_", "jagged_", "eaft_", "pose_", "kd_", "dion_", "qgalore_", "grokfast_", "spectrum_",
                      "mora", "diffusion", "scaling_softmax", "adam_beta3", "adam_epsilon2", "dense_mixer"), not_here(
-        "a way of training that is not available here")),
+        "this training method is not supported")),
     **dict.fromkeys(("image_", "processor_"), not_here(IMAGES)),
     **dict.fromkeys(("lm_eval_", "bench_", "do_bench", "generate_samples", "generation_", "num_generation"), not_here(
-        "held-out loss, perplexity and eval.generations answers are shown")),
+        "held-out loss, perplexity and eval.generations answers are reported")),
     **dict.fromkeys(("selective_checkpointing", "dynamic_checkpoint", "embeddings_skip", "fp32_norm"), nothing(PLAN)),
 }

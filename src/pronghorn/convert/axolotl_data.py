@@ -29,9 +29,9 @@ ALPACA_LIKE: dict[str, dict[str, str]] = {  # types with Alpaca's form: columns 
     "alpaca_chat.load_qa": {"instruction": "question", "output": "answer"},
     "alpaca_w_system.load_open_orca": {"instruction": "question", "output": "response", "system": "system_prompt"},
 }
-ALPACA_NOTE = ("the recipe has data.format: alpaca and data.template: alpaca (`### Instruction:`, `### Response:`); the"
-               " sentence about the task before them and the line `### Input:` are not written")
-UNKNOWN_TYPE = "a prompt form of Axolotl's own; the format is detected from the columns instead"
+ALPACA_NOTE = ("the recipe uses data.format: alpaca and data.template: alpaca (`### Instruction:`, `### Response:`), without "
+               "the introductory sentence and the line `### Input:`")
+UNKNOWN_TYPE = "an Axolotl-specific prompt format; Pronghorn detects the format from the columns instead"
 PLAIN_FORMAT = ("{instruction}", "")
 
 
@@ -48,7 +48,7 @@ def data_sets(draft: Draft, key: str) -> list[DataSet]:
             one = _Item(draft, at, item, key).read()
             found += [one] if one else []
         else:
-            draft.not_honoured(key, f"{printed(item)} is not a data set")
+            draft.not_honoured(key, f"{printed(item)} is not a dataset")
     return found
 
 
@@ -76,7 +76,7 @@ class _Item:
             self._name()
         except UnfitError as error:
             self.no("path", str(error))
-            self._rest("its data set is not in the recipe")
+            self._rest("its dataset is not in the recipe")
             return None
         try:
             self._type()
@@ -100,20 +100,21 @@ class _Item:
         if files is not None and path in ("json", "csv", "parquet", "text"):
             names = words(files)
             if len(names) != 1:
-                raise UnfitError("several files of one data set: name them yourself in data.train")
+                raise UnfitError("several files of one dataset: list them in data.train yourself")
             path = names[0]
             self.say("data_files", f"data.train: {path}")
         elif files is not None:
-            self.no("data_files", "all files of the data set are read; name files of a folder of yours instead")
+            self.no("data_files",
+                    "all files of the dataset are read; to select files, download them and list them in data.train")
         local = is_local(path) or self.get("ds_type") is not None
         if local and split:
             split, self.one.max_rows = first_rows(split)
             if self.one.max_rows:
                 self.say("split", f"data.max_rows: {self.one.max_rows}")
             elif "[" in split:
-                self.no("split", "the whole file is read; data.max_rows: N takes its first N rows")
+                self.no("split", "the whole file is read; data.max_rows: N uses its first N rows")
             else:
-                self.quiet("split", "a file has one")
+                self.quiet("split", "a file has one split")
         elif split:
             self.say("split", f"data.train: {source_name(path, str(self.get('name') or ''), split)}")
         self.one.name = path if local and "://" not in path else source_name(path, str(self.get("name") or ""), split)
@@ -132,7 +133,7 @@ class _Item:
             self.one.format, self.one.fields = "alpaca", dict(ALPACA_LIKE[base])
             template = STYLES.get(style)
             if template is None:
-                self.no("type", f"there is no form `{style}` here; data.format: alpaca, and {OWN_TEMPLATE}")
+                self.no("type", f"the format `{style}` is not supported; data.format: alpaca, and {OWN_TEMPLATE}")
             else:
                 self.one.template = template
                 self.say("type", f"data.format: alpaca, data.template: {template}")
@@ -143,10 +144,10 @@ class _Item:
             column = str(self.get("field") or self.get("text_column") or "text")
             self.one.fields = {} if column == "text" else {"text": column}
             self.one.long = "split"
-            self.say("type", "data.format: text, data.long: split; long texts are cut into pieces, as there")
+            self.say("type", "data.format: text, data.long: split; long texts are split into pieces, as in Axolotl")
         elif base == "input_output":
-            raise UnfitError("parts of a text with a label each are not read; write prompt and completion, or messages whose"
-                             " `train` says which are learned")
+            raise UnfitError("text segments with labels are not supported; write prompt and completion, or messages with a "
+                             "`train` flag")
         elif kind is not None:
             raise UnfitError(UNKNOWN_TYPE)
 
@@ -164,19 +165,20 @@ class _Item:
         for name, value in kind.items():
             at = f"type.{name}"
             if plain(value) is None:
-                self.quiet(at, "empty there, so nothing to do")
+                self.quiet(at, "the value is empty")
             elif name.startswith("field_") and name[6:] in names:
                 ours = {"instruction": "prompt", "output": "completion"}.get(name[6:], name[6:]) if bare else name[6:]
                 if bare and ours in ("input", "system"):
-                    self.quiet(at, "the format does not write it")
+                    self.quiet(at, "the format does not use it")
                 else:
                     self.say(at, f"data.fields.{ours}: {value}")
             elif bare and name in ("format", "no_input_format"):
                 self.say(at, "data.format: completion")
             elif name in ("format", "no_input_format", "system_format", "system_prompt"):
-                self.no(at, f"a text around the columns is not written here; {OWN_TEMPLATE}, or data.chat_template: FILE.jinja")
+                self.no(at,
+                        f"custom text around the columns is not supported; {OWN_TEMPLATE}, or data.chat_template: FILE.jinja")
             else:
-                self.no(at, "not a key that is known here")
+                self.no(at, "unknown key")
         self.say("type", f"data.format: {self.one.format}")
 
     def _chat(self, *, sharegpt: bool) -> None:
@@ -192,18 +194,18 @@ class _Item:
         self.one.message_fields |= others
         if self.one.message_fields.get("role") and not isinstance(self.get("roles"), dict):
             self.one.roles = {"user": ["human"], "assistant": ["gpt"]}  # what Axolotl takes them for
-        self.say("type", "data.format: auto, which finds conversations out")
+        self.say("type", "data.format: auto, which detects conversations")
 
     def _field(self, name: str) -> None:
         if f"{self.at}.{name}" in self.draft.fates or name == "path":
             return
         value = self.get(name)
         if value is None:
-            self.quiet(name, "empty there, so nothing to do")
+            self.quiet(name, "the value is empty")
         elif name in FIELDS:
             FIELDS[name](self, name, value)
         else:
-            self.no(name, "not a key of a data set that is known here")
+            self.no(name, "unknown dataset key")
 
     def _messages_column(self, name: str, value: Any) -> None:
         self.say(name, f"data.fields.messages: {value}" if self.one.fields.get("messages") else f"detected: column {value}")
@@ -214,15 +216,15 @@ class _Item:
 
     def _roles(self, name: str, value: Any) -> None:
         if not isinstance(value, dict):
-            raise UnfitError(f"{printed(value)} does not say which role is which")
+            raise UnfitError(f"{printed(value)} does not map roles to names")
         strange = [str(ours) for ours in value if ours not in ("system", "user", "assistant", "tool")]
         if strange:
-            raise UnfitError(f"there is no role `{strange[0]}` here; the roles are system, user, assistant and tool")
+            raise UnfitError(f"unknown role `{strange[0]}`; the roles are system, user, assistant and tool")
         listed = {ours: [who for who in words(theirs) if who != ours] for ours, theirs in value.items()}
         known = {} if self.one.message_fields.get("role") else SPEAKERS
         self.one.roles = {ours: theirs for ours, names in listed.items()
                           if (theirs := [who for who in names if known.get(who) != ours and who not in ROLES])}
-        self.say(name, f"data.roles: {printed(self.one.roles)}" if self.one.roles else "known by themselves")
+        self.say(name, f"data.roles: {printed(self.one.roles)}" if self.one.roles else "these role names are detected")
 
     def _tools(self, name: str, value: Any) -> None:
         if value != "tools":
@@ -243,20 +245,20 @@ class _Item:
     def _trained_roles(self, name: str, value: Any) -> None:
         names = set(words(value))
         if names and names <= {"assistant", "gpt"}:
-            self.say(name, "data.loss_on: auto, which is the assistant")
+            self.say(name, "data.loss_on: auto, which trains on assistant turns")
         else:
-            raise UnfitError("what the assistant says is learned, or everything (data.loss_on: all)")
+            raise UnfitError("either assistant turns carry loss, or everything (data.loss_on: all)")
 
     def _end_of_turn(self, name: str, value: Any) -> None:
         if value == "turn":
-            self.say(name, "the end of each learned turn is learned, as there")
+            self.say(name, "same as Pronghorn: the end token of each loss-carrying turn carries loss")
         else:
-            raise UnfitError("the end of each learned turn is learned, and no other")
+            raise UnfitError("only the end token of each loss-carrying turn carries loss")
 
     def _template(self, name: str, value: Any) -> None:
         key = f"{self.at}.{name}"
         if str(value).startswith("tokenizer_default"):
-            self.draft.no_effect(key, "the tokenizer's own template is used, as here")
+            self.draft.no_effect(key, "same as Pronghorn: the tokenizer's template is used")
         else:
             self.one.template = set_template(self.draft, key, str(value), TEMPLATES.get(str(value), ""), for_all=False)
 
@@ -266,7 +268,7 @@ def _no(why: str) -> Callable[[_Item, str, Any], None]:
         if is_on(value):
             item.no(name, why)
         else:
-            item.quiet(name, "switched off there, and there is none here")
+            item.quiet(name, "off, and Pronghorn has no equivalent")
 
     return say
 
@@ -285,20 +287,20 @@ FIELDS: dict[str, Callable[[_Item, str, Any], None]] = {
     "roles": _Item._roles, "roles_to_train": _Item._trained_roles,
     "field_tools": _Item._tools, "field_thinking": _Item._thinking, "template_thinking_key": _Item._thinking,
     "message_field_training": _Item._training,
-    "message_field_training_detail": _no("parts of a turn cannot be marked here, only a whole one"),
+    "message_field_training_detail": _no("Pronghorn masks whole turns, not parts of a turn"),
     "train_on_eos": _Item._end_of_turn, "train_on_eot": _Item._end_of_turn,
     "chat_template": _Item._template,
     "chat_template_jinja": _no("save it to a file and set data.chat_template: FILE.jinja"),
-    "ds_type": _quiet("the file's ending says it"), "input_format": _quiet("the columns say it"),
-    "conversation": _no(f"a conversation form by name; {OWN_TEMPLATE}"),
-    "drop_system_message": _no("system turns are kept; take them out of the rows"),
-    "split_thinking": _no("reasoning inside the answer stays there, as the template writes it"),
-    "trust_remote_code": _no("no code of a data set runs here"),
-    "revision": _no("the data set's newest version is read; download that revision and name the folder"),
-    "shards": _no("all of it is read; data.max_rows takes the first rows"),
-    "shards_idx": _no("all of it is read; data.max_rows takes the first rows"),
-    "preprocess_shards": _quiet("rows are read one after the other here"),
-    "skip": _no("all of it is read, from its first row"),
+    "ds_type": _quiet("detected from the file extension"), "input_format": _quiet("detected from the columns"),
+    "conversation": _no(f"a named conversation format; {OWN_TEMPLATE}"),
+    "drop_system_message": _no("system turns are kept; remove them from the rows"),
+    "split_thinking": _no("reasoning inside an answer stays as the template renders it"),
+    "trust_remote_code": _no("Pronghorn runs no dataset code"),
+    "revision": _no("the dataset's main revision is read; download the other one and name its folder"),
+    "shards": _no("the whole dataset is read; data.max_rows uses the first rows"),
+    "shards_idx": _no("the whole dataset is read; data.max_rows uses the first rows"),
+    "preprocess_shards": _quiet("streaming is not supported; rows are read once before training"),
+    "skip": _no("the whole dataset is read from its first row"),
 }
 
 
@@ -307,17 +309,17 @@ def convert_data(draft: Draft) -> None:
         if draft.get(key) is not None:
             sets = data_sets(draft, key)
             if draft.targets.get("data.train"):
-                draft.not_honoured(key, "the recipe has the data of `datasets`; make a recipe of its own for this")
+                draft.not_honoured(key, "the recipe uses `datasets`; write a second recipe for this data")
                 continue
             set_sources(draft, sets)
             if key not in draft.fates and sets:
                 draft.set("data.train", draft.targets.get("data.train", []), key)
             elif not sets:
-                draft.not_honoured(key, "no data set of it can be used; name your data in data.train")
+                draft.not_honoured(key, "none of its datasets can be used; set data.train yourself")
     held_out = "test_datasets"
     if draft.get(held_out) is not None:
         sets = data_sets(draft, held_out)
         if len(sets) == 1:
-            draft.set("data.eval", sets[0].name, held_out, note="read in the format and under the names of data.train")
+            draft.set("data.eval", sets[0].name, held_out, note="read with the format and the column names of data.train")
         else:
-            draft.not_honoured(held_out, "one source is held out here: name it in data.eval")
+            draft.not_honoured(held_out, "only one held-out source is supported: set data.eval")

@@ -13,7 +13,7 @@ from pronghorn.recipe_file import KeyPath, parse_recipe, read_yaml
 
 Format = Literal["axolotl", "llamafactory"]
 TOOLS = {"axolotl": axolotl, "llamafactory": llamafactory}
-START = "give a training config of Axolotl or of LLaMA-Factory"
+START = "pass an Axolotl or LLaMA-Factory training config"
 
 
 class Conversion(NamedTuple):
@@ -46,12 +46,12 @@ def convert_text(text: str, name: str, asked: Format | None = None, dataset_info
     apply(draft, tool.ROWS, tool.PREFIXES)
     finish(draft)
     for key in list(draft.unclaimed()):
-        draft.not_honoured(key, "nothing here reads it")
+        draft.not_honoured(key, "Pronghorn does not read this key")
     recipe = recipe_text(draft)
     try:
         parse_recipe(recipe, name="the recipe")
     except RecipeError as error:  # a bug of ours, but better told than written
-        raise CommandError(what=f"no recipe can be made of it: {error.what}", where=name, fix=error.fix) from error
+        raise CommandError(what=f"cannot convert this config: {error.what}", where=name, fix=error.fix) from error
     return Conversion(tool.NAME, recipe, draft.all_fates())
 
 
@@ -68,8 +68,8 @@ def whose(values: dict[str, object], name: str) -> str:
     best = max(votes, key=lambda tool: votes[tool])
     if votes[best] < 2 or len(set(votes.values())) == 1:
         keys = ", ".join(list(values)[:4])
-        raise CommandError(what="neither a config of Axolotl nor of LLaMA-Factory", where=name,
-                           why="Axolotl's have base_model and datasets, LLaMA-Factory's model_name_or_path and stage;"
-                               f" this one begins with {keys}",
-                           fix=f"{START}, or say whose it is: --format axolotl or --format llamafactory")
+        raise CommandError(what="neither an Axolotl nor a LLaMA-Factory config", where=name,
+                           why="Axolotl configs have base_model and datasets, LLaMA-Factory configs model_name_or_path and "
+                               f"stage; this one starts with {keys}",
+                           fix=f"{START}, or name its format: --format axolotl or --format llamafactory")
     return best

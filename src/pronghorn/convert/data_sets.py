@@ -14,14 +14,14 @@ from pronghorn.data.named_templates import SAME_AS, TEMPLATES
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".gz", ".arrow", ".txt")
 SLICE = re.compile(r"(?P<split>[^\[\]]+)\[:(?P<rows>\d+)\]")
-LATER = "a recipe has one template and one way with long rows for all of its sources; make one recipe for each"
+LATER = "a recipe has one template and one data.long setting for all sources; write one recipe per template"
 KEYS = {  # keys of Axolotl's data sets, by what they say
     "format": ("type",), "long": ("type",), "template": ("type", "chat_template"), "roles": ("roles",), "max_rows": ("split",),
     "fields": ("field", "text_column", "field_messages", "field_tools", "type"),
     "message_fields": ("message_property_mappings", "message_field_role", "message_field_content", "message_field_training",
                        "field_thinking", "template_thinking_key"),
 }
-OWN_TEMPLATE = "the tokenizer's own template is used, which an instruct model comes with"
+OWN_TEMPLATE = "the tokenizer's own template is used; instruct models have one"
 
 
 @dataclass
@@ -62,7 +62,7 @@ def is_local(path: str) -> bool:
 def source_name(path: str, config: str, split: str) -> str:
     """As `data.train` has it: a file or folder, or a hub data set `name[:config][:split]`."""
     if "://" in path:
-        raise UnfitError("only files, folders and hub data sets are read; download it first and name the file")
+        raise UnfitError("only local files, folders and Hub datasets are supported; download it first and name the file")
     if is_local(path):
         return path
     split = split or "train"
@@ -123,7 +123,7 @@ def known_template(name: str) -> bool:
 def set_template(draft: Draft, key: str, name: str, ours: str, *, for_all: bool = True) -> str:
     """`ours`: the same template's name here, or none. Returns the name that counts; `for_all`: it is the recipe's."""
     if not ours or not known_template(ours):
-        draft.not_honoured(key, f"there is no template `{name}` by name here; {OWN_TEMPLATE}")
+        draft.not_honoured(key, f"unknown template `{name}`; {OWN_TEMPLATE}")
         return ""
     if for_all:
         draft.set("data.template", ours, key)

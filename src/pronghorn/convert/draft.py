@@ -22,7 +22,7 @@ Kind = Literal["mapped", "no effect", "not honoured"]
 Row = Callable[["Draft", str], None]
 NO_MODEL, NO_DATA = "NAME-OF-THE-MODEL", "NAME-OF-YOUR-DATA.jsonl"  # where the config names none that can be used
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None, "null": None, "": None}
-EMPTY = "empty there, so nothing to do"
+EMPTY = "the value is empty"
 
 
 class UnfitError(Exception):
@@ -69,7 +69,7 @@ class Draft:
         """Not honoured as it stands; the recipe has the nearest thing."""
         self.targets[target] = value
         self.origins.setdefault(target, []).append(key)
-        self._say("not honoured", key, f"{why}; the nearest here, {target}: {written(value)}, is in the recipe")
+        self._say("not honoured", key, f"{why}; the recipe uses the nearest equivalent, {target}: {written(value)}")
 
     def no_effect(self, key: str, why: str) -> None:
         self._say("no effect", key, why)
@@ -122,7 +122,7 @@ def apply(draft: Draft, rows: Mapping[str, Row], prefixes: Mapping[str, Row]) ->
 
 
 def _unknown(draft: Draft, key: str) -> None:
-    draft.not_honoured(key, f"not a key of {draft.tool} that is known here; check its spelling, and whether the run needs it")
+    draft.not_honoured(key, f"unknown {draft.tool} key; check its spelling and whether the run needs it")
 
 
 # Rows -------------------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def nothing(why: str) -> Row:
     return lambda draft, key: draft.no_effect(key, why)
 
 
-def not_here(why: str, off: str = "switched off there, and there is none here") -> Row:
+def not_here(why: str, off: str = "off, and Pronghorn has no equivalent") -> Row:
     """Not honoured where it asks for something; a 0, a false and an empty list ask for nothing."""
 
     def row(draft: Draft, key: str) -> None:
@@ -169,7 +169,7 @@ def only_if_one(why: str) -> Row:
 
     def row(draft: Draft, key: str) -> None:
         if draft.get(key) in (0, 1, "1", False):
-            draft.no_effect(key, "one GPU, as here")
+            draft.no_effect(key, "one GPU, same as Pronghorn")
         else:
             draft.not_honoured(key, why)
 
@@ -180,7 +180,7 @@ def refused(why: str, fix: str) -> Row:
     def row(draft: Draft, key: str) -> None:
         if is_on(draft.get(key)):
             draft.refuse(key, why, fix)
-        draft.no_effect(key, "switched off there, and there is none here")
+        draft.no_effect(key, "off, and Pronghorn has no equivalent")
 
     return row
 
@@ -204,9 +204,9 @@ def number(value: Any) -> float:
             raise ValueError
         found = float(value)
     except (ValueError, OverflowError):
-        raise UnfitError(f"{printed(value)} is not a number; the recipe's default stands") from None
+        raise UnfitError(f"{printed(value)} is not a number; the recipe's default is used") from None
     if not math.isfinite(found):
-        raise UnfitError(f"{printed(value)} is not a finite number; the recipe's default stands")
+        raise UnfitError(f"{printed(value)} is not a finite number; the recipe's default is used")
     return int(found) if found == int(found) and abs(found) < 2**53 else found
 
 
@@ -217,7 +217,7 @@ def decimal(value: Any) -> float:
 def whole(value: Any) -> int:
     found = number(value)
     if found != int(found):
-        raise UnfitError(f"{printed(value)} is not a whole number; the recipe's default stands")
+        raise UnfitError(f"{printed(value)} is not a whole number; the recipe's default is used")
     return int(found)
 
 
@@ -276,7 +276,7 @@ def finish(draft: Draft) -> None:
     """A recipe that is valid: a value that it does not take is taken out again, and its keys are not honoured."""
     for target, placeholder in (("model", NO_MODEL), ("data.train", [NO_DATA])):
         if not draft.targets.get(target):
-            draft.targets[target], draft.defaults[target] = placeholder, "to be filled in"
+            draft.targets[target], draft.defaults[target] = placeholder, "fill this in"
     while True:
         try:
             Recipe.model_validate(nested(draft.targets))
@@ -285,12 +285,12 @@ def finish(draft: Draft) -> None:
             spoilt = [(_target_of(draft, detail), _why(detail)) for detail in error.errors()]
         taken = {target: why for target, why in spoilt if target}
         if not taken:
-            raise CommandError(what=f"no recipe can be made of it: {spoilt[0][1]}", where=draft.name,
-                               fix="correct it there, or write the recipe yourself: pronghorn new FILE")
+            raise CommandError(what=f"cannot convert this config: {spoilt[0][1]}", where=draft.name,
+                               fix="fix the config, or write the recipe yourself: pronghorn new FILE")
         for target, why in taken.items():
             value = draft.targets.pop(target)
             for key in draft.origins.pop(target, []):
-                draft.not_honoured(key, f"{target} does not take {printed(value)}: {why}; the recipe's default stands")
+                draft.not_honoured(key, f"{target} does not accept {printed(value)}: {why}; the recipe's default is used")
         for target, placeholder in (("model", NO_MODEL), ("data.train", [NO_DATA])):
             draft.targets.setdefault(target, placeholder)
 

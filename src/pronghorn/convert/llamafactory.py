@@ -67,11 +67,11 @@ TEMPLATES = {  # LLaMA-Factory's names: ours
     "phi": "phi-3", "phi4": "phi-4", "mistral": "mistral", "alpaca": "alpaca", "vicuna": "vicuna", "zephyr": "zephyr",
 }  # fmt: skip
 LORA_KEYS = ["lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_dora", "use_rslora", "loraplus_lr_ratio"]
-OTHER_WAY = "a way of training that is not available here"
-OBJECTIVE = "the loss is the mean over learned tokens; another objective is not available"
-HOST = "rows are tokenized on every core, and kept in a cache"
-EXPORT = "it concerns an export: `pronghorn export RUN --to merged`"
-GENERATION = "it concerns answers, not training"
+OTHER_WAY = "this training method is not supported"
+OBJECTIVE = "the loss is the mean over tokens that carry loss; no other objective is supported"
+HOST = "rows are tokenized on all cores and cached"
+EXPORT = "it affects export only: use `pronghorn export RUN --to merged`"
+GENERATION = "it affects generation, not training"
 
 
 def convert(draft: Draft, folder: Path, dataset_info: Path | None) -> None:
@@ -87,10 +87,10 @@ def convert(draft: Draft, folder: Path, dataset_info: Path | None) -> None:
     warmup(draft, scheduler="lr_scheduler_type", steps="warmup_steps", ratio="warmup_ratio", default=0.0)
     precision(draft, bf16=("bf16", "pure_bf16"), fp16=("fp16",))
     if is_on(draft.get("pure_bf16")) and draft.targets["method"] == "full":
-        draft.not_honoured("pure_bf16", "products are in bf16, and trained weights are kept in fp32: bf16 loses small updates")
+        draft.not_honoured("pure_bf16", "GEMMs run in bf16, trained weights are fp32: bf16 weights lose small updates")
     convert_data(draft, folder, dataset_info, as_text=as_text)
     newer_data(draft, folder)
-    draft.default("data.long", "split" if as_text else "truncate", "long rows are cut there, too")
+    draft.default("data.long", "split" if as_text else "truncate", "long rows are truncated, as in LLaMA-Factory")
     _template(draft, as_text)
     _loss_on(draft)
     fraction_held_out(draft, "val_size")
@@ -112,8 +112,8 @@ def _refuse(draft: Draft) -> None:
             training is None and (draft.get("do_predict") or draft.get("export_dir"))):
         key = next((key for key in ("do_train", "do_predict", "export_dir", "infer_backend") if key in draft.values),
                    next(iter(draft.values)))
-        draft.refuse(key, "it does not train: it answers, exports or predicts",
-                     "convert the config that trains; `pronghorn chat` and `pronghorn export` do the rest")
+        draft.refuse(key, "the config does not train: it generates, exports or predicts",
+                     "convert the training config; then use `pronghorn chat` and `pronghorn export`")
 
 
 def _method(draft: Draft) -> None:
@@ -126,9 +126,9 @@ def _method(draft: Draft) -> None:
     if kind == "full":
         draft.set("method", "full", "finetuning_type")
         draft.targets["method"] = "full"
-        adapter_off(draft, LORA_KEYS, "all of the model is trained (method: full)")
+        adapter_off(draft, LORA_KEYS, "all weights are trained (method: full)")
         if bits is not None:
-            draft.not_honoured("quantization_bit", "trained weights are never stored in few bits; set method: qlora")
+            draft.not_honoured("quantization_bit", "method: full does not quantize trained weights; set method: qlora")
         return
     method = "lora"
     if bits is not None and str(bits) == "4":
@@ -139,7 +139,7 @@ def _method(draft: Draft) -> None:
     if kind == "lora":
         draft.set("method", method, "finetuning_type")
     else:
-        draft.nearest("method", method, "finetuning_type", "an adapter (LoRA) or the whole model is trained")
+        draft.nearest("method", method, "finetuning_type", "Pronghorn trains a LoRA adapter or the whole model")
     _lora(draft)
 
 
@@ -167,7 +167,7 @@ def _peft_config(draft: Draft, peft: dict[str, object]) -> None:
     """Of the newer form of a config."""
     kind = plain(peft.get("name"))
     if kind not in ("lora", "qlora"):
-        draft.nearest("method", "lora", "peft_config", "an adapter (LoRA) or the whole model is trained")
+        draft.nearest("method", "lora", "peft_config", "Pronghorn trains a LoRA adapter or the whole model")
         return
     quant = draft.get("quant_config")
     few = isinstance(quant, dict) and str(quant.get("quantization_bit")) == "4"
@@ -185,7 +185,7 @@ def _peft_config(draft: Draft, peft: dict[str, object]) -> None:
             elif name == "name":
                 draft.fates[at] = ("mapped", f"method: {draft.targets['method']}")
             else:
-                draft.not_honoured(at, "the adapter has r, alpha, targets and dropout")
+                draft.not_honoured(at, "adapters have r, alpha, targets and dropout only")
         except UnfitError as error:
             draft.not_honoured(at, str(error))
 
@@ -205,13 +205,13 @@ def _loss_on(draft: Draft) -> None:
         if is_on(draft.get(key)):
             draft.set("data.loss_on", ours, key)
         elif draft.get(key) is not None:
-            draft.no_effect(key, "answers are learned, as here by default")
+            draft.no_effect(key, "only answers carry loss, as by default in Pronghorn")
 
 
 def _how_often(draft: Draft, epochs: float) -> None:
     strategy = "eval_strategy" if draft.get("eval_strategy") is not None else "evaluation_strategy"
     if draft.targets.get("data.eval") is None:
-        adapter_off(draft, ["eval_steps", "eval_strategy", "evaluation_strategy", "do_eval"], "there is no held-out data")
+        adapter_off(draft, ["eval_steps", "eval_strategy", "evaluation_strategy", "do_eval"], "no held-out data")
     else:
         every(draft, "eval.every", steps="eval_steps", strategy=strategy, per_epoch="", epochs=epochs, best="")
     every(draft, "checkpoint.every", steps="save_steps", strategy="save_strategy", per_epoch="", epochs=epochs,
@@ -220,7 +220,7 @@ def _how_often(draft: Draft, epochs: float) -> None:
 
 
 def _freeze(draft: Draft, key: str) -> None:
-    draft.no_effect(key, "the vision tower is frozen and the text is trained, whatever it says")
+    draft.no_effect(key, "the vision tower is always frozen and the text model is trained")
 
 
 def _report(draft: Draft, key: str) -> None:
@@ -230,91 +230,101 @@ def _report(draft: Draft, key: str) -> None:
 ROWS: dict[str, Row] = {
     # model
     "model_name_or_path": to("model", text), "model": to("model", text), "model_class": nothing(MODEL),
-    "trust_remote_code": not_here(NO_CODE, "no code of a model's repository runs here either"),
-    "model_revision": lambda draft, key: draft.no_effect(key, "the newest, as here") if draft.get(key) == "main" else
-    draft.not_honoured(key, "the newest revision is read; download that one and name its folder"),
-    "adapter_name_or_path": not_here("training begins with a new adapter; merge that one into the model first"),
-    "adapter_folder": not_here("training begins with a new adapter; merge that one into the model first"),
-    "create_new_adapter": nothing("training begins with a new adapter, as here"),
-    "cache_dir": nothing("HF_HOME says where models are kept"), "use_fast_tokenizer": nothing("tokenizer.json is read"),
-    "resize_vocab": not_here(NEW_TOKENS), "split_special_tokens": not_here("special tokens are one token each"),
+    "trust_remote_code": not_here(NO_CODE, "Pronghorn runs no code from model repositories either"),
+    "model_revision": lambda draft, key: draft.no_effect(key, "same as Pronghorn: the main revision is used") if draft.get(
+        key) == "main" else draft.not_honoured(
+        key, "Pronghorn loads the main revision; download the other one and name its folder"),
+    "adapter_name_or_path": not_here("training starts from a new adapter; merge the old one into the model first"),
+    "adapter_folder": not_here("training starts from a new adapter; merge the old one into the model first"),
+    "create_new_adapter": nothing("same as Pronghorn: training starts from a new adapter"),
+    "cache_dir": nothing("HF_HOME sets the model cache"), "use_fast_tokenizer": nothing("tokenizer.json is used"),
+    "resize_vocab": not_here(NEW_TOKENS), "split_special_tokens": not_here("special tokens always stay single tokens"),
     "add_tokens": not_here(NEW_TOKENS), "add_special_tokens": not_here(NEW_TOKENS),
-    "new_special_tokens_config": not_here(NEW_TOKENS), "init_special_tokens": nothing("no tokens are added"),
-    "rope_scaling": not_here("the model's own config.json counts"), "shift_attn": not_here("attention is whole"),
-    "mixture_of_depths": not_here(OTHER_WAY), "moe_aux_loss_coef": not_here("the model's own config.json counts"),
-    "train_from_scratch": not_here("training begins with the model's weights"), "init_config": nothing(PLAN),
-    "low_cpu_mem_usage": nothing(PLAN), "device_map": nothing(PLAN), "upcast_layernorm": nothing("sums are in fp32 anyway"),
-    "upcast_lmhead_output": nothing("the loss is computed in fp32 anyway"), "print_param_status": nothing("`check` tells"),
-    "use_kv_cache": nothing(GENERATION), "block_diag_attn": nothing(PACKED), "compute_dtype": nothing("`precision` says it"),
-    "model_max_length": nothing("data.max_length says it"), "quantization_method": nothing("NF4 has its own layout here"),
-    "quantization_type": nothing("NF4"), "double_quantization": nothing("NF4 has its own layout here"),
-    "quantization_device_map": nothing(PLAN), "quant_config": not_here("method: qlora (NF4) or fp8"),
+    "new_special_tokens_config": not_here(NEW_TOKENS), "init_special_tokens": nothing("adding tokens is not supported"),
+    "rope_scaling": not_here("the model's config.json is used"),
+    "shift_attn": not_here("shifted sparse attention is not supported"),
+    "mixture_of_depths": not_here(OTHER_WAY), "moe_aux_loss_coef": not_here("the model's config.json is used"),
+    "train_from_scratch": not_here("training starts from the model's weights"), "init_config": nothing(PLAN),
+    "low_cpu_mem_usage": nothing(PLAN), "device_map": nothing(PLAN),
+    "upcast_layernorm": nothing("accumulation is always in fp32"),
+    "upcast_lmhead_output": nothing("the loss is always computed in fp32"),
+    "print_param_status": nothing("use `pronghorn check`"),
+    "use_kv_cache": nothing(GENERATION), "block_diag_attn": nothing(PACKED), "compute_dtype": nothing("set by `precision`"),
+    "model_max_length": nothing("set by data.max_length"), "quantization_method": nothing("Pronghorn's NF4 layout is fixed"),
+    "quantization_type": nothing("NF4"), "double_quantization": nothing("Pronghorn's NF4 layout is fixed"),
+    "quantization_device_map": nothing(PLAN), "quant_config": not_here("use method: qlora (NF4) or fp8"),
     # method
-    "stage": lambda draft, key: draft.no_effect(key, "on plain text" if draft.get(key) == "pt" else "on answers, as here"),
-    "do_train": nothing("`pronghorn train`"),
+    "stage": lambda draft, key: draft.no_effect(
+        key, "trains on plain text" if draft.get(key) == "pt" else "trains on answers, same as Pronghorn"),
+    "do_train": nothing("use `pronghorn train`"),
     "lora_rank": to("lora.r", whole), "lora_alpha": to("lora.alpha", number), "lora_dropout": to("lora.dropout", number),
     "use_dora": to("lora.dora", is_on), "use_rslora": to("lora.rslora", is_on),
     "loraplus_lr_ratio": to("lora.plus_ratio", number),
-    "loraplus_lr_embedding": nothing("embeddings have no adapter here"), "additional_target": not_here(FROZEN),
-    "fp8": fp8_products, "fp8_backend": nothing(KERNELS), "pissa_convert": nothing("there is no PiSSA to convert"),
+    "loraplus_lr_embedding": nothing("embeddings cannot have an adapter"), "additional_target": not_here(FROZEN),
+    "fp8": fp8_products, "fp8_backend": nothing(KERNELS), "pissa_convert": nothing("the adapter is not a PiSSA adapter"),
     "freeze_vision_tower": _freeze, "freeze_multi_modal_projector": _freeze, "freeze_language_model": not_here(IMAGES),
     # training
     "learning_rate": to("train.lr", decimal),
     "optim": choice("train.optimizer", OPTIMIZERS, NEAR_OPTIMIZERS, OTHER_OPTIMIZER),
     "lr_scheduler_type": choice("train.schedule", SCHEDULES, {}, OTHER_SCHEDULE),
-    "lr_scheduler_kwargs": not_here("the schedules have no settings but warm-up"),
+    "lr_scheduler_kwargs": not_here("schedules have no settings except train.warmup"),
     "weight_decay": to("train.weight_decay", decimal), "adam_epsilon": to("train.eps", decimal), "max_grad_norm": clip,
-    "optim_args": not_here("AdamW has betas, eps and weight_decay"), "seed": to("train.seed", whole),
-    "data_seed": nothing("train.seed is for the order of the rows, too"), "neftune_noise_alpha": not_here(
-        "no noise is added to embeddings"), "label_smoothing_factor": not_here(OBJECTIVE),
-    "per_device_eval_batch_size": nothing("evaluation takes what fits"), "group_by_length": nothing(PACKED),
-    "disable_shuffling": not_here("rows are shuffled anew in each epoch"), "compute_accuracy": not_here(
-        "held-out loss and perplexity are measured"), "eval_on_each_dataset": not_here("one held-out loss"),
+    "optim_args": not_here("AdamW has betas, eps and weight_decay only"), "seed": to("train.seed", whole),
+    "data_seed": nothing("train.seed also seeds the row order"), "neftune_noise_alpha": not_here(
+        "embedding noise (NEFTune) is not supported"), "label_smoothing_factor": not_here(OBJECTIVE),
+    "per_device_eval_batch_size": nothing("evaluation chooses its batch size itself"), "group_by_length": nothing(PACKED),
+    "disable_shuffling": not_here("rows are reshuffled every epoch"), "compute_accuracy": not_here(
+        "held-out loss and perplexity are reported"), "eval_on_each_dataset": not_here("one held-out loss is reported"),
     # data
-    "max_samples": to("data.max_rows", whole, "the first rows of each data set, as there"),
+    "max_samples": to("data.max_rows", whole, "the first rows of each dataset, as in LLaMA-Factory"),
     "packing": nothing(PACKED), "neat_packing": nothing(PACKED), "batching_strategy": nothing(PACKED),
-    "mix_strategy": lambda draft, key: draft.no_effect(key, "one after the other, then shuffled, as here") if draft.get(
-        key) == "concat" else draft.not_honoured(key, "sources are put together; weighted ones come later"),
-    "interleave_probs": not_here("sources are put together; weighted ones come later"),
+    "mix_strategy": lambda draft, key: draft.no_effect(
+        key, "same as Pronghorn: sources are concatenated, then shuffled") if draft.get(key) == "concat" else
+    draft.not_honoured(key, "sources are concatenated; set weights in data.train"),
+    "interleave_probs": not_here("sources are concatenated; set weights in data.train"),
     "streaming": nothing("rows are read and tokenized once, before training"), "buffer_size": nothing(HOST),
     "overwrite_cache": nothing(HOST), "preprocessing_batch_size": nothing(HOST), "preprocessing_num_workers": nothing(HOST),
     "tokenized_path": nothing(HOST), "data_shared_file_system": nothing(HOST), "dataloader_num_workers": to(
-        "data.workers", whole), "ignore_pad_token_for_loss": nothing("padding is never learned"),
-    "tool_format": not_here(f"tools are written as the template does; {OWN_TEMPLATE}"),
-    "default_system": not_here("a system message stands in the rows, or in a template of your own"),
-    "enable_thinking": nothing("reasoning is learned where the rows have it, as the template writes it"),
-    "preserve_thinking": not_here("reasoning of earlier turns is what the template keeps"), "media_dir": not_here(IMAGES),
+        "data.workers", whole), "ignore_pad_token_for_loss": nothing("padding never carries loss"),
+    "tool_format": not_here(f"the chat template renders tools; {OWN_TEMPLATE}"),
+    "default_system": not_here("put the system message into the rows or into your own template"),
+    "enable_thinking": nothing("reasoning in the rows carries loss as the template renders it"),
+    "preserve_thinking": not_here("the chat template decides which earlier reasoning is kept"), "media_dir": not_here(IMAGES),
     # run
     "output_dir": to("output", text), "save_total_limit": to("checkpoint.keep", whole), "overwrite_output_dir": nothing(
-        "`pronghorn train --fresh` starts over; without it the same command resumes"),
+        "the same command resumes; `pronghorn train --fresh` starts over"),
     "resume_from_checkpoint": not_here(RESUME), "logging_steps": nothing("every step is logged"),
     "logging_strategy": nothing("every step is logged"), "logging_dir": nothing(NOTHING_SENT),
-    "logging_first_step": nothing("every step is logged"), "plot_loss": nothing("report.html has the curve"),
-    "report_to": _report, "run_name": nothing("the output folder is the run's name"), "save_only_model": nothing(
-        "a checkpoint has all that a resume needs"), "save_safetensors": nothing("safetensors are written, nothing else"),
-    "load_best_model_at_end": nothing("`eval`, `chat` and `export` take the best checkpoint by themselves"),
-    "metric_for_best_model": nothing("the held-out loss"), "greater_is_better": nothing("the held-out loss"),
-    "do_eval": nothing("held-out data is evaluated"), "do_predict": not_here("`pronghorn eval` and `pronghorn chat`"),
+    "logging_first_step": nothing("every step is logged"), "plot_loss": nothing("report.html shows the curve"),
+    "report_to": _report, "run_name": nothing("the output folder names the run"), "save_only_model": nothing(
+        "every checkpoint can be resumed"), "save_safetensors": nothing("Pronghorn writes safetensors only"),
+    "load_best_model_at_end": nothing("`eval`, `chat` and `export` use the best checkpoint by default"),
+    "metric_for_best_model": nothing("the best checkpoint has the lowest held-out loss"),
+    "greater_is_better": nothing("the best checkpoint has the lowest held-out loss"),
+    "do_eval": nothing("held-out data is always evaluated"),
+    "do_predict": not_here("use `pronghorn eval` and `pronghorn chat`"),
     "predict_with_generate": nothing("eval.generations answers are shown at each evaluation"),
-    "include_num_input_tokens_seen": nothing("tokens are counted"), "include_effective_tokens_per_second": nothing(
-        "tokens per second are shown"), "push_to_hub": not_here("nothing is uploaded; `pronghorn export` writes the folder"),
+    "include_num_input_tokens_seen": nothing("Pronghorn counts tokens"), "include_effective_tokens_per_second": nothing(
+        "Pronghorn reports tokens per second"),
+        "push_to_hub": not_here("Pronghorn uploads nothing; `pronghorn export` writes the folder"),
     "gradient_checkpointing": nothing(PLAN), "disable_gradient_checkpointing": nothing(PLAN), "use_reentrant_gc": nothing(PLAN),
     "use_unsloth": nothing(KERNELS), "use_unsloth_gc": nothing(PLAN), "enable_liger_kernel": nothing(KERNELS),
     "flash_attn": nothing(KERNELS), "use_v1_kernels": nothing(KERNELS), "kernel_config": nothing(KERNELS),
     "torch_compile": nothing(KERNELS), "use_cce": nothing(KERNELS), "use_kt": not_here(OTHER_WAY),
     "max_new_tokens": nothing(GENERATION),
-    "deepspeed": not_here(GPUS), "fsdp": not_here(GPUS), "local_rank": nothing("one GPU"), "dist_config": not_here(GPUS),
+    "deepspeed": not_here(GPUS), "fsdp": not_here(GPUS), "local_rank": nothing("Pronghorn trains on one GPU"),
+    "dist_config": not_here(GPUS),
     "use_mca": refused(GPUS, "convert a config for one GPU"),
 }
 PREFIXES: dict[str, Row] = {
-    "ddp_": nothing("one GPU"),
+    "ddp_": nothing("Pronghorn trains on one GPU"),
     **dict.fromkeys(("fsdp_", "ray_", "master_", "tensor_model_parallel", "pipeline_model_parallel", "expert_model_parallel",
                      "sequence_parallel", "context_parallel", "fp8_enable_fsdp", "use_distributed", "overlap_"),
                     only_if_one(GPUS)),
     **dict.fromkeys(("swanlab_", "use_swanlab", "wandb_", "hub_", "hf_hub", "ms_hub", "om_hub", "profiler_",
                      "enable_torch_profiler", "profile_"), nothing(NOTHING_SENT)),
     **dict.fromkeys(("use_galore", "galore_", "use_apollo", "apollo_", "use_badam", "badam_", "use_adam_mini", "use_muon",
-                     "muon_"), not_here(OTHER_OPTIMIZER[1] + "; the recipe has AdamW")),
+                     "muon_"), not_here(OTHER_OPTIMIZER[1] + "; the recipe uses AdamW")),
     **dict.fromkeys(("use_dft", "use_asft", "asft_", "use_eaft", "eaft_"), not_here(OBJECTIVE)),
     **dict.fromkeys(("use_llama_pro", "freeze_", "pissa_", "oft_", "module_dropout", "kt_", "use_hyper", "hyper_"),
                     not_here(OTHER_WAY)),

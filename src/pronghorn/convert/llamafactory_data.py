@@ -17,7 +17,7 @@ USUAL = {"prompt": "instruction", "query": "input", "response": "output", "messa
 TAGS = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt",
         "observation_tag": "observation", "system_tag": "system", "function_tag": "function_call"}
 WHOSE = {"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool", "system_tag": "system"}
-ALPACA_NOTE = "instruction and input are joined by an empty line, there by a line end"
+ALPACA_NOTE = "instruction and input are joined by an empty line; LLaMA-Factory joins them by a line break"
 
 
 class DataSets:
@@ -31,28 +31,28 @@ class DataSets:
             found = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise CommandError(what=f"cannot read {FILE}", where=str(file), why=str(error).split("\n")[0],
-                               fix="correct it, or name another one: --dataset-info FILE") from error
+                               fix="fix it, or name another one: --dataset-info FILE") from error
         if not isinstance(found, dict):
-            raise CommandError(what=f"{FILE} is not an object with a key for each data set", where=str(file),
+            raise CommandError(what=f"{FILE} is not an object with a key per dataset", where=str(file),
                                fix="name another one: --dataset-info FILE")
         self.entries = found
 
     def one(self, name: str, key: str, *, as_text: bool) -> tuple[DataSet, list[str]]:
         """A data set, and what is to be said of it. Raises UnfitError where it cannot be used."""
         if self.file is None:
-            raise UnfitError(f"no {FILE} was found that explains `{name}`; give it with --dataset-info FILE")
+            raise UnfitError(f"no {FILE} describes `{name}`; pass it with --dataset-info FILE")
         entry = self.entries.get(name)
         if not isinstance(entry, dict):
-            raise UnfitError(f"{self.file} has no data set `{name}`")
+            raise UnfitError(f"{self.file} has no dataset `{name}`")
         columns, tags = (entry.get(part) or {} for part in ("columns", "tags"))
         if not isinstance(columns, dict) or not isinstance(tags, dict):
-            raise UnfitError(f"`columns` or `tags` of `{name}` in {self.file} are no names")
+            raise UnfitError(f"`columns` or `tags` of `{name}` in {self.file} are not names")
         _refuse_others(name, entry, columns)
         one = DataSet(key, self._place(name, entry))
         form = str(entry.get("formatting") or "alpaca")
         notes: list[str] = []
         if entry.get("num_samples"):
-            notes.append(f"`{name}`: num_samples is not honoured (max_rows takes the first rows)")
+            notes.append(f"`{name}`: num_samples is not supported (max_rows uses the first rows)")
         usual = {} if columns else USUAL  # with some named, the others are not read
         if as_text:
             column = text(plain(columns.get("prompt")) or usual.get("prompt", "instruction"))
@@ -90,7 +90,7 @@ class DataSets:
         if file := plain(entry.get("file_name")):
             assert self.file is not None
             return _from_here(self.file.parent / text(file))
-        raise UnfitError(f"`{name}` is neither a file nor on the Hugging Face hub; download it and name the file")
+        raise UnfitError(f"`{name}` is neither a file nor on the Hugging Face Hub; download it and name the file")
 
 
 def _from_here(place: Path) -> str:
@@ -101,11 +101,11 @@ def _from_here(place: Path) -> str:
 def _refuse_others(name: str, entry: dict[str, Any], columns: dict[str, Any]) -> None:
     media = [kind for kind in ("images", "videos", "audios") if plain(columns.get(kind))]
     if media:
-        raise UnfitError(f"`{name}` has {media[0]}; only text is trained on here")
+        raise UnfitError(f"`{name}` contains {media[0]}; Pronghorn trains on text only")
     if entry.get("ranking") or any(plain(columns.get(kind)) for kind in ("chosen", "rejected", "kto_tag")):
-        raise UnfitError(f"`{name}` is for preference tuning, which comes later")
+        raise UnfitError(f"`{name}` is for preference tuning, which recipes do not support yet")
     if plain(entry.get("folder")):
-        raise UnfitError(f"`{name}` is a folder within a hub data set; download it and name the folder")
+        raise UnfitError(f"`{name}` is a folder of a Hub dataset; download it and name the folder")
 
 
 def find_info(draft: Draft, folder: Path, given: Path | None) -> Path | None:
@@ -135,9 +135,9 @@ def convert_data(draft: Draft, folder: Path, given: Path | None, *, as_text: boo
     listed = DataSets(info)
     if draft.get("dataset_dir") is not None:
         if info is None:
-            draft.not_honoured("dataset_dir", f"no {FILE} of it can be read here; give one with --dataset-info FILE")
+            draft.not_honoured("dataset_dir", f"cannot read a {FILE} for it; pass one with --dataset-info FILE")
         else:
-            draft.no_effect("dataset_dir", f"{info} explains the data sets")
+            draft.no_effect("dataset_dir", f"{info} describes the datasets")
     sets, notes, lost = _sets(draft, listed, "dataset", as_text)
     set_sources(draft, sets)
     named = [source if isinstance(source, str) else source["path"] for source in draft.targets.get("data.train", [])]
@@ -149,9 +149,10 @@ def convert_data(draft: Draft, folder: Path, given: Path | None, *, as_text: boo
     if draft.get("eval_dataset") is not None:
         sets, _, lost = _sets(draft, listed, "eval_dataset", as_text)
         if len(sets) == 1 and not lost:
-            draft.set("data.eval", sets[0].name, "eval_dataset", note="read in the format and under the names of data.train")
+            draft.set("data.eval", sets[0].name, "eval_dataset",
+                      note="read with the format and the column names of data.train")
         else:
-            draft.not_honoured("eval_dataset", "; ".join(lost) or "one source is held out here: name it in data.eval")
+            draft.not_honoured("eval_dataset", "; ".join(lost) or "only one held-out source is supported: set data.eval")
 
 
 def newer_data(draft: Draft, folder: Path) -> None:
@@ -164,7 +165,7 @@ def newer_data(draft: Draft, folder: Path) -> None:
         listed = name.endswith((".yaml", ".yml"))
         sets = _newer_list(name, key, folder) if listed else [DataSet(key, source_name(name, "", ""))]
     except UnfitError as error:
-        draft.not_honoured(key, f"{error}; name your data in data.train")
+        draft.not_honoured(key, f"{error}; set data.train yourself")
         return
     set_sources(draft, sets)
 
@@ -172,17 +173,17 @@ def newer_data(draft: Draft, folder: Path) -> None:
 def _newer_list(name: str, key: str, folder: Path) -> list[DataSet]:
     place = _found(name, folder)
     if place is None:
-        raise UnfitError(f"the list of data sets {name} was not found")
+        raise UnfitError(f"dataset list {name} not found")
     problems: list[PronghornError] = []
     try:
-        listed, _ = read_yaml(place.read_text(encoding="utf-8"), str(place), problems, kind="list of data sets", start="")
+        listed, _ = read_yaml(place.read_text(encoding="utf-8"), str(place), problems, kind="list of datasets", start="")
         raise_all(problems)
     except (OSError, UnicodeDecodeError, PronghornError) as error:
-        raise UnfitError(f"the list of data sets {name} cannot be read: {str(error).splitlines()[0]}") from error
+        raise UnfitError(f"cannot read dataset list {name}: {str(error).splitlines()[0]}") from error
     sets = []
     for entry in listed.values():
         if not isinstance(entry, dict) or entry.get("converter") not in ("alpaca", "sharegpt"):
-            raise UnfitError(f"{name}: the converters alpaca and sharegpt are known here, {printed(entry)} has none of them")
+            raise UnfitError(f"{name}: only the formats alpaca and sharegpt are supported; {printed(entry)} has neither")
         path = text(entry.get("path"))
         local = _found(path, folder)
         one = DataSet(key, _from_here(local) if local else source_name(path, "", str(entry.get("split") or "")))
@@ -209,5 +210,5 @@ def _sets(draft: Draft, listed: DataSets, key: str, as_text: bool) -> tuple[list
         sets.append(one)
         notes += said
     if not names and draft.get(key) is not None:
-        lost.append(f"{printed(draft.get(key))} names no data set")
+        lost.append(f"{printed(draft.get(key))} names no dataset")
     return sets, notes, lost

@@ -18,25 +18,25 @@ OPTIMIZERS = {
     "adamw_8bit": ADAMW_8BIT, "adamw_torch_8bit": ADAMW_8BIT, "ao_adamw_8bit": ADAMW_8BIT, "paged_adamw": PAGED,
     "paged_adamw_32bit": PAGED, "paged_adamw_8bit": PAGED_8BIT,
 }  # fmt: skip
-_FEW = (ADAMW_8BIT, "AdamW's moments are in 32 or 8 bits here")
+_FEW = (ADAMW_8BIT, "AdamW's moments are stored in 32 or 8 bits")
 NEAR_OPTIMIZERS = {"adamw_torch_4bit": _FEW, "ao_adamw_4bit": _FEW, "ao_adamw_fp8": _FEW}
-OTHER_OPTIMIZER = (ADAMW, "the optimizer is AdamW here, and another one's learning rate may not suit it")
+OTHER_OPTIMIZER = (ADAMW, "AdamW is the only optimizer, and the learning rate of another optimizer may not suit it")
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
 OTHER_SCHEDULE = ("cosine", "the schedules are cosine, linear and constant")
 
-PACKED = "rows are always packed here, and never see each other"
-PLAN = "what is kept, recomputed or offloaded is decided by a plan from the GPU's memory (memory.budget)"
-KERNELS = "Pronghorn's own kernels are used"
-NOTHING_SENT = "nothing is sent anywhere; the run's log and report lie in its output folder (run.jsonl, report.html)"
-GPUS = "several GPUs come later; a recipe trains on one"
-PREFERENCE = "preference tuning and rewards come later; recipes train on answers (SFT) and on text"
-PREFERENCE_FIX = "convert an SFT config, or train this one with a trainer of TRL's on a model of FastLanguageModel"
-IMAGES = "only text is trained on here; rows with images, video or sound are refused when they are read"
-NEW_TOKENS = "the vocabulary stays as it is; a token it does not have would need new rows in the embeddings"
-MODEL = "read from the model's files"
-NO_CODE = "no code of a model's repository runs here, and most models need none"
-BITS = "frozen weights are in 16 bits (lora), in 8 as FP8 (method: fp8, on GPUs that have it) or in 4 as NF4 (qlora)"
-FROZEN = "embeddings and head stay frozen beside an adapter; method: full trains them"
+PACKED = "Pronghorn always packs rows; attention does not cross rows"
+PLAN = "the memory plan decides what is saved, recomputed or offloaded (memory.budget)"
+KERNELS = "Pronghorn uses its own kernels"
+NOTHING_SENT = "no telemetry or external loggers; log and report are in the output folder (run.jsonl, report.html)"
+GPUS = "multi-GPU training is not supported yet"
+PREFERENCE = "preference tuning and reward models are not supported yet; recipes train on answers (SFT) and on text"
+PREFERENCE_FIX = "convert an SFT config, or use a TRL trainer with FastLanguageModel"
+IMAGES = "Pronghorn trains on text only; rows with images, video or sound are refused"
+NEW_TOKENS = "Pronghorn does not resize the embeddings, so tokens outside the vocabulary cannot be added"
+MODEL = "detected from the model's files"
+NO_CODE = "Pronghorn runs no code from model repositories; most models need none"
+BITS = "frozen weights are 16-bit (method: lora), FP8 (method: fp8, on GPUs with FP8) or 4-bit NF4 (method: qlora)"
+FROZEN = "embeddings and LM head stay frozen next to an adapter; method: full trains them"
 RESUME = "the same command resumes automatically from the last checkpoint in the output folder"
 
 
@@ -48,10 +48,10 @@ def or_default(draft: Draft, key: str, read: Callable[[Any], float], default: fl
     try:
         found = read(value)
     except UnfitError as error:
-        draft.not_honoured(key, str(error).replace("the recipe's default stands", f"{default} is taken"))
+        draft.not_honoured(key, str(error).replace("the recipe's default is used", f"{default} is used"))
         return default
     if found < least:
-        draft.not_honoured(key, f"{printed(value)} is less than {least}; {default} is taken")
+        draft.not_honoured(key, f"{printed(value)} is less than {least}; {default} is used")
         return default
     return found
 
@@ -70,18 +70,19 @@ def batch(draft: Draft, *, micro: str, accumulation: str, length: str, packing: 
     capacity, in_a_step = max(fits) * tokens, rows * steps * tokens
     keys = [key for key in (micro, accumulation, total, length) if key and draft.get(key) is not None]
     said = [key for key in keys if key not in draft.fates]
-    draft.set("train.batch_tokens", in_a_step, *said, note=f"{rows} x {steps} x {tokens} tokens a step, on one GPU")
+    draft.set("train.batch_tokens", in_a_step, *said, note=f"{rows} x {steps} x {tokens} tokens per step, on one GPU")
     if not packed:
-        told = (f"rows are always packed here: a step has {in_a_step} tokens, there it had {rows * steps} rows of any length;"
-                " where rows are much shorter, a lower train.batch_tokens gives as many steps as before")
+        told = (f"Pronghorn always packs rows: a step has {in_a_step} tokens, the config's steps have {rows * steps} rows of "
+                "any length; if your rows are much shorter, lower train.batch_tokens to keep the number of steps")
         asked = [key for key in (*packing, *said) if draft.get(key) is not None]
         if asked:
             draft.not_honoured(asked[0], told)
     if not draft.origins["train.batch_tokens"]:
-        draft.defaults["train.batch_tokens"] = f"{draft.tool}'s defaults: {rows} x {steps} x {tokens}, packed here"
-    draft.targets["train.capacity"], draft.defaults["train.capacity"] = capacity, "tokens of a micro-batch; the sum is the same"
+        draft.defaults["train.batch_tokens"] = f"{draft.tool}'s defaults: {rows} x {steps} x {tokens}, packed"
+    draft.targets["train.capacity"], draft.defaults["train.capacity"] = capacity, ("tokens per micro-batch; the tokens per "
+                                                                                   "step do not change")
     if length in said:
-        draft.set("data.max_length", tokens, length, note=f"and part of train.batch_tokens: {in_a_step}")
+        draft.set("data.max_length", tokens, length, note=f"also part of train.batch_tokens: {in_a_step}")
     draft.default("data.max_length", tokens)
 
 
@@ -92,7 +93,8 @@ def duration(draft: Draft, *, epochs: str, steps: str, default: float) -> float:
         if asked == int(asked):
             draft.set("train.epochs", int(asked), epochs)
         else:
-            draft.nearest("train.epochs", int(asked) + 1, epochs, "epochs are whole ones (train.steps ends a run earlier)")
+            draft.nearest("train.epochs", int(asked) + 1, epochs,
+                          "epochs must be whole numbers (train.steps can end a run earlier)")
     elif int(default) != 1:
         draft.default("train.epochs", int(default))
     limit = draft.get(steps)
@@ -103,9 +105,9 @@ def duration(draft: Draft, *, epochs: str, steps: str, default: float) -> float:
             draft.not_honoured(steps, str(error))
             return asked
         if found > 0:
-            draft.set("train.steps", found, steps, note="instead of epochs")
+            draft.set("train.steps", found, steps, note="replaces epochs")
         else:
-            draft.no_effect(steps, "no limit, as here")
+            draft.no_effect(steps, "no limit, same as Pronghorn")
     return asked
 
 
@@ -115,7 +117,7 @@ def warmup(draft: Draft, *, scheduler: str, steps: str, ratio: str, default: flo
     if str(draft.get(scheduler, "")).strip().lower() == "constant":
         draft.targets["train.warmup"], draft.origins["train.warmup"] = 0, [scheduler]
         for key in keys:
-            draft.no_effect(key, f"{scheduler}: constant has no warm-up")
+            draft.no_effect(key, f"{scheduler}: constant has no warmup")
         return
     asked: dict[str, float] = {}
     for key in keys:
@@ -128,7 +130,7 @@ def warmup(draft: Draft, *, scheduler: str, steps: str, ratio: str, default: flo
         if key == chosen:
             draft.set("train.warmup", found, key)
         else:
-            draft.no_effect(key, f"{chosen} counts before it")
+            draft.no_effect(key, f"{chosen} takes precedence")
     draft.default("train.warmup", default)
 
 
@@ -147,28 +149,30 @@ def every(draft: Draft, target: str, *, steps: str, strategy: str, per_epoch: st
             draft.not_honoured(per_epoch, str(error))
         else:
             share = share_of_run(found, epochs) if found > 0 else AT_THE_END
-            draft.set(target, round(share, 6), per_epoch, note="a share of all steps" if share < AT_THE_END else "at the end")
+            draft.set(target, round(share, 6), per_epoch,
+                      note="a fraction of all steps" if share < AT_THE_END else "at the end")
     how = str(draft.get(strategy, "")).strip().lower() if not isinstance(draft.get(strategy), bool) else "no"
     count = draft.get(steps)
     if how in ("epoch", "no") and target not in draft.targets:
         share = share_of_run(1, epochs) if how == "epoch" else AT_THE_END
-        draft.set(target, round(share, 6), strategy, note="a share of all steps" if share < AT_THE_END else "at the end only")
+        draft.set(target, round(share, 6), strategy,
+                  note="a fraction of all steps" if share < AT_THE_END else "at the end only")
         if count is not None:
-            draft.no_effect(steps, f"{strategy}: {how} counts before it")
+            draft.no_effect(steps, f"{strategy}: {how} takes precedence")
     elif how:
-        draft.no_effect(strategy, best if how == "best" else "as the number of steps says")
+        draft.no_effect(strategy, best if how == "best" else "the step count takes precedence")
     elif strategy in draft.values and draft.get(strategy) is not None:
-        draft.no_effect(strategy, "as the number of steps says")
+        draft.no_effect(strategy, "the step count takes precedence")
     if count is not None and steps not in draft.fates:
         if target in draft.targets:
-            draft.no_effect(steps, f"{per_epoch} counts before it")
+            draft.no_effect(steps, f"{per_epoch} takes precedence")
             return
         try:
             found = number(count)
         except UnfitError as error:
             draft.not_honoured(steps, str(error))
             return
-        draft.set(target, found, steps, note="a share of all steps" if found < 1 else "")
+        draft.set(target, found, steps, note="a fraction of all steps" if found < 1 else "")
 
 
 def precision(draft: Draft, *, bf16: tuple[str, ...], fp16: tuple[str, ...], tf32: str = "tf32") -> None:
@@ -185,13 +189,13 @@ def precision(draft: Draft, *, bf16: tuple[str, ...], fp16: tuple[str, ...], tf3
         draft.set("precision", "auto", *autos)
     elif set(offs) & set(bf16) and set(offs) & set(fp16):
         draft.set("precision", "fp32", *offs, note="neither bf16 nor fp16")
-    left = dict.fromkeys(offs, "off; the recipe's precision says what is used")
-    left |= dict.fromkeys((*halves, *autos), "bf16 counts before it")
+    left = dict.fromkeys(offs, "off; the recipe's precision applies")
+    left |= dict.fromkeys((*halves, *autos), "bf16 takes precedence")
     for key, why in left.items():
         if key not in draft.fates:
             draft.no_effect(key, why)
     if draft.get(tf32) is not None:
-        draft.no_effect(tf32, "products are in the precision that the recipe says; fp32 is never TF32 here")
+        draft.no_effect(tf32, "GEMMs run in the recipe's precision; fp32 never uses TF32")
 
 
 def adapter_off(draft: Draft, keys: list[str], why: str) -> None:
@@ -223,11 +227,11 @@ def fraction_held_out(draft: Draft, key: str) -> None:
         draft.not_honoured(key, str(error))
         return
     if found == 0:
-        draft.no_effect(key, "no held-out data, as here by default")
+        draft.no_effect(key, "no held-out data, as by default in Pronghorn")
     elif 0 < found < 1:
         draft.set("data.eval", found, key)
     else:
-        draft.not_honoured(key, "a number of rows; write the fraction that it is of yours (data.eval: 0.02), or a file")
+        draft.not_honoured(key, "a row count; set the fraction of your data instead (data.eval: 0.02), or a file")
 
 
 def betas(draft: Draft) -> None:
@@ -248,13 +252,13 @@ def clip(draft: Draft, key: str) -> None:
     if limit > 0:
         draft.set("train.clip", limit, key)
     else:
-        draft.set("train.clip", 1e9, key, note="a limit that is never reached, for none")
+        draft.set("train.clip", 1e9, key, note="gradient clipping off: the limit is never reached")
 
 
 def fp8_products(draft: Draft, key: str) -> None:
     if not is_on(draft.get(key)):
-        draft.no_effect(key, "switched off, as here by default")
+        draft.no_effect(key, "off, as by default in Pronghorn")
     elif draft.targets.get("method") in ("full", "qlora"):
         draft.set("compute", "fp8", key)
     else:
-        draft.not_honoured(key, "weights stored in 16 bits are multiplied in 16; method: fp8 stores and multiplies in FP8")
+        draft.not_honoured(key, "16-bit weights are multiplied in 16 bits; method: fp8 stores and multiplies in FP8")

@@ -10,14 +10,14 @@ from pronghorn.convert.one_line import one_line
 from pronghorn.errors import counted, printable
 from pronghorn.recipe import Recipe
 
-TITLES: dict[Kind, str] = {"mapped": "mapped", "no effect": "without effect here", "not honoured": "NOT HONOURED"}
+TITLES: dict[Kind, str] = {"mapped": "mapped", "no effect": "no effect in Pronghorn", "not honoured": "NOT SUPPORTED"}
 COMMENTS_FROM = 48  # the column
 
 
 def recipe_text(draft: Draft) -> str:
     """In the order of the recipe's own keys."""
     name = one_comment(draft.name)
-    lines = [f"# From {name}, a config of {draft.tool}. What became of each of its keys stands at the end."]
+    lines = [f"# Converted from {name} ({draft.tool}). The end of this file lists what each key became."]
     values = nested(draft.targets)
     for key in Recipe.model_fields:
         if key not in values:
@@ -33,7 +33,7 @@ def recipe_text(draft: Draft) -> str:
     for kind in ("not honoured", "no effect", "mapped"):
         fates = [fate for fate in draft.all_fates() if fate.kind == kind]
         if fates:
-            lines.append(f"# {TITLES[fates[0].kind]} (line of {name}, key, what became of it):")
+            lines.append(f"# {TITLES[fates[0].kind]} (line in {name}, key, result):")
             lines += [f"#   {told(fate)}" for fate in fates]
     return "\n".join(lines) + "\n"
 
