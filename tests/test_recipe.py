@@ -67,7 +67,7 @@ def test_budgets_people_write(budget: str) -> None:
 def test_a_step_is_a_whole_number_of_packs_and_a_pack_holds_the_longest_document() -> None:
     with pytest.raises(ValidationError, match=r"train.batch_tokens: 5000 is not a multiple .* set train.batch_tokens: 4096"):
         recipe(train={"batch_tokens": 5000, "capacity": 4096})
-    with pytest.raises(ValidationError, match=r"data.max_length: 2048 is more than .* 1024; set train.capacity: 2048"):
+    with pytest.raises(ValidationError, match=r"data.max_length: 2048 exceeds .* 1024; set train.capacity: 2048"):
         recipe(train={"batch_tokens": 1024, "capacity": 1024})
     recipe(train={"batch_tokens": 4096, "capacity": 2048})
 
@@ -90,12 +90,12 @@ def test_what_is_multiplied_in_fp8(changes: dict[str, Any], fp8: bool) -> None:
 
 
 @table(("changes", "said"), [
-    ({"compute": "fp8"}, "fp8 does not go with method: lora, .*; set method: fp8"),
-    ({"method": "fp8", "compute": "bf16"}, "bf16 does not go with method: fp8, .*; leave compute out"),
-    ({"compute": "bf16", "precision": "fp32"}, "bf16 does not go with precision: fp32, .*; leave compute out"),
-    ({"method": "qlora", "compute": "fp8", "layers": "own"}, "fp8 does not go with layers: own, .*; set layers: fast"),
-    ({"method": "qlora", "compute": "fp8", "lora": {"dropout": 0.1}}, "fp8 does not go with lora.dropout .*; leave"),
-    ({"method": "qlora", "compute": "fp8", "lora": {"dora": True}}, "fp8 does not go with .*lora.dora.*; leave compute out"),
+    ({"compute": "fp8"}, "fp8 cannot be combined with method: lora, .*; set method: fp8"),
+    ({"method": "fp8", "compute": "bf16"}, "bf16 cannot be combined with method: fp8, .*; remove compute"),
+    ({"compute": "bf16", "precision": "fp32"}, "bf16 cannot be combined with precision: fp32, .*; remove compute"),
+    ({"method": "qlora", "compute": "fp8", "layers": "own"}, "fp8 cannot be combined with layers: own, .*; set layers: fast"),
+    ({"method": "qlora", "compute": "fp8", "lora": {"dropout": 0.1}}, "fp8 cannot be combined with lora.dropout .*; remove"),
+    ({"method": "qlora", "compute": "fp8", "lora": {"dora": True}}, "fp8 cannot be combined with .*lora.dora.*; remove compute"),
     ({"method": "qlora", "compute": "fp16"}, "'auto', 'bf16' or 'fp8'"),
 ])
 def test_products_that_no_method_makes_are_refused(changes: dict[str, Any], said: str) -> None:

@@ -51,7 +51,7 @@ def test_a_key_that_stands_twice_is_an_error_with_both_lines() -> None:
         ("r.yaml:5", "data.eval: this key appears twice", "remove one of the two"),
         ("r.yaml:6", "model: this key appears twice", "remove one of the two"),
     ]
-    assert [problem.why for problem in problems(text)] == ["it is set at r.yaml:4 already", "it is set at r.yaml:1 already"]
+    assert [problem.why for problem in problems(text)] == ["it is already set at r.yaml:4", "it is already set at r.yaml:1"]
 
 
 def test_what_is_not_yaml_is_told_with_its_line() -> None:
@@ -106,16 +106,16 @@ memory: {budget: a lot}
     found = [(what.replace(":", " ").split(" ")[0], where, fix) for where, what, fix in told(text)]
     assert sorted(found) == sorted([
         ("model", "r.yaml", "add `model: ...`; `pronghorn new -` shows an example"),
-        ("method", "r.yaml:1", "did you mean `lora`? one of: lora, qlora, fp8, full"),
+        ("method", "r.yaml:1", "did you mean `lora`? use one of: lora, qlora, fp8, full"),
         ("lora.r", "r.yaml:3", "write one such as 16"),
         ("lora.targts", "r.yaml:4", "did you mean `targets`?"),
         ("data.train", "r.yaml:5", "add `train: ...`; `pronghorn new -` shows an example"),
         ("data.max_length", "r.yaml:6", "set train.capacity: 4096 or more"),
         ("data.max_length", "r.yaml:7", "remove one of the two"),
-        ("data.eval", "r.yaml:8", "give a file name, or a fraction between 0 and 1"),
-        ("train.epochs", "r.yaml:9", "write another number such as 1"),
+        ("data.eval", "r.yaml:8", "write a file name, or a fraction between 0 and 1"),
+        ("train.epochs", "r.yaml:9", "write a number in range such as 1"),
         ("train.batch_tokens", "r.yaml:9", "set train.batch_tokens: 65000"),
-        ("memory.budget", "r.yaml:10", "write auto, an amount such as 24GB, or a share such as 80%"),
+        ("memory.budget", "r.yaml:10", "write auto, an amount such as 24GB, or a percentage such as 80%"),
     ])
 
 
@@ -135,15 +135,15 @@ def test_no_misfit_is_made_up_from_a_value_that_cannot_be_read() -> None:
     ("lora: {rank: 3}", "did you mean `r`?"),
     ("train: {lora_rank: 3}", "did you mean `lora.r`?"),
     ("train: {max_length: 3}", "did you mean `data.max_length`?"),
-    ("train: {nothing_like_it: 3}", "known keys here: batch_tokens, betas,"),
+    ("train: {nothing_like_it: 3}", "known keys: batch_tokens, betas,"),
     ("train: {batch_token: 3}", "did you mean `batch_tokens`?"),
     ("train: {LR: 3}", "did you mean `lr`?"),
     ("lr: 3", "did you mean `train.lr`?"),
     ("max_length: 3", "did you mean `data.max_length`?"),
     ("output-folder: x", "did you mean `output`?"),
-    ("<<: {a: 1}", "known keys here: checkpoint, compute, data,"),
+    ("<<: {a: 1}", "known keys: checkpoint, compute, data,"),
     ("eval: {stop: {patince: 3}}", "did you mean `patience`?"),
-    ("train: {str: 3}", "known keys here"),
+    ("train: {str: 3}", "known keys"),
 ])
 def test_unknown_keys_are_answered_with_a_known_one(line: str, fix: str) -> None:
     ((where, what, hint),) = told(SMALLEST + line)
@@ -156,15 +156,15 @@ def test_unknown_keys_are_answered_with_a_known_one(line: str, fix: str) -> None
     ("lora: {targets: 5}", "write all-linear, or a list"),
     ("train: {betas: [0.9]}", "write two numbers"),
     ("train: {betas: 0.9}", "write two numbers"),
-    ("train: {schedule: cosinus}", "did you mean `cosine`? one of: cosine, linear, constant"),
+    ("train: {schedule: cosinus}", "did you mean `cosine`? use one of: cosine, linear, constant"),
     ("precision: 16", "one of: auto, bf16, fp16, fp32"),
     ("train: {lr: fast}", "write one such as 0.0002"),
     ("lora: {dora: 7}", "write true or false"),
-    ("train: {lr: -1}", "write another number such as 0.0002"),
-    ("train: 3", "write its keys below it, some of: epochs, steps,"),
-    ("eval: {stop: 3}", "write its keys below it, some of: patience, min_delta"),
-    ("memory: {budget: 24}", "write auto, an amount such as 24GB, or a share such as 80%"),
-    ("train: {lr: }", "give train.lr one, or leave the key out"),
+    ("train: {lr: -1}", "write a number in range such as 0.0002"),
+    ("train: 3", "write its keys below it, any of: epochs, steps,"),
+    ("eval: {stop: 3}", "write its keys below it, any of: patience, min_delta"),
+    ("memory: {budget: 24}", "write auto, an amount such as 24GB, or a percentage such as 80%"),
+    ("train: {lr: }", "set train.lr, or remove the key"),
     ("output: 2024", 'put it in quotes: output: "2024"'),
     ("eval: {every: [1, 2]}", "write a number of steps, or a fraction of all steps such as 0.1"),
     ("eval: {every: 1.5}", "write a number of steps, or a fraction of all steps such as 0.1"),
@@ -179,12 +179,12 @@ def test_a_wrong_value_is_told_once_with_what_to_write(line: str, fix: str) -> N
 
 def test_aliases_that_never_end_or_make_billions_are_refused_at_once() -> None:
     ((where, what, _),) = told(SMALLEST + "lora: &a {r: *a}\n")
-    assert (where, what) == ("r.yaml:3", "an alias stands inside what it is an alias of")
+    assert (where, what) == ("r.yaml:3", "a YAML alias refers to itself")
     bomb = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
     ((_, what, _),) = told(bomb + SMALLEST)
     assert "over 100,000 values" in what
     ((_, what, _),) = told(SMALLEST + "lora: " + "{r: " * 2000 + "1" + "}" * 2000)
-    assert what == "the recipe is nested too deep"
+    assert what == "the recipe is nested too deeply"
     assert parse_recipe("model: some/model\ndata: {train: &f a.jsonl, eval: *f}\n").data.eval == "a.jsonl"
 
 
@@ -193,7 +193,7 @@ def test_training_data_that_is_no_name_is_told_what_is(value: str) -> None:
     ((where, what, hint),) = told(f"model: a\ndata:\n  train: {value}\n")
     assert where == "r.yaml:3"
     assert what.startswith("data.train: ")
-    assert hint.startswith("give a file, a folder or a hub data set, a list of them, or sources such as {path: ")
+    assert hint.startswith("write a file, a folder or a Hub dataset, a list of them, or sources such as {path: ")
     assert not {"tuple", "NoneType"} & set(what.split())
 
 
@@ -290,7 +290,7 @@ def test_what_the_example_has_commented_out_is_valid_too() -> None:
 def test_every_commented_key_of_the_example_is_one() -> None:
     text = re.sub(r"(?m)^  # (\w+: )", r"  \1", EXAMPLE.replace("  # chat_template", "  ##"))  # one of two templates
     recipe = parse_recipe(text)
-    written = re.search(r"or with more about each: (.*)", EXAMPLE)
+    written = re.search(r"or sources with options: (.*)", EXAMPLE)
     assert written
     first, second = parse_recipe(f"model: a\ndata:\n  train: {written[1]}\n").data.train
     assert (first.weight, second.max_rows, second.columns.prompt) == (2, 1000, "question")
@@ -302,14 +302,14 @@ def test_every_commented_key_of_the_example_is_one() -> None:
 
 
 @table(("text", "what", "fix"), [
-    ("metrics: [exact_match, mine.py]", "mine.py is a file, and code only ever runs when it is named on the command line",
-     "leave it out here, and add: --metric-file mine.py"),
-    ("metrics: folder/mine", "code only ever runs when it is named on the command line", "--metric-file folder/mine"),
-    ("metric_file: mine.py", "code only ever runs when it is named on the command line", "--metric-file FILE"),
-    ("metrics: [exact]", "'exact' is not a choice", "did you mean `exact_match`?"),
+    ("metrics: [exact_match, mine.py]", "mine.py is a file, and Pronghorn runs code only if it is named on the command line",
+     "remove it here and add: --metric-file mine.py"),
+    ("metrics: folder/mine", "Pronghorn runs code only if it is named on the command line", "--metric-file folder/mine"),
+    ("metric_file: mine.py", "Pronghorn runs code only if it is named on the command line", "--metric-file FILE"),
+    ("metrics: [exact]", "invalid value 'exact'", "did you mean `exact_match`?"),
     ("metrics: [regex]", "eval.regex: the metric `regex` needs a pattern", "set eval.regex"),
-    ("regex: x", "eval.regex: nothing uses the pattern", "add regex to eval.metrics"),
-    ("{metrics: regex, regex: '('}", "is not a regular expression", "correct it"),
+    ("regex: x", "eval.regex: no metric uses the pattern", "add regex to eval.metrics"),
+    ("{metrics: regex, regex: '('}", "is not a valid regular expression", "fix the pattern"),
     ("best: rouge_l", "eval.best: rouge_l is not measured", "add rouge_l to eval.metrics"),
     ("best: multiple_choice_norm", "is not measured", "add multiple_choice to eval.metrics"),
 ])
@@ -323,7 +323,7 @@ def test_metrics_are_judged_and_no_recipe_runs_code(text: str, what: str, fix: s
 
 def test_metrics_need_held_out_data() -> None:
     (problem,) = problems(f"{SMALLEST}eval: {{metrics: rouge_l}}")
-    assert problem.what.startswith("eval.metrics: there is no held-out data")
+    assert problem.what.startswith("eval.metrics: metrics need held-out data")
     assert parse_recipe(f"{SMALLEST}eval: {{metrics: rouge_l}}", ["data.eval=0.1"]).eval.metrics == ("rouge_l",)
 
 
@@ -369,8 +369,8 @@ def test_an_override_that_is_no_value_is_a_text_and_judged_as_one(word: str) -> 
     ("[{path: a, weigth: 2}]", "data.train.0.weigth: unknown key", "did you mean `weight`?"),
     ("[b, {path: a, fields: {prompt: q}}]", "data.train.1.fields: unknown key", "did you mean `columns`?"),
     ("{weight: 2}", "data.train.0.path: missing", "add `path: ...`"),
-    ("[{path: a, weight: 0}]", "data.train.0.weight: 0 is out of range", "write another number"),
-    ("[[a]]", "data.train.0: ['a'] does not fit", "sources such as {path: a.jsonl, weight: 2}"),
+    ("[{path: a, weight: 0}]", "data.train.0.weight: 0 is out of range", "write a number in range"),
+    ("[[a]]", "data.train.0: invalid value ['a']", "sources such as {path: a.jsonl, weight: 2}"),
 ])
 def test_a_source_with_something_wrong_is_told_as_a_source(train: str, what: str, fix: str) -> None:
     with pytest.raises(RecipeError) as caught:

@@ -62,12 +62,12 @@ class Lora(Section):
     targets: Literal["all-linear"] | Names = "all-linear"
     dropout: Fraction = 0.0
     rslora: bool = False  # scale by alpha / sqrt(r) instead of alpha / r
-    dora: bool = False  # learn the weight's magnitude beside its direction
-    plus_ratio: Annotated[float, Field(ge=1.0)] = 1.0  # LoRA+: learning rate of B over that of A
+    dora: bool = False  # learn the weight's magnitude separately from its direction
+    plus_ratio: Annotated[float, Field(ge=1.0)] = 1.0  # LoRA+: learning rate of B divided by that of A
 
 
 class Fields(Section):
-    """Columns of the data that have other names than ours: `messages: dialogue`."""
+    """Names of the data's columns: `messages: dialogue`."""
 
     messages: Name | None = None
     tools: Name | None = None
@@ -87,18 +87,18 @@ RowFormat = Literal["auto", "messages", "completion", "text", "alpaca", "sharegp
 
 
 class DataSource(Section):
-    """A file, a folder or a hub data set, with what holds for it alone; what it does not say is as `data` says."""
+    """A file, a folder or a Hub dataset with its own options; unset options are inherited from `data`."""
 
     path: Name
-    name: Name | None = None  # of a hub data set: its configuration, as in load_dataset(path, name, split)
-    split: Name | None = None  # of a hub data set; of a folder, the folder or the files in it that are called so
-    # how often each row comes in an epoch: 2 twice, 0.5 every second one, chosen once and for all
+    name: Name | None = None  # configuration of a Hub dataset, as in load_dataset(path, name, split)
+    split: Name | None = None  # split of a Hub dataset; in a folder, the subfolder or files of this name
+    # how often each row occurs per epoch: 2 twice, 0.5 every second row (the same rows in every epoch)
     weight: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
-    max_rows: PositiveInt | None = None  # at most the first so many rows, of all its files together
-    text_by: Literal["file", "line"] = "file"  # what of a .txt file is one document
-    stream: bool = False  # of a hub data set: read it as it comes, without a copy on the disk
+    max_rows: PositiveInt | None = None  # use at most the first N rows of all its files together
+    text_by: Literal["file", "line"] = "file"  # one document per .txt file or per line
+    stream: bool = False  # stream a Hub dataset instead of downloading it
     format: RowFormat | None = None
-    columns: Fields | None = None  # as `data.fields`
+    columns: Fields | None = None  # like `data.fields`
     message_fields: dict[Name, Name] | None = None
     roles: Roles | None = None
 
@@ -116,7 +116,7 @@ Sources = Annotated[tuple[Source, ...], BeforeValidator(_one_or_many), Field(min
 
 
 class SpecialTokens(Section):
-    """Tokens of the vocabulary that the tokenizer is to use for these, instead of its own."""
+    """Tokens of the vocabulary that replace the tokenizer's own special tokens."""
 
     bos_token: Name | None = None
     eos_token: Name | None = None
@@ -125,23 +125,23 @@ class SpecialTokens(Section):
 
 
 class Data(Section):
-    train: Sources  # files, folders or hub data sets
+    train: Sources  # files, folders or Hub datasets
     eval: str | Annotated[float, Field(gt=0.0, lt=1.0)] | None = None  # a file, or the fraction of train to hold out
     format: RowFormat = "auto"
-    fields: Fields = Fields()  # columns with other names
-    message_fields: dict[Name, Name] = {}  # keys inside a message with other names: {role: from, content: value}
-    roles: Roles = {}  # who speaks, in other words: {assistant: [bot]}
-    max_rows: PositiveInt | None = None  # at most the first so many rows of each file or data set
+    fields: Fields = Fields()  # column names
+    message_fields: dict[Name, Name] = {}  # key names inside a message: {role: from, content: value}
+    roles: Roles = {}  # role names: {assistant: [bot]}
+    max_rows: PositiveInt | None = None  # use at most the first N rows of each file or dataset
     max_length: Annotated[int, Field(ge=8)] = 2048
     long: Literal["drop", "truncate", "split"] | None = None  # None: drop up to 1 % of rows, refuse more
-    chat_template: str | None = None  # a Jinja file, for tokenizers that have none or the wrong one
-    template: Name | None = None  # the same by name: chatml, llama-3.1, gemma-3, ...
+    chat_template: str | None = None  # a Jinja file, for tokenizers without a template or with a wrong one
+    template: Name | None = None  # a named template: chatml, llama-3.1, gemma-3, ...
     special_tokens: SpecialTokens = SpecialTokens()
-    eot_tokens: Annotated[tuple[Name, ...], BeforeValidator(_one_or_many)] = ()  # also end a turn of the chat template
-    loss_on: Literal["auto", "assistant", "completion", "all"] = "auto"  # auto: what the format carries
+    eot_tokens: Annotated[tuple[Name, ...], BeforeValidator(_one_or_many)] = ()  # additional end-of-turn tokens
+    loss_on: Literal["auto", "assistant", "completion", "all"] = "auto"  # auto: chosen by the format
     bad_rows: Literal["stop", "skip"] = "stop"
-    lost: Literal["refuse", "allow"] = "refuse"  # rows of which the chat template leaves something out: bad rows, or trained on
-    # control tokens (<|im_end|>) inside a message: text as any other, or a bad row, or control tokens
+    lost: Literal["refuse", "allow"] = "refuse"  # rows whose content the template partly drops
+    # control tokens (<|im_end|>) inside a message: escaped as text, a bad row, or kept as control tokens
     control_tokens: Literal["escape", "refuse", "keep"] = "escape"
     duplicates: Literal["keep", "drop-exact", "drop-near"] = "keep"
     junk: Literal["keep", "drop"] = "keep"
@@ -150,19 +150,19 @@ class Data(Section):
 
 class Train(Section):
     epochs: PositiveInt = 1
-    steps: PositiveInt | None = None  # stop after so many optimizer steps instead of after `epochs`
-    batch_tokens: PositiveInt = 65536  # tokens in one optimizer step
-    capacity: Annotated[int, Field(gt=0, le=2**24)] = 16384  # tokens in one micro-batch; batch_tokens is a multiple of it
+    steps: PositiveInt | None = None  # number of optimizer steps; overrides `epochs`
+    batch_tokens: PositiveInt = 65536  # tokens per optimizer step
+    capacity: Annotated[int, Field(gt=0, le=2**24)] = 16384  # tokens per micro-batch; batch_tokens is a multiple of it
     lr: Positive = 2e-4
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup: Fraction | Annotated[int, Field(gt=0, strict=True)] = 0.03  # fraction of all steps, or how many
-    # moments in 32 or 8 bits (a quarter of the memory), on the GPU or paged: in host memory, over the link at each step
+    warmup: Fraction | Annotated[int, Field(gt=0, strict=True)] = 0.03  # fraction of all steps, or number of steps
+    # moments in 32 or 8 bits (a quarter of the memory), on the GPU or paged (in host RAM, copied at each step)
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"] = "adamw"
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.0
     clip: Positive = 1.0
-    # a step as CUDA graphs: where it can be, or an error, or never; answers to held-out rows where they can be, or never
+    # CUDA graphs for steps: if possible, required (else an error), or never; also used for answers to held-out rows
     graph: Literal["auto", "on", "off"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 3407
 
@@ -174,7 +174,7 @@ class Memory(Section):
     @classmethod
     def _readable(cls, budget: str) -> str:
         if budget != "auto" and not re.fullmatch(r"\d+(\.\d+)?\s*(GB|GiB|MB|MiB|%)", budget):
-            raise ValueError(f"{budget!r} is not a budget; write auto, an amount such as 24GB, or a share such as 80%")
+            raise ValueError(f"{budget!r} is not a budget; write auto, an amount such as 24GB, or a percentage such as 80%")
         return budget
 
 
@@ -196,7 +196,7 @@ class Stop(Section):
 # What they measure: evaluation/metrics.py
 MetricName = Literal["exact_match", "json_valid", "json_match", "json_fields", "regex", "rouge_l", "multiple_choice"]
 METRICS: tuple[str, ...] = get_args(MetricName)
-ON_THE_COMMAND_LINE = "code only ever runs when it is named on the command line"
+ON_THE_COMMAND_LINE = "Pronghorn runs code only if it is named on the command line"
 
 
 def figures_of(metrics: Sequence[str]) -> list[str]:
@@ -206,7 +206,7 @@ def figures_of(metrics: Sequence[str]) -> list[str]:
 
 def _known_metric(name: Any) -> Any:
     if isinstance(name, str) and (name.endswith(".py") or "/" in name):
-        raise ValueError(f"{name} is a file, and {ON_THE_COMMAND_LINE}; leave it out here, and add: --metric-file {name}")
+        raise ValueError(f"{name} is a file, and {ON_THE_COMMAND_LINE}; remove it here and add: --metric-file {name}")
     return name
 
 
@@ -215,20 +215,20 @@ Metric = Annotated[MetricName, BeforeValidator(_known_metric)]
 
 class Eval(Section):
     every: Every = 200
-    stop: Stop | None = None  # early stopping, by what `best` names
-    generations: NonNegativeInt = 3  # held-out prompts answered at each evaluation, to be read by a person
-    metrics: Annotated[tuple[Metric, ...], BeforeValidator(_one_or_many)] = ()  # what answers to held-out rows score
-    samples: PositiveInt = 100  # held-out rows that are answered for the metrics
-    max_new_tokens: PositiveInt | None = None  # of an answer; None: 16 more than the longest expected one has
-    system: Name | None = None  # a system message in the place of the rows' own
-    regex: Name | None = None  # the pattern of the metric `regex`
-    best: Name = "loss"  # decides which checkpoint is the best: loss, or one of the metrics
+    stop: Stop | None = None  # early stopping on the metric in `best`
+    generations: NonNegativeInt = 3  # held-out prompts answered and shown at each evaluation
+    metrics: Annotated[tuple[Metric, ...], BeforeValidator(_one_or_many)] = ()  # metrics of the answers to held-out rows
+    samples: PositiveInt = 100  # held-out rows answered for the metrics
+    max_new_tokens: PositiveInt | None = None  # per answer; None: 16 more than the longest expected answer
+    system: Name | None = None  # replaces the system message of the rows
+    regex: Name | None = None  # pattern of the metric `regex`
+    best: Name = "loss"  # selects the best checkpoint: loss, or one of the metrics
 
     @model_validator(mode="before")
     @classmethod
     def _names_no_code(cls, values: Any) -> Any:
         if isinstance(values, dict) and (key := next((k for k in ("metric_file", "metric-file") if k in values), "")):
-            raise ValueError(f"names code ({key}), and {ON_THE_COMMAND_LINE}; leave the key out, and add: --metric-file FILE")
+            raise ValueError(f"names code ({key}), and {ON_THE_COMMAND_LINE}; remove the key and add: --metric-file FILE")
         return values
 
     @field_validator("regex")
@@ -237,7 +237,7 @@ class Eval(Section):
         try:
             re.compile(pattern or "")
         except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"{pattern!r} is not a regular expression: {error}; correct it") from None
+            raise ValueError(f"{pattern!r} is not a valid regular expression: {error}; fix the pattern") from None
         return pattern
 
     @property
@@ -245,28 +245,28 @@ class Eval(Section):
         problems = []
         if ("regex" in self.metrics) != (self.regex is not None):
             problems.append("eval.regex: the metric `regex` needs a pattern; set eval.regex" if self.regex is None else
-                            "eval.regex: nothing uses the pattern; add regex to eval.metrics")
+                            "eval.regex: no metric uses the pattern; add regex to eval.metrics")
         if self.best in figures_of(METRICS) and self.best not in figures_of(self.metrics):
             problems.append(f"eval.best: {self.best} is not measured; add {self.best.removesuffix('_norm')} to eval.metrics")
         return problems
 
 
 class Health(Section):
-    # a loss far above those before it: warn; skip the update; or rewind to the last checkpoint, without those rows (spikes.py)
+    # on a loss spike: warn; skip the update; or rewind to the last checkpoint and skip these rows (spikes.py)
     spike: Literal["warn", "skip", "rewind"] = "warn"
 
 
 class Recipe(Section):
-    model: Annotated[str, Field(min_length=1)]  # hub name or local folder
-    # lora: adapters on a frozen model; qlora: the same with its linears in 4 bits (NF4; 4-bit checkpoints are read); fp8: with
-    # its linears in 8 bits (e4m3), multiplied as they are; full: all of the model is trained
+    model: Annotated[str, Field(min_length=1)]  # Hub name or local folder
+    # lora: adapters on a frozen model; qlora: frozen linears in 4 bits (NF4; 4-bit checkpoints are supported); fp8: frozen
+    # linears in 8 bits (e4m3), multiplied in FP8; full: all weights are trained
     method: Literal["lora", "qlora", "fp8", "full"] = "lora"
-    # The linears' products: fp8 with method qlora (stored in 4 bits) or full (trained weights, rounded for each product), bf16:
-    # as `precision` says. auto: fp8 with method fp8, else bf16
+    # GEMM precision of the linears: fp8 (with method qlora, or with full, whose trained weights are quantized for each GEMM),
+    # bf16: the precision in `precision`. auto: fp8 with method fp8, else bf16
     compute: Literal["auto", "bf16", "fp8"] = "auto"
     lora: Lora = Lora()
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # auto: bf16 on a GPU that has it, else fp32
-    layers: Literal["fast", "own"] = "fast"  # fast: ours where the model's family has them; own: transformers' layers
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # auto: bf16 if the GPU supports it, else fp32
+    layers: Literal["fast", "own"] = "fast"  # fast: Pronghorn's, for supported families; own: transformers' layers
     data: Data
     train: Train = Train()
     memory: Memory = Memory()
@@ -285,13 +285,13 @@ class Recipe(Section):
             )
         if self.data.max_length > self.train.capacity:
             problems.append(
-                f"data.max_length: {self.data.max_length} is more than train.capacity {self.train.capacity};"
+                f"data.max_length: {self.data.max_length} exceeds train.capacity {self.train.capacity};"
                 f" set train.capacity: {self.data.max_length} or more"
             )
         if self.data.template and self.data.chat_template:
-            problems.append("data.template: this and data.chat_template are two templates; leave out one of them")
+            problems.append("data.template: data.chat_template is set as well; remove one of them")
         if self.eval.metrics and self.data.eval is None:
-            problems.append("eval.metrics: there is no held-out data to answer; set data.eval: 0.05, or a file")
+            problems.append("eval.metrics: metrics need held-out data; set data.eval: 0.05, or a file")
         problems += self.eval.misfits
         problems += self._compute_misfits()
         if problems:
@@ -301,20 +301,20 @@ class Recipe(Section):
     def _compute_misfits(self) -> list[str]:
         problems = []
         if self.compute == "fp8" and self.method == "lora":
-            problems.append("compute: fp8 does not go with method: lora, which keeps the frozen weights in 16 bits;"
-                            " set method: fp8, which stores them in FP8 as well, or method: qlora for 4 bits")
+            problems.append("compute: fp8 cannot be combined with method: lora, whose frozen weights are 16-bit;"
+                            " set method: fp8, which also stores them in FP8, or method: qlora for 4 bits")
         if self.compute == "bf16" and self.method == "fp8":
-            problems.append("compute: bf16 does not go with method: fp8, whose weights are multiplied in FP8;"
-                            " leave compute out, or set method: lora or qlora")
+            problems.append("compute: bf16 cannot be combined with method: fp8, whose weights are multiplied in FP8;"
+                            " remove compute, or set method: lora or qlora")
         if self.compute == "bf16" and self.precision in ("fp16", "fp32"):
-            problems.append(f"compute: bf16 does not go with precision: {self.precision}, which the products follow;"
-                            " leave compute out, or set precision: bf16")
+            problems.append(f"compute: bf16 cannot be combined with precision: {self.precision}, which sets the GEMM precision;"
+                            " remove compute, or set precision: bf16")
         if self.compute == "fp8" and self.layers == "own":
-            problems.append("compute: fp8 does not go with layers: own, which multiply in 16 bits;"
-                            " set layers: fast, or leave compute out")
+            problems.append("compute: fp8 cannot be combined with layers: own, which multiply in 16 bits;"
+                            " set layers: fast, or remove compute")
         if self.compute == "fp8" and self.method == "qlora" and (self.lora.dropout or self.lora.dora):
-            problems.append("compute: fp8 does not go with lora.dropout or lora.dora, whose products are PEFT's, in 16 bits;"
-                            " leave compute out, or drop them")
+            problems.append("compute: fp8 cannot be combined with lora.dropout or lora.dora, which run in PEFT, in 16 bits;"
+                            " remove compute, or remove them")
         return problems
 
     @property
@@ -342,12 +342,12 @@ class Recipe(Section):
 # What does not touch the numbers of the run may change between two starts of it.
 MAY_CHANGE_ON_RESUME = ("checkpoint.", "eval.", "memory.", "output", "data.workers", "train.graph")
 # Of the rest, what cannot change in the middle of a run even where --allow-change asks for it: a key or a section, and why.
-_ADAPTER, _PLACE = "the trained adapter has that shape and scale", "the run's place in the data would mean other rows"
+_ADAPTER, _PLACE = "the trained adapter has this shape and scale", "the run's position in the data would mean different rows"
 FIXED_ON_RESUME = {
-    "model": "what was trained belongs to that model", "method": "what was trained has the form of that method",
+    "model": "the trained weights belong to this model", "method": "the trained weights belong to this method",
     "lora.r": _ADAPTER, "lora.alpha": _ADAPTER, "lora.targets": _ADAPTER, "lora.rslora": _ADAPTER, "lora.dora": _ADAPTER,
     "data.": _PLACE, "train.batch_tokens": _PLACE, "train.capacity": _PLACE, "train.seed": _PLACE,
-    "train.optimizer": "its moments are stored in another form",
+    "train.optimizer": "its moments are stored in a different format",
 }
 
 

@@ -25,11 +25,11 @@ from pronghorn.recipe import Recipe
 from pronghorn.recipe_keys import key_like, section_of
 
 EXAMPLE = """\
-# A Pronghorn recipe with every key. Only `model` and `data.train` are required. Values are the defaults, except data.eval;
-# keys behind a # are not set by default. Any key can be set on the command line, too: pronghorn train this.yaml train.lr=1e-4
-model: HuggingFaceTB/SmolLM2-135M-Instruct   # hub name or local folder
-method: lora                                 # lora | qlora (frozen weights in 4 bits) | fp8 (in 8 bits) | full
-compute: auto                                # auto | bf16 | fp8: with method qlora or full, multiply in FP8 (auto: with fp8)
+# A Pronghorn recipe with all keys. Only `model` and `data.train` are required. Values are the defaults, except data.eval;
+# commented keys are unset by default. Any key can also be set on the command line: pronghorn train this.yaml train.lr=1e-4
+model: HuggingFaceTB/SmolLM2-135M-Instruct   # Hub name or local folder
+method: lora                                 # lora | qlora (4-bit frozen weights) | fp8 (8-bit frozen weights) | full
+compute: auto                                # GEMMs: auto | bf16 | fp8 (with method qlora or full; method fp8 implies it)
 lora:
   r: 16
   alpha: 16
@@ -37,59 +37,59 @@ lora:
   dropout: 0.0
   rslora: false                              # scale by alpha / sqrt(r)
   dora: false
-  plus_ratio: 1.0                            # LoRA+: learning rate of B over that of A
-layers: fast                                 # fast (ours, where the family has them) | own (transformers')
-precision: auto                              # auto (bf16 on a GPU that has it, else fp32) | bf16 | fp16 | fp32
+  plus_ratio: 1.0                            # LoRA+: learning rate of B divided by that of A
+layers: fast                                 # fast (Pronghorn's, for supported families) | own (transformers')
+precision: auto                              # auto (bf16 if the GPU supports it, else fp32) | bf16 | fp16 | fp32
 data:
-  train: [data/train.jsonl]                  # files, folders or hub data sets; the format is detected
-  # or with more about each: [{path: a.jsonl, weight: 2}, {path: b.parquet, max_rows: 1000, columns: {prompt: question}}]
+  train: [data/train.jsonl]                  # files, folders or Hub datasets; the format is detected
+  # or sources with options: [{path: a.jsonl, weight: 2}, {path: b.parquet, max_rows: 1000, columns: {prompt: question}}]
   eval: 0.02                                 # a file, or the fraction of train to hold out (default: none)
   format: auto                               # auto | messages | completion | text | alpaca | sharegpt
-  # max_rows: 1000                           # at most the first so many rows of each file or data set
-  # fields: {messages: dialogue}             # columns with other names; likewise prompt, completion, instruction, text, ...
-  # message_fields: {role: from, content: value}   # keys inside a message with other names
-  # roles: {assistant: [bot], user: [customer]}    # who speaks, in other words
+  # max_rows: 1000                           # use at most the first N rows of each file or dataset
+  # fields: {messages: dialogue}             # column names; also prompt, completion, instruction, text, ...
+  # message_fields: {role: from, content: value}   # key names inside a message
+  # roles: {assistant: [bot], user: [customer]}    # role names
   max_length: 2048
-  # long: drop                               # drop | truncate | split; needed when over 1 % of rows are longer
-  # template: chatml                         # a chat template by name, instead of the model's own
-  # chat_template: my.jinja                  # the same as a Jinja file; one of the two
-  # special_tokens: {pad_token: <|endoftext|>}     # also bos_token, eos_token, unk_token: tokens that the vocabulary has
-  # eot_tokens: [<|im_end|>]                 # end a turn too, where the tokenizer does not mark them as special
+  # long: drop                               # drop | truncate | split; required if more than 1 % of the rows exceed max_length
+  # template: chatml                         # a named chat template, instead of the model's own
+  # chat_template: my.jinja                  # a Jinja file; set template or chat_template, not both
+  # special_tokens: {pad_token: <|endoftext|>}     # also bos_token, eos_token, unk_token; must be in the vocabulary
+  # eot_tokens: [<|im_end|>]                 # additional end-of-turn tokens, if the tokenizer does not mark them as special
   loss_on: auto                              # auto | assistant | completion | all
   bad_rows: stop                             # stop | skip
-  lost: refuse                               # refuse | allow: rows of which the chat template leaves something out
-  control_tokens: escape                     # escape | refuse | keep: <|im_end|> and the like inside a message
+  lost: refuse                               # refuse | allow: rows whose content the chat template partly drops
+  control_tokens: escape                     # escape | refuse | keep: control tokens such as <|im_end|> inside a message
   duplicates: keep                           # keep | drop-exact | drop-near
   junk: keep                                 # keep | drop
   workers: 2                                 # threads that build packed batches ahead of the step
 train:
   epochs: 1
-  # steps: 1000                              # stop after so many optimizer steps instead of after `epochs`
-  batch_tokens: 65536                        # tokens in one optimizer step
-  capacity: 16384                            # tokens in one micro-batch
+  # steps: 1000                              # number of optimizer steps; overrides epochs
+  batch_tokens: 65536                        # tokens per optimizer step
+  capacity: 16384                            # tokens per micro-batch
   lr: 2e-4
   schedule: cosine                           # cosine | linear | constant
-  warmup: 0.03                               # a fraction of all steps, or how many
-  optimizer: adamw                           # adamw | adamw_8bit | paged_adamw | paged_adamw_8bit (paged: in host memory)
+  warmup: 0.03                               # a fraction of all steps, or a number of steps
+  optimizer: adamw                           # adamw | adamw_8bit | paged_adamw | paged_adamw_8bit (paged: in host RAM)
   betas: [0.9, 0.999]
   eps: 1e-8
   weight_decay: 0.0
   clip: 1.0
-  graph: auto                                # auto | on | off: the step as CUDA graphs, with no host in it
+  graph: auto                                # auto | on | off: run steps as CUDA graphs
   seed: 3407
-memory: {budget: auto}                       # auto (what the GPU has free) | 24GB | 80%: the fastest step that fits
+memory: {budget: auto}                       # auto (all free GPU memory) | 24GB | 80%; the fastest plan that fits is used
 checkpoint: {every: 200, keep: 3}            # every: steps, or a fraction of all steps: 0.1
 eval:
-  every: 200                                 # likewise
-  generations: 3                             # answers to held-out prompts that are shown, beside the base model's
+  every: 200                                 # steps, or a fraction of all steps
+  generations: 3                             # held-out prompts whose answers are shown, next to the base model's
   # metrics: [exact_match, regex]            # json_valid | json_match | json_fields | rouge_l | multiple_choice
-  samples: 100                               # held-out rows that are answered for the metrics
-  # max_new_tokens: 256                      # of an answer (default: 16 more than the longest expected one)
-  # system: Answer in JSON.                  # in the place of the rows' own system message
-  # regex: "#### ([0-9]+)"                   # of the metric regex: what it finds in answer and expected answer is compared
-  best: loss                                 # the best checkpoint is the best by: loss, or one of the metrics
+  samples: 100                               # held-out rows answered for the metrics
+  # max_new_tokens: 256                      # per answer (default: 16 more than the longest expected answer)
+  # system: Answer in JSON.                  # replaces the system message of the rows
+  # regex: "#### ([0-9]+)"                   # for the metric regex: compares its matches in answer and expected answer
+  best: loss                                 # selects the best checkpoint: loss, or one of the metrics
   # stop: {patience: 3, min_delta: 0.002}    # early stopping
-health: {spike: warn}                        # a loss that stands out: warn | skip (no update) | rewind (to the last checkpoint)
+health: {spike: warn}                        # on a loss spike: warn | skip (the update) | rewind (to the last checkpoint)
 output: runs/default
 """
 
@@ -98,7 +98,7 @@ MOST_VALUES = 100_000  # far more than there are keys; ten lines of aliases to a
 ROOT: KeyPath = ()
 # What to write where a key takes one of several kinds; pydantic's own message tells of one kind only.
 KINDS = {
-    "data.eval": "give a file name, or a fraction between 0 and 1",
+    "data.eval": "write a file name, or a fraction between 0 and 1",
     "lora.targets": "write all-linear, or a list of layer names such as [q_proj, v_proj]",
     "train.betas": "write two numbers, such as [0.9, 0.999]",
     "train.warmup": "write a fraction of all steps below 1, or a number of steps",
@@ -107,8 +107,8 @@ KINDS = {
 }
 # What to write where a value has the wrong type; pydantic names Python's types.
 FIXES = {
-    "data.train": "give a file, a folder or a hub data set, a list of them, or sources such as {path: a.jsonl, weight: 2}",
-    "memory.budget": "write auto, an amount such as 24GB, or a share such as 80%",
+    "data.train": "write a file, a folder or a Hub dataset, a list of them, or sources such as {path: a.jsonl, weight: 2}",
+    "memory.budget": "write auto, an amount such as 24GB, or a percentage such as 80%",
 }
 SYNONYMS = {"fields": ["columns"], "rows": ["max_rows"], "limit": ["max_rows"], "file": ["path"], "config": ["name"],
             "ratio": ["weight"], "probability": ["weight"], "type": ["format"]}  # of a source's keys, as other tools have them
@@ -216,7 +216,7 @@ def read_yaml(text: str, name: str, problems: list[PronghornError], *, kind: str
         node = yaml.compose(io.StringIO(text))
         values = _values_in(node, {}, name) if node is not None else 0
     except RecursionError as error:
-        raise RecipeError(what=f"the {kind} is nested too deep", where=name, fix=f"a {kind} has a few levels") from error
+        raise RecipeError(what=f"the {kind} is nested too deeply", where=name, fix="use a few levels only") from error
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
@@ -231,11 +231,11 @@ def read_yaml(text: str, name: str, problems: list[PronghornError], *, kind: str
     if node is None:
         raise RecipeError(what=f"the {kind} is empty", where=name, fix=start)
     if not isinstance(node, MappingNode):
-        raise RecipeError(what=f"the {kind} is not made of `key: value` lines", where=name, fix=start)
+        raise RecipeError(what=f"the {kind} does not consist of `key: value` lines", where=name, fix=start)
     places: dict[KeyPath, str] = {}
     if values > MOST_VALUES:
         raise RecipeError(what=f"the {kind} has over {MOST_VALUES:,} values", where=name, why="aliases (*name) repeat lists",
-                          fix="write the few values that are meant")
+                          fix="write the values without aliases")
     return _plain(node, yaml, ROOT, name, places, problems), places
 
 
@@ -251,8 +251,8 @@ def _values_in(node: Node, known: dict[int, int], name: str) -> int:
         inside = [pair[1] for pair in node.value] if isinstance(node, MappingNode) else node.value
         known[id(node)] = 1 + sum(_values_in(one, known, name) for one in inside if isinstance(one, Node))
     elif not known[id(node)]:
-        raise RecipeError(what="an alias stands inside what it is an alias of", where=f"{name}:{node.start_mark.line + 1}",
-                          fix="write out what is meant")
+        raise RecipeError(what="a YAML alias refers to itself", where=f"{name}:{node.start_mark.line + 1}",
+                          fix="write the value without an alias")
     return known[id(node)]
 
 
@@ -267,7 +267,7 @@ def _plain(node: Node, yaml: YAML, path: KeyPath, name: str, places: dict[KeyPat
             if key in result:
                 first = places[(*path, key)]
                 problems.append(RecipeError(what=f"{_dotted((*path, key))}: this key appears twice", where=where,
-                                            why=f"it is set at {first} already", fix="remove one of the two"))
+                                            why=f"it is already set at {first}", fix="remove one of the two"))
                 continue
             places[(*path, key)] = where
             result[key] = _plain(value_node, yaml, (*path, key), name, places, problems)
@@ -279,7 +279,7 @@ def _plain(node: Node, yaml: YAML, path: KeyPath, name: str, places: dict[KeyPat
     except (YAMLError, ValueError):  # a tag that YAML does not know, or one that the value does not fit
         where = f"{name}:{node.start_mark.line + 1}"
         problems.append(RecipeError(what=f"{_dotted(path)}: {node.tag} {node.value!r} is not a value", where=where,
-                                    fix="leave the `!` word out, or put the value in quotes"))
+                                    fix="remove the `!` tag, or put the value in quotes"))
         return None
 
 
@@ -319,11 +319,11 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
     kind, dotted = detail["type"], _dotted(path)
     for key, fix in KINDS.items():
         if dotted == key or dotted.startswith(f"{key}."):
-            return RecipeError(what=f"{key}: {detail['input']!r} does not fit", where=where, fix=fix)
+            return RecipeError(what=f"{key}: invalid value {detail['input']!r}", where=where, fix=fix)
     if kind == "extra_forbidden":
         known = sorted(_fields(path[:-1]))
         meant = _of_source(str(path[-1]), known) if int in map(type, path) else key_like(list(map(str, path)))
-        hint = f"did you mean `{meant}`?" if meant else f"known keys here: {', '.join(known)}"
+        hint = f"did you mean `{meant}`?" if meant else f"known keys: {', '.join(known)}"
         return RecipeError(what=f"{dotted}: unknown key", where=where, fix=hint)
     if kind == "missing":
         return RecipeError(what=f"{dotted}: missing", where=where,
@@ -337,20 +337,20 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", detail["ctx"]["expected"])
         close = difflib.get_close_matches(str(detail["input"]), choices, n=1, cutoff=0.6)
-        fix = (f"did you mean `{close[0]}`? " if close else "") + f"one of: {', '.join(choices)}"
-        return RecipeError(what=f"{dotted}: {detail['input']!r} is not a choice", where=where, fix=fix)
+        fix = (f"did you mean `{close[0]}`? " if close else "") + f"use one of: {', '.join(choices)}"
+        return RecipeError(what=f"{dotted}: invalid value {detail['input']!r}", where=where, fix=fix)
     given = detail["input"]
     if kind == "model_type":
-        return RecipeError(what=f"{dotted}: {_nothing_or(given)} does not fit", where=where, why="it is a section",
-                           fix=f"write its keys below it, some of: {', '.join(_fields(path))}")
+        return RecipeError(what=f"{dotted}: invalid value {_nothing_or(given)}", where=where, why="it is a section",
+                           fix=f"write its keys below it, any of: {', '.join(_fields(path))}")
     of_list = _dotted(path[:-1]) if path and isinstance(path[-1], int) else dotted  # an item is told as its list is
     if of_list in FIXES and kind.endswith(("_type", "too_short")):
-        return RecipeError(what=f"{dotted}: {_nothing_or(given)} does not fit", where=where, fix=FIXES[of_list])
+        return RecipeError(what=f"{dotted}: invalid value {_nothing_or(given)}", where=where, fix=FIXES[of_list])
     if given is None:
-        return RecipeError(what=f"{dotted}: there is no value", where=where, fix=f"give {dotted} one, or leave the key out")
+        return RecipeError(what=f"{dotted}: the value is missing", where=where, fix=f"set {dotted}, or remove the key")
     if kind == "string_type" and isinstance(given, (bool, int, float)):
         quoted = f"""{dotted}='"{given}"'""" if where == "command line" else f'{path[-1]}: "{given}"'
-        return RecipeError(what=f"{dotted}: {given!r} is not a text", where=where, fix=f"put it in quotes: {quoted}")
+        return RecipeError(what=f"{dotted}: {given!r} is not a string", where=where, fix=f"put it in quotes: {quoted}")
     return _misfit(detail, path, where)
 
 
@@ -374,9 +374,9 @@ def _misfit(detail: Any, path: KeyPath, where: str) -> RecipeError:
     limit = re.fullmatch(r"Input should be (.*)", detail["msg"])
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal") and limit:
         return RecipeError(what=f"{dotted}: {shown} is out of range", where=where, why=f"it must be {limit[1]}",
-                           fix=f"write another number{such_as}")
-    return RecipeError(what=f"{dotted}: {shown} does not fit", where=where, why=_lower_first(detail["msg"]),
-                       fix=f"correct the value of {dotted}")
+                           fix=f"write a number in range{such_as}")
+    return RecipeError(what=f"{dotted}: invalid value {shown}", where=where, why=_lower_first(detail["msg"]),
+                       fix=f"fix the value of {dotted}")
 
 
 def _default(path: KeyPath) -> Any:

@@ -164,7 +164,7 @@ def test_another_metric_may_decide_from_a_resume_on(recipe_for: Callable[..., Re
     recipe = recipe_for(train={"steps": 6}, eval={"every": 2, "metrics": "rouge_l", "best": "rouge_l"})
     result = train(recipe, display=Silent())
     assert result.best_step in (4, 6)
-    assert any("rouge_l decides now, no longer loss" in event["text"] for event in events_of(result.folder, "notice"))
+    assert any("rouge_l replaces loss" in event["text"] for event in events_of(result.folder, "notice"))
 
 
 def test_a_base_model_that_is_gone_is_told_of(recipe_for: Callable[..., Recipe]) -> None:

@@ -77,7 +77,7 @@ def test_the_table_and_the_json_say_the_same(recipe_for: RecipeFor, capsys: pyte
 @pytest.mark.parametrize(("changes", "said"), [
     ({"train": {"epochs": 1}}, "only 5 steps"),
     ({"precision": "bf16"}, "precision: bf16 is much slower than fp32 on most CPUs"),
-    ({"data": {"max_length": 600}, "train": {"capacity": 1024, "batch_tokens": 1024}}, "exceeds the 512 positions"),
+    ({"data": {"max_length": 600}, "train": {"capacity": 1024, "batch_tokens": 1024}}, "exceeds the model's 512 positions"),
 ])
 def test_what_is_allowed_but_hardly_meant_is_said(recipe_for: RecipeFor, changes: dict[str, Any], said: str) -> None:
     told = "\n".join(check(recipe_for(**changes)).notices)

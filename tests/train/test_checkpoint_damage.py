@@ -80,7 +80,7 @@ def test_damage_names_the_file_and_the_intact_checkpoint(damage: str, tmp_path: 
     assert error.exit_code == 2
     assert error.fix.startswith("checkpoint-20 is intact")
     # Doing what it says is enough.
-    subprocess.run(error.fix.split("command: ")[1], shell=True, check=True)
+    subprocess.run(error.fix.split("again after: ")[1], shell=True, check=True)
     latest = latest_checkpoint(tmp_path)
     assert latest == tmp_path / "checkpoint-20"
     assert load_checkpoint(latest).step == 20
@@ -155,7 +155,7 @@ def test_too_little_space_is_told_before_writing(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFault) as fault:
         save_checkpoint(tmp_path, state(2), write_model, keep=1, best_step=None, needed_bytes=free + 7_000_000_000)
     assert fault.value.exit_code == 3
-    assert re.search(r"checkpoint-2: 7\.\d GB are missing", fault.value.what)
+    assert re.search(r"checkpoint-2: 7\.\d GB missing", fault.value.what)
     assert fault.value.fix.endswith("then run the same command again: it resumes from checkpoint-1")
     assert names(tmp_path) == ["checkpoint-1"]
     assert snapshot(path) == before
@@ -164,7 +164,7 @@ def test_too_little_space_is_told_before_writing(tmp_path: Path) -> None:
 def test_the_tensors_count_towards_the_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=checkpoint.LEAST_MARGIN + 63))
-    with pytest.raises(EnvironmentFault, match="1 bytes are missing"):
+    with pytest.raises(EnvironmentFault, match="1 bytes missing"):
         save(tmp_path, 1)  # 15 + 1 float32
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=checkpoint.LEAST_MARGIN + 64))
     save(tmp_path, 1)

@@ -132,7 +132,7 @@ def test_without_shared_memory_the_run_writes_and_says_so(tmp_path: Path, monkey
         assert names(tmp_path) == ["checkpoint-1"]
         assert [written.step for written in writer.finished()] == [1]
     assert len(said) == 1
-    assert "by the run itself" in said[0]
+    assert "by the training process" in said[0]
     assert load_checkpoint(tmp_path / "checkpoint-1").step == 1
 
 
@@ -315,7 +315,7 @@ def test_a_full_disk_is_told_with_its_fix(tmp_path: Path) -> None:
             save(writer, 2, model(size=1_000_000))
             with pytest.raises(EnvironmentFault) as fault:
                 writer.wait()
-        assert re.match(r"not enough disk space for checkpoint-2: \d+\.\d MB are missing", fault.value.what)
+        assert re.match(r"not enough disk space for checkpoint-2: \d+\.\d MB missing", fault.value.what)
         assert fault.value.fix.endswith("run the same command again: it resumes from checkpoint-1")
         assert names(tmp_path) == ["checkpoint-1"]
     finally:

@@ -91,7 +91,7 @@ def test_experts_that_are_not_stored_in_fp8_are_not_multiplied_so(recipe_for: Re
                         data={"train": ["nowhere.jsonl"]})
     for command in (lambda: check_run(recipe, report=lambda *_: None),
                     lambda: train(recipe, display=Silent())):
-        with pytest.raises(RecipeError, match="compute: fp8 does not go with method") as caught:
+        with pytest.raises(RecipeError, match="compute: fp8 cannot be combined with method") as caught:
             command()
         assert "16 bits" in caught.value.why
         assert "leave compute out" in caught.value.fix

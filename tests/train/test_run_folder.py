@@ -240,7 +240,7 @@ def test_free_disk_before_the_start(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFault) as fault, RunFolder(tmp_path / "run") as run:
         run.require_free(free + 5_000_000_000)
     assert fault.value.exit_code == 3
-    assert "5.0 GB are missing" in fault.value.what
+    assert "5.0 GB missing" in fault.value.what
     assert "same command" in fault.value.fix
     assert list(tmp_path.iterdir()) == []
 
@@ -266,7 +266,7 @@ def test_set_aside_of_an_empty_folder_has_nothing_to_do(tmp_path: Path) -> None:
 def test_set_aside_leaves_what_is_not_a_run_alone(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years of work")
-    with pytest.raises(CommandError, match="not a run's folder"):
+    with pytest.raises(CommandError, match="renames run folders only"):
         set_aside(tmp_path / "home")
     assert [path.name for path in (tmp_path / "home").iterdir()] == ["thesis.tex"]
 

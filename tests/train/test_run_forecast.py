@@ -106,5 +106,5 @@ def test_a_mixture_in_fp8_is_planned(recipe_for: RecipeFor, tmp_path: Path) -> N
     (fp8,), (lora,) = (forecast(recipe(method=method), gpu="h200") for method in ("fp8", "lora"))
     weights = [one.as_dict()["static_bytes"]["weights"] for one in (fp8, lora)]
     assert weights[0] < weights[1]
-    with pytest.raises(RecipeError, match="compute: fp8 does not go with method: qlora"):
+    with pytest.raises(RecipeError, match="compute: fp8 cannot be combined with method: qlora"):
         forecast(recipe(method="qlora", compute="fp8"), gpu="h200")

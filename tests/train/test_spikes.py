@@ -129,7 +129,7 @@ def losses(run: Path) -> dict[int, float]:
 
 def test_warn_says_which_rows_and_goes_on(noisy: Callable[..., Recipe]) -> None:
     run = train(noisy("warn"), display=Watching()).folder
-    [text] = [text for text in said(run) if "spiked" in text]
+    [text] = [text for text in said(run) if "loss spike" in text]
     assert text.startswith(f"step {SPIKE}: loss spike: ")
     assert text.endswith("noisy.jsonl:18")
     assert losses(run)[SPIKE] > 3 * losses(run)[SPIKE - 1]
@@ -141,8 +141,8 @@ def test_a_run_with_a_spike_that_is_stopped_ends_with_the_same_bits(policy: str,
     """Before the spike and after it, and, where it goes back, killed as soon as it has said so."""
     whole = train(noisy(policy, "whole"), display=Watching()).folder
     assert losses(whole)[13] < losses(whole)[SPIKE - 1] * 1.5
-    text = next(text for text in said(whole) if "spiked" in text)
-    assert ("the update is skipped" if policy == "skip" else "back to checkpoint-9, and on without them") in text
+    text = next(text for text in said(whole) if "loss spike" in text)
+    assert ("the update is skipped" if policy == "skip" else "rewinding to checkpoint-9") in text
     assert (SPIKE in losses(whole)) == (policy == "skip")
     seen: set[Any] = set()
 

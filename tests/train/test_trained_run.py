@@ -260,7 +260,7 @@ def test_the_export_s_card_holds_the_run_s_figures(run: Path, tmp_path: Path) ->
     assert f"| held-out loss | {held_out:.4f} |" in card
     trained = next(e for e in events if e["event"] == "step" and e["step"] == step)
     assert f"| training loss at this step | {trained['loss']:.4f} |" in card
-    assert f"| tokens trained on | {trained['seen_tokens']} |" in card
+    assert f"| trained tokens | {trained['seen_tokens']} |" in card
 
 
 def with_pickled_adapter(run: Path, copy: Path, canary: Path) -> Path:

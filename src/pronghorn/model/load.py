@@ -80,7 +80,7 @@ def require_fp8_products(recipe: Recipe, facts: ModelFacts) -> None:
         return
     why = "experts in 4 bits" if recipe.method == "qlora" else "experts that are trained"
     instead = ", or set method: fp8, which stores the experts in FP8 and multiplies them so" if recipe.method == "qlora" else ""
-    raise RecipeError(what=f"compute: fp8 does not go with method: {recipe.method} for {facts.model_type}",
+    raise RecipeError(what=f"compute: fp8 cannot be combined with method: {recipe.method} for {facts.model_type}",
                       why=f"{why} are multiplied in 16 bits", fix=f"leave compute out{instead}")
 
 

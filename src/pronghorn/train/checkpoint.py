@@ -449,8 +449,7 @@ def way_out(damaged: Path) -> str:
             away.append(candidate)
             continue
         moves = "; ".join(shlex.join(["mv", str(path), f"{path}.damaged"]) for path in away)
-        return (f"{candidate.name} is intact; to resume from it, move the damaged files away and run the same command again: "
-                f"{moves}")
+        return f"{candidate.name} is intact; to resume from it, run the same command again after: {moves}"
     return ("no earlier checkpoint is intact; restore a backup, or start over with --fresh (the old folder is renamed, not "
             "deleted)")
 
