@@ -95,7 +95,7 @@ def test_what_is_multiplied_in_fp8(changes: dict[str, Any], fp8: bool) -> None:
     ({"compute": "bf16", "precision": "fp32"}, "bf16 cannot be combined with precision: fp32, .*; remove compute"),
     ({"method": "qlora", "compute": "fp8", "layers": "own"}, "fp8 cannot be combined with layers: own, .*; set layers: fast"),
     ({"method": "qlora", "compute": "fp8", "lora": {"dropout": 0.1}}, "fp8 cannot be combined with lora.dropout .*; remove"),
-    ({"method": "qlora", "compute": "fp8", "lora": {"dora": True}}, "fp8 cannot be combined with .*lora.dora.*; remove compute"),
+    ({"method": "qlora", "compute": "fp8", "lora": {"dora": True}}, "fp8 cannot be combined with .*lora.dora.*; remove"),
     ({"method": "qlora", "compute": "fp16"}, "'auto', 'bf16' or 'fp8'"),
 ])
 def test_products_that_no_method_makes_are_refused(changes: dict[str, Any], said: str) -> None:

@@ -28,8 +28,8 @@ def why_no_plan(recipe: Recipe, config: Any, device: torch.device) -> str:
     if why := why_not_fast(config) or why_not_planned(text):
         return why
     if recipe.fp8 and recipe.method != "fp8" and FAMILIES[text.model_type].experts:
-        return (f"compute: fp8 cannot be combined with method: {recipe.method} for experts: experts compute in FP8 only if they are "
-                "stored in FP8")
+        return (f"compute: fp8 cannot be combined with method: {recipe.method} for experts, which compute in FP8 "
+                "only if they are stored in FP8")
     if recipe.method == "fp8" and getattr(config, "quantization_config", None):
         return "the checkpoint is stored in 4 bits, and method: fp8 needs 16-bit weights"
     if recipe.method != "full" and (recipe.lora.dropout or recipe.lora.dora):
