@@ -41,7 +41,7 @@ def test_rows_of_another_file_are_taken_over_where_there_are_none(tmp_path: Path
     new.add(measured("llama-1b", "pronghorn", 3.0))
     new.take_over(old.path)
     assert {row["system"]: row["tokens_per_second"] for row in new.rows} == {"pronghorn": 3.0, "unsloth": 2.0}
-    with pytest.raises(CommandError, match="no such file"):
+    with pytest.raises(CommandError, match="file not found"):
         new.take_over(tmp_path / "nowhere.json")
 
 
@@ -55,7 +55,7 @@ def test_two_machines_do_not_share_a_file(tmp_path: Path) -> None:
 def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_text("[1]")
-    with pytest.raises(CommandError, match="no results file"):
+    with pytest.raises(CommandError, match="not a results file"):
         Results(path)
     assert path.read_text() == "[1]"
 

@@ -35,10 +35,10 @@ def test_the_text_says_what_the_data_says() -> None:
         line = next(line for line in text.splitlines() if line.startswith(f"{level.name}  "))
         assert line.split(level.name)[1].split()[0] == str(count)
     assert max(len(line) for line in text.splitlines() if not line.startswith(("memory", "why", " "))) <= 100
-    assert "kept on the GPU" not in forecast.text()
+    assert "saved on the GPU" not in forecast.text()
     card, whole = GPUS["h200"].memory / 1e9, forecast.plan.device_bytes / 1e9
-    assert f"fits: {whole:.1f} GB of the card's {card:.1f} GB, driver and fragmentation included" in text
-    assert f"the plan counts on {HOST_BYTES / 1e9:.1f} GB" in text
+    assert f"fits: {whole:.1f} GB of the GPU's {card:.1f} GB, with driver and fragmentation" in text
+    assert f"the plan assumes that {HOST_BYTES / 1e9:.1f} GB" in text
 
 
 def test_the_parts_of_the_peak_add_up() -> None:
@@ -52,7 +52,7 @@ def test_the_parts_of_the_peak_add_up() -> None:
 def test_the_picture_shows_every_layer_once() -> None:
     levels = [Level("layer", offload=True), Level("layer"), Level("gate_up"), KEEP]
     assert picture(levels)[:2] == ["layers   0  ░░▓█", "      host  ↑"]
-    assert "█ keeps everything" in picture(levels)[2]
+    assert "█ saves all" in picture(levels)[2]
     long = picture([KEEP] * 80)
     assert sum(line.count("█") for line in long[:-1]) == 80
     assert "offloaded" not in long[-1]
@@ -68,7 +68,7 @@ def test_a_price_of_ones_own_and_measured_costs() -> None:
     assert measured.step_ms == pytest.approx(4 * (32 * 22 + 40) + 0.4)
     assert "from times measured on this GPU" in measured.text()
     assert measured.as_dict()["predicted"] is False
-    assert "for 1,000,000,000 tokens" in measured.text()
+    assert "per 1,000,000,000 tokens" in measured.text()
 
 
 def test_the_recipe_decides() -> None:
@@ -82,9 +82,9 @@ def test_the_recipe_decides() -> None:
 
 @pytest.mark.parametrize(("changes", "gpu", "error", "said"), [
     ({"train": {"capacity": 262144, "batch_tokens": 262144}}, "rtx4090", RecipeError, "the smallest that works"),
-    ({"memory": {"budget": "200GB"}}, "h200", RecipeError, "more than the GPU has"),
-    ({"method": "fp8"}, "a100-80", CommandError, "no FP8"),
-    ({}, "gtx970", CommandError, "no GPU is known"),
+    ({"memory": {"budget": "200GB"}}, "h200", RecipeError, "exceeds the GPU's memory"),
+    ({"method": "fp8"}, "a100-80", CommandError, "does not support FP8"),
+    ({}, "gtx970", CommandError, "unknown GPU"),
 ])
 def test_what_cannot_be_is_told(changes: dict[str, Any], gpu: str, error: Any, said: str) -> None:
     with pytest.raises(error, match=said):

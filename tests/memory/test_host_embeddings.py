@@ -32,7 +32,7 @@ def model_of(config: Any, device: str = "cpu") -> tuple[Any, FastCausalLM]:
 
 def test_who_shares_or_trains_them_keeps_them() -> None:
     _, tied = model_of(LlamaConfig(**SMALL, tie_word_embeddings=True))
-    assert why_embeddings_stay(tied) == "the head shares them"
+    assert why_embeddings_stay(tied) == "the LM head shares them"
     _, trained = model_of(LlamaConfig(**SMALL))
     trained.backbone.embed_tokens.weight.requires_grad_()
     assert why_embeddings_stay(trained) == "they are trained"

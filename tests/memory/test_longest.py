@@ -58,7 +58,7 @@ def test_the_report_is_of_that_length() -> None:
     found = longest_report(recipe("200MB"), MODELS["tiny"], gpu="h200")
     assert found.as_dict()["capacity"] == found.step_tokens == longest_document(
         problem_of(Job(shape_of(MODELS["tiny"]), 16384, "qlora"), found.plan.problem.costs, 200 * 10**6, 64 * 10**9))
-    assert f"{found.step_tokens:,} tokens a step" in found.text()
+    assert f"{found.step_tokens:,} tokens per step" in found.text()
     with pytest.raises(RecipeError, match="is too little"):
         longest_report(recipe("20MB"), MODELS["tiny"], gpu="h200")
 

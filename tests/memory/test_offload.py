@@ -138,15 +138,15 @@ def test_misuse_is_told() -> None:
     pool.leave(2, [torch.zeros(8)])
     pool.finish()
     pool.leave(3, [torch.zeros(8)])
-    with pytest.raises(RuntimeError, match="left already"):
+    with pytest.raises(RuntimeError, match="already offloaded"):
         pool.leave(3, [torch.zeros(8)])
-    with pytest.raises(RuntimeError, match="a slot has"):
+    with pytest.raises(RuntimeError, match="a slot holds"):
         pool.leave(4, [torch.zeros(4096)])
     pool.leave(4, [torch.zeros(8)])
     pool.leave(5, [torch.zeros(8192)])  # the last one stays, so it may be larger than a slot
-    with pytest.raises(RuntimeError, match="all are taken"):
+    with pytest.raises(RuntimeError, match="all are in use"):
         pool.leave(6, [torch.zeros(8)])
-    with pytest.raises(RuntimeError, match="left last"):
+    with pytest.raises(RuntimeError, match="offloaded last"):
         pool.back(3)
     pool.finish()  # a step that was broken off
     pool.leave(3, [torch.ones(8)])

@@ -96,7 +96,7 @@ def test_more_memory_is_never_slower_and_is_used() -> None:
     assert times == sorted(times, reverse=True)
     assert times[0] > 1.1 * times[-1]
     assert plans[-1].counts() == {KEEP: 32}
-    assert plans[-1].reasons == ("everything fits: nothing is recomputed",)
+    assert plans[-1].reasons == ("all activations fit: nothing is recomputed",)
     for plan in plans:
         assert len(plan.levels) == 32
         assert plan.needed_bytes <= plan.problem.budget
@@ -194,7 +194,7 @@ def test_notch_by_notch_down_to_the_smallest_plan() -> None:
         lower = plan.one_notch_lower()
         assert lower.peak_bytes < plan.peak_bytes
         assert lower.ms >= plan.ms
-        assert any("did not fit, so this one is smaller" in reason for reason in lower.reasons)
+        assert any("did not fit, so this plan is smaller" in reason for reason in lower.reasons)
         plan, notches = lower, notches + 1
     assert 5 < notches < 60
     with pytest.raises(EnvironmentFault, match="no plan needs less"):
@@ -218,7 +218,7 @@ def test_budgets_are_read(text: str, expected: int) -> None:
     assert parse_budget(text, 80 * GB, 70 * GB) == expected
 
 
-@pytest.mark.parametrize(("text", "said"), [("100GB", "more than the GPU"), ("120%", "more than"), ("lots", "not a budget")])
+@pytest.mark.parametrize(("text", "said"), [("100GB", "exceeds the GPU"), ("120%", "exceeds"), ("lots", "not a budget")])
 def test_budgets_that_cannot_be(text: str, said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         parse_budget(text, 80 * GB)

@@ -46,7 +46,7 @@ class Results:
             content = json.loads(path.read_text(encoding="utf-8"))
             rows, commands = list(content["results"]), list(content.get("commands", []))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CommandError(what="this is no results file", where=str(path), why=str(error),
+            raise CommandError(what="not a results file", where=str(path), why=str(error),
                                fix="choose another --out, or move the file away") from error
         for row in rows:
             self.add(row, save=False)
@@ -55,7 +55,8 @@ class Results:
     def take_over(self, path: Path) -> None:
         """Rows of an earlier file, where there are none yet."""
         if not path.exists():
-            raise CommandError(what="no such file", where=str(path), fix="--resume names a side-by-side.json of an earlier run")
+            raise CommandError(what="file not found", where=str(path),
+                               fix="pass the side-by-side.json of an earlier run to --resume")
         before = self.rows
         self.rows = []
         self._read(path)
@@ -79,8 +80,9 @@ class Results:
         here = row.get("machine", {}).get("hardware")
         there = next((name for old in self.rows if (name := old.get("machine", {}).get("hardware"))), None)
         if here and there and here != there:
-            raise CommandError(what=f"this machine has a {here}, the results so far are from a {there}", where=str(self.path),
-                               why="figures of two machines cannot stand side by side", fix="choose another --out")
+            raise CommandError(what=f"this machine has a {here}, the existing results are from a {there}",
+                               where=str(self.path),
+                               why="results of different machines cannot be compared", fix="choose another --out")
 
     def save(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -74,11 +74,11 @@ def parse_paths(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         system, equals, folders = word.partition("=")
         if not equals or not folders or system not in {*SYSTEMS, CEILING, "all"}:
-            raise CommandError(what=f"--path {word} cannot be read", why="it is SYSTEM=FOLDER, or SYSTEM=FOLDER:FOLDER",
-                               fix=f"systems are all, {', '.join(SYSTEMS)}")
+            raise CommandError(what=f"--path {word} is not valid", why="the format is SYSTEM=FOLDER or SYSTEM=FOLDER:FOLDER",
+                               fix=f"use one of these systems: all, {', '.join(SYSTEMS)}")
         absent = [folder for folder in folders.split(":") if not Path(folder).is_dir()]
         if absent:
-            raise CommandError(what=f"--path {word}: no such folder", where=absent[0])
+            raise CommandError(what=f"--path {word}: folder not found", where=absent[0])
         paths[system] = ":".join(str(Path(folder).resolve()) for folder in folders.split(":"))
     return paths
 
@@ -140,7 +140,7 @@ def _first_part(plan: Plan, workload: Workload, system: str) -> _Process | Row:
     if builds and not model_folder(workload.model).is_dir():
         made = _process(plan, workload, WEIGHTS, ["-m", "pronghorn.bench.weights", "--model", workload.model]).result(plan)
         if made["status"] != "measured":
-            return made | {"why": f"making the model folder: {made['why']}"}
+            return made | {"why": f"cannot create the model folder: {made['why']}"}
     if system == CEILING:
         return _process(plan, workload, system, ["-m", "pronghorn.bench.ceiling", "--workload", workload.name]).result(plan)
     return _worker(plan, workload, system)
@@ -182,7 +182,7 @@ class _Process:
         try:
             code = self.process.wait(plan.time_limit)
         except subprocess.TimeoutExpired:
-            return {"status": "timed out", "why": f"not done after {plan.time_limit:.0f} s"}
+            return {"status": "timed out", "why": f"not finished after {plan.time_limit:.0f} s"}
         finally:
             _kill_group(self.process)
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -62,7 +62,7 @@ def measure(system: System, workload: Workload, *, warmup: int, steps: int, leng
         from pronghorn.bench import peers
 
         figures = peers.measure(system.name, workload, meter, lengths)
-    ahead = {} if turn is None else {"imported": "while another system measured"}
+    ahead = {} if turn is None else {"imported": "while another system was measured"}
     return row | {"status": "measured", "why": ""} | figures | ahead | {"machine": machine()}
 
 
@@ -79,9 +79,9 @@ def main() -> None:
     parser.add_argument("--workload", choices=WORKLOADS, required=True)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--lengths", type=Path, help="a JSON list of document lengths to draw from")
-    parser.add_argument("--budget", help="our side plans its memory for this, 20GB for one (default: the workload's)")
-    parser.add_argument("--turn", type=Path, help="a lock file: wait for it after the imports, before the GPU is used")
+    parser.add_argument("--lengths", type=Path, help="JSON list of document lengths to sample from")
+    parser.add_argument("--budget", help="memory budget of Pronghorn's plan, such as 20GB (default: the workload's)")
+    parser.add_argument("--turn", type=Path, help="lock file to wait for after the imports, before the GPU is used")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     workload = WORKLOADS[options.workload]

@@ -199,7 +199,7 @@ def pick(names: str, table: Sequence[str], what: str) -> list[str]:
     chosen = [name.strip() for name in names.split(",") if name.strip()]
     unknown = [name for name in chosen if name not in table]
     if unknown:
-        raise CommandError(what=f"no {what} is named {', '.join(unknown)}", fix=f"choose from {', '.join(table)}")
+        raise CommandError(what=f"unknown {what} {', '.join(unknown)}", fix=f"choose from {', '.join(table)}")
     return chosen
 
 

@@ -71,8 +71,8 @@ class Forecast:
     def text(self, *, verbose: bool = False) -> str:
         """`verbose`: with the table of levels."""
         plan, job = self.plan, self.plan.problem.job
-        length = "tokens a step" if self.micro_batches == 1 else f"tokens a step, {self.micro_batches} micro-batches"
-        method = job.method + (", products in FP8" if job.compute == "fp8" and job.method != "fp8" else "")
+        length = "tokens per step" if self.micro_batches == 1 else f"tokens per step, {self.micro_batches} micro-batches"
+        method = job.method + (", GEMMs in FP8" if job.compute == "fp8" and job.method != "fp8" else "")
         lines = [f"{self.model}, {method}, {self.step_tokens:,} {length}, on {self.gpu.title}", "",
                  *picture(plan.levels), "", *memory_lines(plan, self.gpu.memory), ""]
         lines += [f"step        {self.step_ms:,.1f} ms, {self.tokens_per_second:,.0f} tokens/s ({self._kind()})"]
@@ -80,9 +80,9 @@ class Forecast:
             about = "" if self.cost is None else f", about {self.cost:,.2f} USD"
             lines += [f"run         {self.tokens:,} tokens: {_hours(self.hours)}{about}"]
         elif self.cost_of_a_billion is not None:
-            lines += [f"cost        about {self.cost_of_a_billion:,.2f} USD for 1,000,000,000 tokens"]
+            lines += [f"cost        about {self.cost_of_a_billion:,.2f} USD per 1,000,000,000 tokens"]
         source = "your price" if self.own_price else f"list prices vary, this one is of {PRICES_AS_OF}; override with --price"
-        known = "not known; give one with --price" if self.price is None else f"{self.price:.2f} USD an hour ({source})"
+        known = "unknown; set one with --price" if self.price is None else f"{self.price:.2f} USD per hour ({source})"
         lines += [f"price       {known}"]
         lines += [f"why         {reason}" for reason in plan.reasons]
         if verbose:
@@ -91,7 +91,7 @@ class Forecast:
 
     def _kind(self) -> str:
         if self.plan.problem.costs.measured:
-            return "from times measured here"
+            return "from times measured on this GPU"
         return "predicted" if self.gpu.name == "h200" else "predicted from data sheets, not measured on this GPU"
 
 
@@ -102,10 +102,10 @@ def plan_report(recipe: Recipe, config: Any, *, gpu: str | Gpu = "h200", tokens:
     are any. `attended`: sum of squares of the documents' lengths over the sum of lengths. `loss_share`: of tokens with loss."""
     chosen = find_gpu(gpu) if isinstance(gpu, str) else gpu
     if price is not None and price < 0:
-        raise CommandError(what=f"--price {price} is negative", fix="give the price of one GPU for an hour, in USD")
+        raise CommandError(what=f"--price {price} is negative", fix="set the price per GPU hour in USD")
     job = job_of(recipe, config, attended=attended, loss_share=loss_share)
     if job.fp8 and not chosen.fp8_tflops:
-        raise CommandError(what=f"{chosen.title} has no FP8 arithmetic", fix="choose another --gpu, or method: lora or qlora")
+        raise CommandError(what=f"{chosen.title} does not support FP8", fix="choose another --gpu, or method: lora or qlora")
     budget = parse_budget(recipe.memory.budget, chosen.memory)
     plan = make_plan(problem_of(job, costs or predicted_costs(job, chosen), budget, host))
     if tokens is None and recipe.train.steps:
@@ -149,7 +149,7 @@ def job_of(recipe: Recipe, config: Any, *, attended: int | None = None, loss_sha
 def level_table(plan: Plan) -> list[str]:
     """One line a level: how many layers chose it, and what one layer at it keeps and takes."""
     problem, counts = plan.problem, plan.counts()
-    rows = [("level", "layers", "kept on the GPU", "in host RAM", "recomputing", "copy each way")]
+    rows = [("level", "layers", "saved on the GPU", "in host RAM", "recomputing", "copy each way")]
     for level in LEVELS:
         kept = kept_bytes(problem.job, level.recompute)
         copy = kept / problem.costs.to_host
@@ -170,7 +170,7 @@ def picture(levels: Sequence[Level]) -> list[str]:
         if any(level.offload for level in some):
             lines.append("      host  " + "".join(LEAVES if level.offload else STAYS for level in some).rstrip())
     shown = {level.recompute for level in levels}
-    names = {"nothing": "keeps everything", "gate_up": "recomputes gate and up", "around_attention": "keeps attention only",
+    names = {"nothing": "saves all", "gate_up": "recomputes gate and up", "around_attention": "recomputes all but attention",
              "layer": "recomputes all"}
     legend = [f"{BLOCKS[kind]} {name}" for kind, name in names.items() if kind in shown]
     return [*lines, "            " + "  ".join(legend + ([f"{LEAVES} offloaded"] if any(x.offload for x in levels) else []))]
@@ -179,27 +179,28 @@ def picture(levels: Sequence[Level]) -> list[str]:
 def memory_lines(plan: Plan, card: int | None = None) -> list[str]:
     """What the peak is made of, at its moment. `card`: all of the GPU's memory, where it is known."""
     job, outcome = plan.problem.job, evaluate(plan.problem, plan.levels, plan.pieces)
-    parts = {**static_parts(job), "kept by the layers": outcome.kept, f"{outcome.moment}": outcome.work,
+    parts = {**static_parts(job), "saved activations": outcome.kept, f"{outcome.moment}": outcome.work,
              "offload buffers": POOL_SLOTS * plan.slot_bytes}
     told = ", ".join(f"{name} {amount / 1e9:.2f}" for name, amount in parts.items() if amount)
     lines = [f"memory      peak {plan.peak_bytes / 1e9:.1f} GB of tensors ({told})", f"            {fits(plan, card)}"]
     if moments := host_moments(job):
-        lines.append(f"host        {moments / 1e9:.1f} GB pinned for the optimizer")
+        lines.append(f"host        {moments / 1e9:.1f} GB of RAM pinned for the optimizer")
     room = plan.problem.host / 1e9
     if plan.host_bytes:
-        lines.append(f"host        {plan.host_bytes / 1e9:.1f} GB of RAM pinned; the plan counts on {room:.1f} GB that can be"
+        lines.append(f"host        {plan.host_bytes / 1e9:.1f} GB of RAM pinned; the plan assumes that {room:.1f} GB can be "
+                     "pinned"
                      + " (--host)" * (card is not None))
     elif card is not None:
-        lines.append(f"host        nothing is offloaded; {room:.1f} GB of RAM could be pinned (--host)")
+        lines.append(f"host        nothing is offloaded; {room:.1f} GB of RAM can be pinned (--host)")
     return lines
 
 
 def fits(plan: Plan, card: int | None = None) -> str:
-    """fits: 24.1 GB of the card's 25.3 GB, driver and fragmentation included"""
+    """fits: 24.1 GB of the GPU's 25.3 GB, with driver and fragmentation"""
     budget = f"{plan.needed_bytes / 1e9:.1f} of {plan.problem.budget / 1e9:.1f} GB for tensors"
     if card is None:
-        return f"fits: {budget}; {plan.device_bytes / 1e9:.1f} GB on the GPU, driver and fragmentation included"
-    whole = f"{plan.device_bytes / 1e9:.1f} GB of the card's {card / 1e9:.1f} GB, driver and fragmentation included"
+        return f"fits: {budget}; {plan.device_bytes / 1e9:.1f} GB on the GPU with driver and fragmentation"
+    whole = f"{plan.device_bytes / 1e9:.1f} GB of the GPU's {card / 1e9:.1f} GB, with driver and fragmentation"
     return f"fits: {whole} ({budget})"
 
 
@@ -213,7 +214,7 @@ def _hours(hours: float) -> str:
 
 def comparison(forecasts: Sequence[Forecast]) -> str:
     """One line a GPU: what the same run would be on each."""
-    rows = [("GPU", "memory", "peak", "layers", "tokens/s", "hours", "USD", "USD an hour")]
+    rows = [("GPU", "memory", "peak", "layers", "tokens/s", "hours", "USD", "USD per hour")]
     for one in forecasts:
         kept = ", ".join(f"{count} {level.name}" for level, count in one.plan.counts().items())
         rows.append((one.gpu.name, f"{one.gpu.memory_gb:.0f} GB", f"{one.plan.peak_bytes / 1e9:.1f} GB", kept,
@@ -222,6 +223,6 @@ def comparison(forecasts: Sequence[Forecast]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) if i in (0, 3) else cell.rjust(width)
                        for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
-    note = (f"Predicted from data sheets; only the H200 has been measured. List prices of {PRICES_AS_OF}. "
-            f"Counts on {forecasts[0].plan.problem.host / 1e9:.0f} GB of pinned host RAM (--host).")
+    note = (f"Predicted from data sheets; only the H200 has been measured. List prices of {PRICES_AS_OF}. Assumes "
+            f"{forecasts[0].plan.problem.host / 1e9:.0f} GB of pinned host RAM (--host).")
     return "\n".join([*lines, "", note])

@@ -63,7 +63,7 @@ def find_gpu(name: str) -> Gpu:
         if plain in map(_plain, (gpu.name, gpu.title, *gpu.drivers)):
             return gpu
     close = difflib.get_close_matches(name.lower(), GPUS, n=1)
-    raise CommandError(what=f"no GPU is known as {name!r}", why="its memory and rates are not in the table",
+    raise CommandError(what=f"unknown GPU {name!r}", why="its memory size and speed are not in the table",
                        fix=(f"did you mean {close[0]}? " if close else "") + f"choose from {', '.join(GPUS)}")
 
 

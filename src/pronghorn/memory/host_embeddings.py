@@ -20,11 +20,11 @@ def why_embeddings_stay(engine: FastCausalLM) -> str:
     """Empty where they can wait on the host."""
     module = engine.backbone.embed_tokens
     if type(module) is not torch.nn.Embedding:
-        return f"they are a {type(module).__name__}"
+        return f"they have the type {type(module).__name__}"
     if module.weight.requires_grad:
         return "they are trained"
     if getattr(head_of(engine.model), "weight", None) is module.weight:
-        return "the head shares them"
+        return "the LM head shares them"
     return ""
 
 
@@ -36,7 +36,7 @@ def move_embeddings(engine: FastCausalLM) -> None:
     if weight.is_cuda:
         host = torch.empty(weight.shape, dtype=weight.dtype)
         host.copy_(weight.detach())
-        pin(host, "raise memory.budget, so that the embeddings stay on the GPU")
+        pin(host, "raise memory.budget so that the embeddings stay on the GPU")
         weakref.finalize(weight, unpin, host, weight.device).atexit = False  # a process that ends takes it along
         weight.data = seen_by_gpu(host)
     engine.host_embeddings = True

@@ -27,8 +27,8 @@ from pronghorn.memory.working import forward_bytes, head_bytes, top_bytes, worki
 
 POOL_SLOTS = 3  # layers' worth of device memory that offloading takes: two buffers for the way back, one layer on its way out
 SLOT_PADDING = 16 * 256  # bytes: what aligning a layer's tensors costs at most; one with experts has twice as many
-NAMES: dict[Recompute, str] = {"nothing": "keep", "gate_up": "gate/up again", "around_attention": "attention kept",
-                               "layer": "all again"}
+NAMES: dict[Recompute, str] = {"nothing": "keep", "gate_up": "recompute gate/up",
+                               "around_attention": "recompute all but attention", "layer": "recompute all"}
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,13 @@ def evaluate(problem: Problem, levels: Sequence[Level], pieces: int = 1) -> Outc
     kept, moments = 0, []
     for number, level in enumerate(levels):
         kept += 0 if level.offload else kept_bytes(job, level.recompute)
-        moments.append((kept, working_bytes(job, level.recompute, pieces), f"layer {number} backward"))
+        moments.append((kept, working_bytes(job, level.recompute, pieces), f"backward of layer {number}"))
     more = top_bytes(job, levels[-1].recompute, pieces)
-    moments.append((kept, moments[-1][1] + more, "the last layer backward"))
+    moments.append((kept, moments[-1][1] + more, "backward of the last layer"))
     top = [level for level in levels if level.recompute == uppermost(levels)]
     own = problem.slot(top[0].recompute) if all(level.offload for level in top) else 0  # the last layer leaves, but not yet
     forward = max(forward_bytes(job, level.recompute, pieces) for level in set(levels))
-    moments += [(kept, own + forward, "a layer forward"), (kept, head_bytes(job, pieces), "the head")]
+    moments += [(kept, own + forward, "forward of a layer"), (kept, head_bytes(job, pieces), "the head")]
     peak = max(moments, key=lambda moment: moment[0] + moment[1])
     again = sum(level.recompute != "nothing" for level in levels)
     ms = problem.rest_ms + again * (pieces - 1) * costs.piece

@@ -89,7 +89,7 @@ def why_not_planned(config: Any) -> str:
         return ""
     some = getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1
     some = some or "dense" in (getattr(config, "mlp_layer_types", None) or ()) or getattr(config, "first_k_dense_replace", 0)
-    return "some of its layers have experts and some have none, and a plan takes all layers for alike" if some else ""
+    return "some layers have experts and some do not; the plan needs identical layers" if some else ""
 
 
 def stacks(job: Job) -> tuple[Stack, ...]:

@@ -108,16 +108,16 @@ class OffloadPool:
         """Copies begin after what the current stream has queued. The caller lets go of the tensors, and
         writes to them no more."""
         if layer in self._away:
-            raise RuntimeError(f"layer {layer} left already and has not come back")
+            raise RuntimeError(f"layer {layer} is already offloaded and not restored yet")
         if len(self._away) == self.slots:
-            raise RuntimeError(f"the pool has {self.slots} slots and all are taken")
+            raise RuntimeError(f"the pool has {self.slots} slots and all are in use")
         self._let_go()
         if len(self._away) == self.slots - 1:
             ticket = self._away[layer] = Ticket(layer, (), 0, self._host[:0], held=tuple(tensors))
             return ticket
         views, parts, size = _layout(tensors)
         if size > self.slot_bytes:
-            raise RuntimeError(f"layer {layer} has {size:,} bytes to leave, a slot has {self.slot_bytes:,}")
+            raise RuntimeError(f"layer {layer} has {size:,} bytes to offload, but a slot holds {self.slot_bytes:,}")
         place = len(self._away) * self.slot_bytes  # layers come back in the opposite order: the free slots are the last ones
         host = self._host[place : place + self.slot_bytes]
         ticket = Ticket(layer, views, size, host, held=tuple(tensors))
@@ -158,7 +158,7 @@ class OffloadPool:
     def back(self, layer: int) -> tuple[Tensor | None, ...]:
         """The tensors, as they were, to be read until the next `back`. Starts the way back of the layers that left before."""
         if next(reversed(self._away), None) != layer:
-            raise RuntimeError(f"layer {layer} is not the one that left last")
+            raise RuntimeError(f"layer {layer} is not the layer that was offloaded last")
         self._hand_in()
         self.prefetch(layer)  # nothing to do if all went well
         ticket = self._away.pop(layer)

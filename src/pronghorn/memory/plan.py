@@ -68,8 +68,8 @@ class Plan:
         if found is None and chosen.peak_bytes >= self.peak_bytes:
             raise EnvironmentFault(
                 what=f"out of memory, and no plan needs less than this one ({_gb(self.needed_bytes)})",
-                why="every layer already keeps as little as it can", fix=_ways_out(self.problem))
-        smaller = f"a plan of {_gb(self.peak_bytes)} did not fit, so this one is smaller"
+                why="every layer already saves as little as possible", fix=_ways_out(self.problem))
+        smaller = f"a plan of {_gb(self.peak_bytes)} did not fit, so this plan is smaller"
         return replace(chosen, reasons=(*chosen.reasons, smaller))
 
     def as_dict(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def make_plan(problem: Problem) -> Plan:
         parts = ", ".join(f"{name} {_gb(amount)}" for name, amount in static_parts(least.problem.job).items())
         raise RecipeError(
             what=f"memory.budget: {_gb(problem.budget)} is too little; the smallest that works is {_gb_up(needed)}",
-            why=f"at all times there are: {parts}; the rest is one layer's work on {problem.job.capacity:,} tokens",
+            why=f"always in memory: {parts}; the rest is the work of one layer on {problem.job.capacity:,} tokens",
             fix=_ways_out(problem, needed))
     return _plan(found)
 
@@ -143,18 +143,18 @@ def _reasons(plan: Plan) -> tuple[str, ...]:
     problem, layers = plan.problem, len(plan.levels)
     said = []
     if plan.counts() == {KEEP: layers}:
-        said.append("everything fits: nothing is recomputed")
+        said.append("all activations fit: nothing is recomputed")
     else:
         everything = evaluate(replace(problem, job=replace(problem.job, host_embeddings=False)), [KEEP] * layers)
         saved = plan.ms - everything.ms
-        said.append(f"keeping all activations on the GPU would need {_gb_up(everything.peak + problem.aside)} and "
-                    + (f"save {saved:.1f} of {plan.ms:.1f} ms" if saved > 0.05 else "be no faster"))
+        said.append(f"saving all activations on the GPU would need {_gb_up(everything.peak + problem.aside)} and "
+                    + (f"be faster by {saved:.1f} of {plan.ms:.1f} ms" if saved > 0.05 else "be no faster"))
     if plan.offloaded:
         stalled = plan.ms - evaluate(replace(problem, costs=replace(problem.costs, to_host=1e18, from_host=1e18)),
                                      plan.levels, plan.pieces).ms
         layers_told = counted(len(plan.offloaded), "layer")
         said.append(f"activations of {layers_told} are offloaded to host RAM ({_gb(plan.host_bytes)} pinned), which costs "
-                    + (f"{stalled:.1f} ms a micro-batch" if stalled > 0.05 else "no time: the copies run beside the compute"))
+                    + (f"{stalled:.1f} ms per micro-batch" if stalled > 0.05 else "no time: the copies overlap with compute"))
     if plan.pieces > 1 and any(level.recompute != "nothing" for level in plan.levels):
         said.append(f"the MLP runs in {plan.pieces} chunks to save memory")
     elif plan.pieces > 1:
@@ -179,8 +179,8 @@ def parse_budget(text: str, total: int, free: int | None = None) -> int:
     amount, unit = float(found[1]), found[2]
     asked = int(total * amount / 100) if unit == "%" else int(amount * UNITS[unit])
     if asked > total:
-        raise RecipeError(what=f"memory.budget: {text} is more than the GPU has", why=f"it has {_gb(total)}",
-                          fix="set memory.budget: auto, or a smaller amount")
+        raise RecipeError(what=f"memory.budget: {text} exceeds the GPU's memory", why=f"it has {_gb(total)}",
+                          fix="set memory.budget: auto, or less")
     return peak_within(asked) if unit == "%" else asked
 
 
@@ -193,7 +193,7 @@ def parse_host(text: str) -> int:
     """`--host 32GB`: bytes that may be pinned on a machine with so much RAM."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB|MB|MiB)", text)
     if not found:
-        raise CommandError(what=f"--host {text} is not an amount of memory", fix="write for example --host 32GB")
+        raise CommandError(what=f"--host {text} is not a valid size", fix="write for example --host 32GB")
     return pinnable(int(float(found[1]) * UNITS[found[2]]))
 
 

@@ -80,8 +80,8 @@ def shape_of(config: Any) -> ModelShape:
     config = SimpleNamespace(**({"hidden_act": "silu"} | config)) if isinstance(config, dict) else config
     whole, config = config, text_config(config)
     if why := why_not_fast(whole) or moe_sizes.why_not_planned(config):
-        raise ModelError(what="the memory of this model cannot be planned", why=why,
-                         fix="train it without a plan; what our layers do not serve runs on the model's own")
+        raise ModelError(what="the memory plan does not support this model", why=why,
+                         fix="remove memory.budget to train without a plan; unsupported layers run on the transformers layers")
     family, heads = family_of(config), int(config.num_attention_heads)
     layers = int(config.num_hidden_layers)
     sliding = [i for i in range(layers) if layer_type(config, i) == "sliding_attention"]
