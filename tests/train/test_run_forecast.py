@@ -68,7 +68,7 @@ def test_the_verb_says_it_to_people_and_to_machines(recipe_for: RecipeFor, tmp_p
     file.write_text(json.dumps(recipe_for().model_dump(mode="json")), encoding="utf-8")
     assert main(["plan", str(file), "--gpu", "a100-80"]) == 0
     text = capsys.readouterr().out
-    for part in ("A100 80 GB", "tokens/s", "peak", "USD", "█ saves all", "the data is not prepared yet", "fits: "):
+    for part in ("A100 80 GB", "tokens/s", "peak", "USD", "█ keeps all", "the data is not prepared yet", "fits: "):
         assert part in text
     assert "recomputing" not in text
     assert main(["plan", str(file), "--gpu", "a100-80", "--verbose", "--host", "32GB"]) == 0

@@ -149,7 +149,7 @@ def job_of(recipe: Recipe, config: Any, *, attended: int | None = None, loss_sha
 def level_table(plan: Plan) -> list[str]:
     """One line a level: how many layers chose it, and what one layer at it keeps and takes."""
     problem, counts = plan.problem, plan.counts()
-    rows = [("level", "layers", "saved on the GPU", "in host RAM", "recomputing", "copy each way")]
+    rows = [("level", "layers", "kept on the GPU", "in host RAM", "recompute", "copy each way")]
     for level in LEVELS:
         kept = kept_bytes(problem.job, level.recompute)
         copy = kept / problem.costs.to_host
@@ -170,7 +170,7 @@ def picture(levels: Sequence[Level]) -> list[str]:
         if any(level.offload for level in some):
             lines.append("      host  " + "".join(LEAVES if level.offload else STAYS for level in some).rstrip())
     shown = {level.recompute for level in levels}
-    names = {"nothing": "saves all", "gate_up": "recomputes gate and up", "around_attention": "recomputes all but attention",
+    names = {"nothing": "keeps all", "gate_up": "recomputes gate and up", "around_attention": "keeps attention only",
              "layer": "recomputes all"}
     legend = [f"{BLOCKS[kind]} {name}" for kind, name in names.items() if kind in shown]
     return [*lines, "            " + "  ".join(legend + ([f"{LEAVES} offloaded"] if any(x.offload for x in levels) else []))]

@@ -27,8 +27,8 @@ from pronghorn.memory.working import forward_bytes, head_bytes, top_bytes, worki
 
 POOL_SLOTS = 3  # layers' worth of device memory that offloading takes: two buffers for the way back, one layer on its way out
 SLOT_PADDING = 16 * 256  # bytes: what aligning a layer's tensors costs at most; one with experts has twice as many
-NAMES: dict[Recompute, str] = {"nothing": "keep", "gate_up": "recompute gate/up",
-                               "around_attention": "recompute all but attention", "layer": "recompute all"}
+NAMES: dict[Recompute, str] = {"nothing": "keep", "gate_up": "recompute gate/up", "around_attention": "keep attention",
+                               "layer": "recompute all"}
 
 
 @dataclass(frozen=True)
