@@ -13,7 +13,6 @@ from pronghorn.errors import CommandError
 from pronghorn.scripts import renames
 from pronghorn.scripts.notes import Notes
 from pronghorn.scripts.renames import arguments_class, by_name, remember, translate_arguments, translate_trainer
-from tables import table
 
 pytestmark = pytest.mark.usefixtures("_no_gpu")
 
@@ -23,7 +22,7 @@ def notes() -> Notes:
     return Notes(lambda text: None)
 
 
-@table(
+@pytest.mark.parametrize(
     ("given", "made", "said"),
     [
         ({"max_seq_length": 512}, {"max_length": 512}, 1),
@@ -121,7 +120,7 @@ def test_values_of_a_trainer_go_before_those_of_its_arguments_and_leave_them_alo
     assert settings.max_length == 1024
 
 
-@table(
+@pytest.mark.parametrize(
     ("settings", "more", "length"),
     [
         (remember(SFTConfig("x", bf16=False, report_to="none"), {"output_dir"}), {}, 4096),
