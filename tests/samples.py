@@ -43,6 +43,19 @@ def make_model(**changes: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**(settings | changes)))
 
 
+def make_lively_model(**changes: Any) -> Any:
+    """Random weights of a size that makes answers differ from prompt to prompt, and from step to step of a training."""
+    import torch
+
+    model = make_model(**changes)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.3)
+    return model.eval()
+
+
 def chat_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     random = np.random.default_rng(seed)
     rows = []

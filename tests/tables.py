@@ -109,3 +109,11 @@ def covering(*axes: Iterable[Any], together: Sequence[int] = ()) -> list[tuple[A
         axis, value = max(missing, key=lambda m: len(lists[m[0]]))
         add({axis: value}, [a for a in [*others, *together] if a != axis])
     return [tuple(lists[a][row[a]] for a in range(len(lists))) for row in rows]
+
+
+def gpu_rows(rows: Iterable[Any]) -> list[Any]:
+    """The rows of a test that needs a GPU: all of them where there is one, else the first, which stands for them as skipped."""
+    import torch
+
+    found = list(rows)
+    return found if torch.cuda.is_available() else found[:1]

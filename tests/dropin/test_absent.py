@@ -10,9 +10,10 @@ import pytest
 import pronghorn
 from pronghorn.dropin.absent import ABSENT
 from pronghorn.errors import CommandError
+from tables import table
 
 
-@pytest.mark.parametrize("name", ABSENT)
+@table("name", ABSENT)
 def test_importing_a_name_is_fine_and_using_it_tells(name: str) -> None:
     found = getattr(pronghorn, name)
     assert name in repr(found)

@@ -13,6 +13,7 @@ from api_parts import load
 from pronghorn import FastLanguageModel
 from pronghorn.dropin.accepted import ADAPTING, LOADING, SAVING, check_others, one_dtype
 from pronghorn.errors import CommandError
+from tables import table
 
 EVERYTHING_SCRIPTS_GIVE: dict[str, Any] = {
     "fast_inference": False, "max_lora_rank": 32, "gpu_memory_utilization": 0.6, "float8_kv_cache": False,
@@ -35,7 +36,7 @@ def test_what_scripts_give_is_taken(tiny_model: Path, capsys: pytest.CaptureFixt
     assert adapted.peft_config["default"].r == 4
 
 
-@pytest.mark.parametrize(("options", "words"), [
+@table(("options", "words"), [
     ({"fast_inference": True}, "model.generate"), ({"float8_kv_cache": True}, "not use vLLM"),
     ({"qat_scheme": "int4"}, "qat_scheme"),
     ({"revision": "abc"}, "snapshot_download"), ({"rope_scaling": {"type": "linear"}}, "RoPE scaling"),
@@ -52,7 +53,7 @@ def test_values_that_would_change_something_are_refused(tiny_model: Path, option
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(("given", "found"), [
+@table(("given", "found"), [
     ((None, None), None), (("bfloat16", None), torch.bfloat16), ((None, "float16"), torch.float16), (("auto", None), None),
     ((torch.float32, "torch.float32"), torch.float32), (("fp16", None), torch.float16), (("strange", None), "strange"),
 ])  # fmt: skip

@@ -20,6 +20,7 @@ from pronghorn.model.fp8_layer import Fp8DecoderLayer
 from pronghorn.model.fp8_linear import Fp8Linear
 from pronghorn.model.quantized import NF4Linear, quantize_model_, save_nf4
 from samples import make_model, make_tokenizer
+from tables import table
 
 # ---- from_pretrained -------------------------------------------------------------------------------------------------
 
@@ -42,7 +43,7 @@ def test_defaults_are_those_of_the_interface() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "words"), [
+@table(("options", "words"), [
     ({"load_in_8bit": True}, "load_in_8bit=True is not supported"),
     ({"load_in_fp8": True, "load_in_16bit": True}, "load_in_fp8=True contradicts load_in_16bit=True"),
     ({"load_in_fp8": True, "full_finetuning": True}, "load_in_fp8=True contradicts full_finetuning=True"),
@@ -167,7 +168,7 @@ def test_a_family_without_a_row_trains_on_its_own_layers(tmp_path: Path, capsys:
 # ---- get_peft_model --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("options", "words"), [
+@table(("options", "words"), [
     ({"loftq_config": {"loftq_bits": 4}}, "LoftQ"),
     ({"bias": "some"}, "lora_only"),
     ({"init_lora_weights": "eva"}, "not supported"),
@@ -198,7 +199,7 @@ def test_a_folder_may_be_a_path(tiny_model: Path) -> None:
     assert model.name_or_path == str(tiny_model)
 
 
-@pytest.mark.parametrize(("options", "words"), [
+@table(("options", "words"), [
     ({"init_lora_weights": "pissa"}, "needs 16-bit base weights"),
     ({"init_lora_weights": "olora"}, "needs 16-bit base weights"),
     ({"modules_to_save": ["down_proj"]}, "stored in 4 bits"), ({"modules_to_save": ["mlp"]}, "stored in 4 bits"),

@@ -8,6 +8,7 @@ import pytest
 from pronghorn.dropin.prompt_format import DEFAULT_SYSTEM, Pieces, pieces_of, template_of
 from pronghorn.errors import CommandError
 from samples import make_tokenizer
+from tables import table
 
 LLAMA_3 = ("<s><|start|>system<|end|>\n\n{SYSTEM}<|eot|><|start|>user<|end|>\n\n{INPUT}<|eot|><|start|>assistant<|end|>\n\n"
            "{OUTPUT}<|eot|>")
@@ -16,7 +17,7 @@ CHATML = ("<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{INPUT}<|im
 ONE = "Tasks.\n\n## Q:\n{INPUT}\n\n## A:\n{OUTPUT}"
 
 
-@pytest.mark.parametrize(("text", "pieces"), [
+@table(("text", "pieces"), [
     (LLAMA_3, ("<s><|start|>system<|end|>\n\n{SYSTEM}<|eot|>", "<|start|>user<|end|>\n\n",
                "<|eot|><|start|>assistant<|end|>\n\n", "<|eot|>")),
     (CHATML, ("<|im_start|>system\n{SYSTEM}<|im_end|>", "\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n",
@@ -49,7 +50,7 @@ def test_the_template_of_a_format() -> None:
         tokenizer.apply_chat_template(system + chat, tokenize=False)
 
 
-@pytest.mark.parametrize("text", [
+@table("text", [
     "no places", "{OUTPUT}{INPUT}", "{INPUT}", "{INPUT}{OUTPUT}{INPUT}", "{INPUT}{SYSTEM}{OUTPUT}",
     "Q {INPUT} A {OUTPUT} Q {INPUT} B {OUTPUT}",
 ])  # fmt: skip

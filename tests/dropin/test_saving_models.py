@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from api_parts import adapted, load, step
 from pronghorn.dropin.saving import LATER
 from pronghorn.errors import CommandError, EnvironmentFault, ModelError
+from tables import table
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def test_positional_and_named_ways_to_save(trained: tuple[Any, Any], tmp_path: P
     assert (tmp_path / "c" / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(("call", "words"), [
+@table(("call", "words"), [
     (lambda model: model.save_pretrained_gguf("model", None, quantization_method="q4_k_m"), "convert_hf_to_gguf.py"),
     (lambda model: model.push_to_hub_gguf("hf/model", None, quantization_method=["q8_0"], token=""), "convert_hf_to_gguf.py"),
     (lambda model: model.save_pretrained_torchao("model", None), "that folder with torchao"),

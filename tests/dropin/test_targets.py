@@ -13,11 +13,12 @@ from pronghorn import FastModel
 from pronghorn.dropin.targets import chosen_targets
 from pronghorn.errors import CommandError
 from samples import make_model
+from tables import table
 
 TEXT_ONLY = {"finetune_vision_layers": False, "finetune_language_layers": True}
 
 
-@pytest.mark.parametrize(("asked", "switches", "found"), [
+@table(("asked", "switches", "found"), [
     (None, {}, "all-linear"), (LINEARS, TEXT_ONLY, LINEARS), ("all-linear", TEXT_ONLY, "all-linear"),
     (None, {"finetune_mlp_modules": False}, LINEARS[:4]), (None, {"finetune_attention_modules": False}, LINEARS[4:]),
     ("all-linear", {"finetune_mlp_modules": False}, LINEARS[:4]),

@@ -15,20 +15,10 @@ from pronghorn.evaluation.questions import Question
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Eval, Lora
-from samples import make_model, make_tokenizer
+from samples import make_lively_model, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 PAIRS = [("hello", " x"), ("a longer prompt than the first", " yes"), ("hello", " maybe not"), ("q", "0"), ("hello", " y")]
-
-
-def lively() -> Any:
-    model = make_model()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(std=0.3)
-    return model.eval()
 
 
 def tokens(pairs: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
@@ -48,7 +38,7 @@ def one_by_one(model: Any, pairs: list[tuple[list[int], list[int]]]) -> list[flo
 def test_sums_in_batches_are_those_of_one_row_at_a_time(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     monkeypatch.setattr(choices, "TOKENS", room)
     told: list[tuple[str, int, int]] = []
-    model, pairs = lively(), tokens(PAIRS)
+    model, pairs = make_lively_model(), tokens(PAIRS)
     found = log_probs(model, pairs, pad=0, progress=lambda *a: told.append(a))
     assert found == pytest.approx(one_by_one(model, pairs), abs=1e-4)
     assert len(set(found)) == 5
@@ -59,13 +49,13 @@ def test_sums_in_batches_are_those_of_one_row_at_a_time(monkeypatch: pytest.Monk
 def test_a_batch_has_no_more_logits_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "LOGITS", 259 * 3 * 2)  # two choices of two tokens
     told: list[tuple[str, int, int]] = []
-    log_probs(lively(), tokens(PAIRS[:1] * 4), pad=0, progress=lambda *a: told.append(a))
+    log_probs(make_lively_model(), tokens(PAIRS[:1] * 4), pad=0, progress=lambda *a: told.append(a))
     assert [done for _, done, _ in told] == [2, 4]
 
 
 def test_with_the_adapter_off_it_is_the_base_model_also_on_fast_layers() -> None:
-    base = one_by_one(lively(), tokens(PAIRS))
-    model = add_adapter(lively(), Lora(r=4), 0)
+    base = one_by_one(make_lively_model(), tokens(PAIRS))
+    model = add_adapter(make_lively_model(), Lora(r=4), 0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -103,7 +93,7 @@ def test_choices_alone_need_no_generation(monkeypatch: pytest.MonkeyPatch) -> No
     only = HeldOut(asked, Eval(metrics=("multiple_choice",), best="multiple_choice_norm"), TOKENIZER)
     both = HeldOut(asked, Eval(metrics=("multiple_choice", "exact_match"), max_new_tokens=2), TOKENIZER)
     assert only.key("m") != both.key("m")
-    model = lively()
+    model = make_lively_model()
     with monkeypatch.context() as without:
         without.setattr("pronghorn.evaluation.held_out.generate", pytest.fail)
         (answer,) = only.ask(model)

@@ -12,6 +12,7 @@ import torch
 
 from pronghorn.kernels.optim.adamw import CONFIG, AdamWTensors, Shadow, adamw_step
 from pronghorn.train.fused_adamw import FusedAdamW
+from tables import table
 
 CUDA = torch.cuda.is_available()
 # One element, vectors, matrices, sizes around one block (1,024; 8,192 for the norm) and over several, odd rows.
@@ -128,7 +129,7 @@ def test_dtypes_may_be_mixed(device: str, judge: Callable[..., None]) -> None:
         assert error < (2**-7 * float(old.detach().abs().max()) if param.dtype == torch.bfloat16 else 1e-6)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@table("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_changes_nothing(device: str, bad: float) -> None:
     params = parameters(device)
     optimizer = run_ours(params, 2, 1.0)
@@ -168,7 +169,7 @@ def test_the_norm_is_that_before_clipping(device: str) -> None:
     assert float(truth) > 10
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@table("dtype", [torch.bfloat16, torch.float16])
 def test_shadows_follow_their_parameters(device: str, dtype: torch.dtype) -> None:
     params = parameters(device, shapes=[(16, 640), (640, 16), (33, 129), (5, 24), (70,), (8, 8)])
     wide = torch.full((16, 704), 7.0, dtype=dtype, device=device)
@@ -303,7 +304,7 @@ def test_a_captured_step_follows_schedule_and_gradients() -> None:
     assert all(torch.equal(a, b) for a, b in zip(params, again, strict=True))
 
 
-@pytest.mark.parametrize("broken", ["loss", "norm", "zero"])
+@table("broken", ["loss", "norm", "zero"])
 def test_a_watched_loss_refuses_the_step_and_all_after_it(device: str, broken: str) -> None:
     params = parameters(device, shapes=[(3, 4), (5,)])
     optimizer = FusedAdamW(params, lr=0.1, weight_decay=0.1)

@@ -23,6 +23,7 @@ from pronghorn.kernels.optim.adamw8bit import (
 from pronghorn.kernels.quant.nf4 import dynamic_code
 from pronghorn.kernels.runtime.host_memory import device_shift
 from pronghorn.train.fused_adamw import FusedAdamW
+from tables import table
 
 CUDA = torch.cuda.is_available()
 # Part of one block, one and a bit more, a program's elements and around them, several programs, a matrix with odd rows.
@@ -135,7 +136,7 @@ def test_levels_come_back_as_themselves() -> None:
 # The step -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
+@table("clip", [None, 0.5])
 def test_the_step_is_the_true_one_for_the_stored_moments(device: str, judge: Callable[..., None], clip: float | None) -> None:
     settings: dict[str, Any] = {"lr": 1e-2, "clip_norm": clip, "eps": 1e-6}
     ours, plain = tensors_of(device), tensors_of("cpu")
@@ -261,7 +262,7 @@ def test_gradients_of_zero_and_of_next_to_nothing(device: str) -> None:
     assert torch.isfinite(param).all()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@table("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_changes_nothing(device: str, bad: float) -> None:
     tensors = tensors_of(device)
     before = [x.clone() for x in values(tensors)]

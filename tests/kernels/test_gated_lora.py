@@ -106,7 +106,7 @@ class Case:
         judge(gate_up, wide[1], true[1], "sums of gate and up")
 
 
-@pytest.mark.parametrize(("kind", "dtype", "shape"), covering(KINDS, DTYPES, SHAPES, together=(1, 2)), ids=str)
+@table(("kind", "dtype", "shape"), covering(KINDS, DTYPES, SHAPES, together=(1, 2)))
 def test_backward_is_as_good_as_plain_torch(
     device: str, judge: Callable[..., None], kind: Kind, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
@@ -120,11 +120,10 @@ def test_backward_is_as_good_as_plain_torch(
     case.judge_sums(judge, kind, dgu, down, gate_up)
 
 
-@pytest.mark.parametrize(
+@table(
     ("down", "gate", "up"),
     [(3, slice(0, 5), slice(5, 22)), (64, slice(0, 64), slice(64, 128)), (0, slice(2, 18), None), (16, None, slice(0, 8)),
-     (24, None, None), (0, None, None), (8, slice(0, 8), slice(0, 8))],
-    ids=["odd ranks", "high ranks", "gate only", "no gate", "down only", "none", "one linear"],
+     (24, None, None), (0, None, None), (8, slice(0, 8), slice(0, 8))]
 )  # fmt: skip
 def test_adapters_that_differ_or_are_missing(
     device: str, judge: Callable[..., None], down: int, gate: slice | None, up: slice | None
@@ -153,7 +152,7 @@ def test_the_same_bits_each_time(device: str) -> None:
         assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("ranks_first", [True, False])
+@table("ranks_first", [True, False])
 def test_every_way_of_cutting_it_up(
     device: str, judge: Callable[..., None], monkeypatch: pytest.MonkeyPatch, ranks_first: bool
 ) -> None:
@@ -167,10 +166,10 @@ def test_every_way_of_cutting_it_up(
 
 
 # Which rank goes with which shape decides the tiles; the activation is the same line in each of them.
-@pytest.mark.parametrize(("kind", "dtype", "shape", "rank"), [
+@table(("kind", "dtype", "shape", "rank"), [
     (kind, dtype, *size) for kind, dtype, size in covering(
         KINDS, DTYPES, [((1, 64), 16), ((3, 300), 5), ((33, 128), 64)], together=(0, 1))
-], ids=str)
+])
 def test_forward(
     device: str, judge: Callable[..., None], kind: Kind, dtype: torch.dtype, shape: tuple[int, int], rank: int
 ) -> None:

@@ -16,6 +16,7 @@ from pronghorn.kernels.lora import gated_lora
 from pronghorn.kernels.lora.gated_lora import Tile, gated_lora_backward, why_not_thin
 from pronghorn.kernels.lora.gated_lora_thin import WIDTH, ThinSums
 from pronghorn.kernels.runtime.dispatch import use_triton
+from tables import table
 
 R = 64  # columns of sB: gate's, up's, padding
 GATE, UP = slice(0, 16), slice(16, 32)
@@ -124,7 +125,7 @@ def test_zeros_stay_zeros_and_what_is_broken_stays_broken(device: str) -> None:
 
 
 @pytest.mark.usefixtures("rounds")
-@pytest.mark.parametrize("largest", [1e-36, 1.0, 3e38], ids=str)
+@table("largest", [1e-36, 1.0, 3e38])
 def test_numbers_at_the_ends_of_the_range(device: str, largest: float) -> None:
     """One row, one column of up: small numbers and the largest ones come out as they are, and larger ones as infinite."""
     case = Case.make(1, 64, 16, GATE, UP, torch.bfloat16, device)

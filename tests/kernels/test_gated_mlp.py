@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-import pytest
 import torch
 from torch.nn import functional
 
@@ -38,7 +37,7 @@ def written_only_inside(view: torch.Tensor) -> bool:
 
 
 # A shape fills tiles or does not, whatever the activation and the number.
-@pytest.mark.parametrize(("kind", "dtype", "shape"), covering(KINDS, DTYPES, SHAPES, together=(0, 1)), ids=str)
+@table(("kind", "dtype", "shape"), covering(KINDS, DTYPES, SHAPES, together=(0, 1)))
 def test_forward_and_backward_are_as_good_as_plain_torch(
     device: str, judge: Callable[..., None], kind: Kind, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:

@@ -150,10 +150,10 @@ def test_all_options_together(device: str, dtype: torch.dtype) -> None:
 
 
 # The wide ones are several tiles of columns, whose partial sums depend on the dtype.
-@pytest.mark.parametrize(("dtype", "shape"), [
+@table(("dtype", "shape"), [
     *covering(DTYPES, [(1, 64, 2), (3, 96, 49), (33, 576, 1000), (17, 64, 8192)]),
     *((dtype, (3, 72, 8257)) for dtype in DTYPES),
-], ids=str)
+])
 @pytest.mark.usefixtures("small_chunks")
 def test_odd_shapes_over_several_chunks(
     device: str, dtype: torch.dtype, shape: tuple[int, int, int]
@@ -189,11 +189,11 @@ def test_fp16_gradients_do_not_vanish_under_a_small_scale(device: str) -> None:
 
 
 # Soft-cap and scale change what a factor is; a bias is added before either, in both shapes' way over the columns.
-@pytest.mark.parametrize(("dtype", "terms", "shape", "bias"), [
+@table(("dtype", "terms", "shape", "bias"), [
     (dtype, terms, *shape) for dtype, terms, shape in covering(
         [torch.float32, torch.bfloat16], [{}, {"softcap": 5.0}, {"softcap": 5.0, "logit_scale": 0.25}],
         [((33, 64, 259), False), ((3, 72, 8257), True)], together=(0, 2))
-], ids=str)
+])
 @pytest.mark.usefixtures("small_chunks")
 def test_rows_with_factors_are_as_near_once_multiplied(
     device: str, dtype: torch.dtype, terms: dict[str, float], shape: tuple[int, int, int], bias: bool, once: None
@@ -202,10 +202,10 @@ def test_rows_with_factors_are_as_near_once_multiplied(
     problem.check_hidden(by_autograd(problem, 0.003), 0.003)
 
 
-@pytest.mark.parametrize(("dtype", "first", "rise"), [
+@table(("dtype", "first", "rise"), [
     (torch.float32, -400.0, 100.0), (torch.bfloat16, -1000.0, 35.0), (torch.float32, 2000.0, -300.0),
     (torch.bfloat16, -3000.0, 400.0),
-], ids=str)
+])
 def test_a_row_may_rise_and_fall_by_hundreds_from_block_to_block(
     device: str, dtype: torch.dtype, first: float, rise: float, once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

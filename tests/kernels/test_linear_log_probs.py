@@ -13,6 +13,7 @@ from pronghorn.kernels.loss import cross_entropy_powers
 from pronghorn.kernels.loss import linear_cross_entropy as head
 from pronghorn.kernels.loss import linear_log_probs as op
 from pronghorn.kernels.loss.linear_log_probs import LogProbs, linear_log_probs, linear_log_probs_reference
+from tables import table
 
 ROWS, WIDTH, VOCABULARY = 70, 24, 500
 BARS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -52,10 +53,10 @@ def check(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Log
     return found
 
 
-@pytest.mark.parametrize(("dtype", "options"), [
+@table(("dtype", "options"), [
     (torch.float32, {"entropy": True}), (torch.bfloat16, {"entropy": True, "logit_scale": 0.4}), (torch.float16, {}),
     (torch.float32, {"entropy": True, "logit_scale": 0.4}), (torch.float16, {"entropy": True}),
-], ids=str)
+])
 def test_values_and_a_gradient_for_each_row(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     check(*sample(dtype, device), **options)
 

@@ -19,7 +19,7 @@ from pronghorn.kernels.lora.lora_linear import (
 )
 from pronghorn.kernels.lora.lora_refresh import CopyTable
 from pronghorn.kernels.runtime.dispatch import use_triton
-from tables import covering
+from tables import covering, table
 
 WIDTH = 96
 # name: (rows of the linears, {linear: (rank, scale)})
@@ -82,7 +82,7 @@ def fused(
 
 
 # One row of tokens takes other products than many, in each dtype; a group only decides where the columns stand.
-@pytest.mark.parametrize(("name", "tokens", "dtype"), covering(GROUPS, [1, 3, 127, 300], DTYPES, together=(1, 2)), ids=str)
+@table(("name", "tokens", "dtype"), covering(GROUPS, [1, 3, 127, 300], DTYPES, together=(1, 2)))
 def test_one_product_is_as_near_to_the_truth_as_the_plain_form(
     device: str, name: str, tokens: int, dtype: torch.dtype, judge: Callable[..., None]
 ) -> None:
@@ -196,7 +196,7 @@ def test_output_may_be_row_strided_and_columns_filled_by_someone_else() -> None:
     torch.testing.assert_close(group.forward(x_ext, extended=True), x_ext[:, :WIDTH] @ torch.cat(weights).T)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@table("dtype", DTYPES)
 def test_public_function(dtype: torch.dtype, judge: Callable[..., None]) -> None:
     x, weight, bias = torch.randn(2, 7, 24).to(dtype), torch.randn(40, 24).to(dtype), torch.randn(40).to(dtype)
     A, B, dy = torch.randn(4, 24), torch.randn(40, 4), torch.randn(2, 7, 40).to(dtype)
@@ -249,9 +249,9 @@ def test_captures_in_a_cuda_graph() -> None:
 
 
 # What is left out decides the launches, beside the norm and the dtype; 128 ranks (gate_up) and fp32 take the products.
-@pytest.mark.parametrize(("name", "has_norm", "without", "dtype"), covering(
+@table(("name", "has_norm", "without", "dtype"), covering(
     ["qkv", "q_and_v", "down", "gate_up"], [False, True], [None, "dA", "dB"], [torch.float16, torch.float32],
-    together=(2, 3)), ids=str)
+    together=(2, 3)))
 def test_gradients_added_to_sums(
     device: str, name: str, has_norm: bool, without: Part | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
     judge: Callable[..., None],

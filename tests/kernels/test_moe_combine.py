@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 from pronghorn.kernels.moe.moe_combine import bias_weight_grad, combine, combine_reference
-from tables import covering
+from tables import covering, table
 
 
 # What is added decides the kernel's arguments, in each dtype; a size only its tiles.
-@pytest.mark.parametrize(("dtype", "T", "K", "width", "what"), [
+@table(("dtype", "T", "K", "width", "what"), [
     (dtype, *size, what) for dtype, size, what in covering(
         [torch.float32, torch.bfloat16, torch.float16], [(1, 1, 64), (9, 4, 130), (5, 8, 1100)],
         ["plain", "weighted", "everything"], together=(0, 2))
-], ids=str)
+])
 def test_as_good_as_plain_torch(
     device: str, judge: Callable[..., None], dtype: torch.dtype, T: int, K: int, width: int, what: str
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 
 from pronghorn.kernels.norm.rms_norm import (
@@ -15,6 +14,7 @@ from pronghorn.kernels.norm.rms_norm import (
     rms_norm_then_add_forward,
 )
 from pronghorn.kernels.runtime.dispatch import use_triton
+from tables import table
 
 EPS = 1e-5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -57,7 +57,7 @@ def truth_and_plain(
     return results
 
 
-@pytest.mark.parametrize(("shape", "dtype", "one_plus", "with_residual"), CASES, ids=str)
+@table(("shape", "dtype", "one_plus", "with_residual"), CASES)
 def test_forward_and_backward_are_as_good_as_plain_torch(
     device: str, judge: Callable[..., None], shape: tuple[int, int], dtype: torch.dtype, one_plus: bool, with_residual: bool
 ) -> None:
@@ -81,7 +81,7 @@ def test_forward_and_backward_are_as_good_as_plain_torch(
     assert h is x or with_residual
 
 
-@pytest.mark.parametrize(("shape", "dtype"), THEN_ADD_CASES, ids=str)
+@table(("shape", "dtype"), THEN_ADD_CASES)
 def test_norm_then_add(device: str, judge: Callable[..., None], shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, residual = (strided(*shape, 16, dtype, device) for _ in range(2))
     dh = torch.randn(shape, dtype=dtype, device=device)
@@ -98,7 +98,7 @@ def test_norm_then_add(device: str, judge: Callable[..., None], shape: tuple[int
         judge(ours, theirs, true, name)
 
 
-@pytest.mark.parametrize("with_residual", [True, False])
+@table("with_residual", [True, False])
 def test_autograd_gives_the_gradients_of_the_reference(device: str, with_residual: bool) -> None:
     inputs = [torch.randn(7, 96, device=device), torch.randn(96, device=device), torch.randn(7, 96, device=device)]
     grads = []
@@ -163,7 +163,7 @@ def test_the_weight_gradient_is_the_same_every_time(device: str) -> None:
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("dtype", STORED_DTYPES, ids=str)
+@table("dtype", STORED_DTYPES)
 def test_the_norm_is_of_the_sum_as_it_is_stored(device: str, dtype: torch.dtype) -> None:
     """Backward and recomputation see the rounded sum, so the forward pass must too."""
     x, residual = (torch.randn(5, 96, dtype=dtype, device=device) for _ in range(2))

@@ -61,7 +61,7 @@ def backward_of(given: dict[str, Any], grads: list[torch.Tensor], rstd: torch.Te
     return qk_rope_backward(*grads, given["cos_TP"], given["sin_TP"], rstd=rstd, **kept, **more)
 
 
-@pytest.mark.parametrize(("shape", "dtype", "neighbours", "norm"), CASES, ids=str)
+@table(("shape", "dtype", "neighbours", "norm"), CASES)
 def test_forward_and_backward_are_as_good_as_plain_torch(
     device: str, judge: Callable[..., None], shape: tuple[int, int, int, int], dtype: torch.dtype, neighbours: bool,
     norm: str | None,
@@ -110,7 +110,7 @@ def test_in_place_is_the_same(device: str, shape: tuple[int, int, int, int], nei
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@table("norm", NORMS)
 def test_autograd_gives_the_gradients_of_the_reference(device: str, norm: str | None) -> None:
     given = case(4, (5, 5, 80, 32), torch.float32, device, norm)
     grads = []

@@ -14,6 +14,7 @@ from pronghorn.memory.forecast import HOST_BYTES, job_of, picture, plan_report
 from pronghorn.memory.gpus import GPUS
 from pronghorn.memory.levels import KEEP, Level
 from pronghorn.recipe import Recipe
+from tables import table
 
 
 def recipe(**changes: Any) -> Recipe:
@@ -80,7 +81,7 @@ def test_the_recipe_decides() -> None:
     assert qlora.peak_bytes < lora.peak_bytes
 
 
-@pytest.mark.parametrize(("changes", "gpu", "error", "said"), [
+@table(("changes", "gpu", "error", "said"), [
     ({"train": {"capacity": 262144, "batch_tokens": 262144}}, "rtx4090", RecipeError, "the smallest that works"),
     ({"memory": {"budget": "200GB"}}, "h200", RecipeError, "exceeds the GPU's memory"),
     ({"method": "fp8"}, "a100-80", CommandError, "does not support FP8"),

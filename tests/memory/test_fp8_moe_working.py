@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from pronghorn.model.fp8_projections import Fp8Projections
 from pronghorn.model.kept import leave
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
+from tables import covering, gpu_rows
 
 # What no published model is like, but tells other moments apart: many narrow experts a token, few heads, a narrow expert for
 # all tokens; and so few tokens that the gradients of many experts' adapters are larger than gate and up.
@@ -163,8 +165,9 @@ def _held_at(level: Recompute, layer: Any, h: torch.Tensor, shared: Documents, k
     return stays, forward, counted.peak + h.nbytes
 
 
-@pytest.mark.parametrize("adapters", TARGETS)
-@pytest.mark.parametrize("family", [*SIZES, *OTHERS])
+# As in test_moe_working.py, whose levels and both kinds of step are inside each case.
+@pytest.mark.parametrize(("family", "adapters"), sorted({
+    *covering([*SIZES, *OTHERS], TARGETS), *itertools.product(("gpt_oss", "qwen2_moe, narrow"), TARGETS)}))
 def test_a_layer_holds_what_the_formulas_say(family: str, adapters: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for (level, graphed), (job, kept, forward, backward) in held_by_a_layer(family, adapters, monkeypatch).items():
         assert kept == kept_bytes(job, level)
@@ -173,8 +176,8 @@ def test_a_layer_holds_what_the_formulas_say(family: str, adapters: str, monkeyp
         assert backward == pytest.approx(alone + working_bytes(job, level), rel=0.01), (level, graphed)
 
 
-@pytest.mark.parametrize("adapters", ["linears", "experts"])
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "qwen2_moe", "mixtral"])
+@pytest.mark.parametrize(("family", "adapters"), [
+    ("gpt_oss", "linears"), ("qwen3_moe", "experts"), ("qwen2_moe", "linears"), ("mixtral", "experts")])
 def test_a_chip_that_multiplies_in_16_bits_holds_no_more(family: str, adapters: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8, but no grouped products of it (Ada)."""
     found = held_by_a_layer(family, adapters, monkeypatch, why_16_bits="this test's chip has none")
@@ -193,9 +196,8 @@ def test_an_evaluation_holds_a_layers_forward_or_the_head() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("recompute", LEVELS)
-@pytest.mark.parametrize("adapters", ["linears", "experts"])
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "qwen2_moe", "mixtral"])
+@pytest.mark.parametrize(("family", "adapters", "recompute"), gpu_rows(
+    itertools.product(["gpt_oss", "qwen3_moe", "qwen2_moe", "mixtral"], ["linears", "experts"], LEVELS)))
 def test_the_allocator_of_a_gpu_agrees(family: str, adapters: str, recompute: Recompute) -> None:
     """Layers of real width, their own kernels, 8,192 tokens of short documents."""
     if why := fp8_supported("cuda") or fp8_grouped_supported("cuda"):

@@ -26,6 +26,7 @@ from pronghorn.model.fp8_projections import Fp8Projections
 from pronghorn.model.kept import leave
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
+from tables import table
 
 
 def stand_in_for_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,8 +75,8 @@ def without_contents(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fp8_projections, "require_fp8", lambda device: None)
     monkeypatch.setattr(fp8_linear, "fp8_quantize_weight", quantized)
-    for table in (causal_lm.SplitTable, fp8_projections.Fp8Group.__init__.__globals__["SplitTable"]):  # by the class, as above
-        monkeypatch.setattr(table, "run", lambda self: None)
+    for splits in (causal_lm.SplitTable, fp8_projections.Fp8Group.__init__.__globals__["SplitTable"]):  # by the class, as above
+        monkeypatch.setattr(splits, "run", lambda self: None)
 
 
 def engine_of_size(config: Any) -> Any:
@@ -138,7 +139,7 @@ def most_held(layer: FastDecoderLayer, recompute: Recompute, pieces: int, job: J
     return forward, counted.peak + h.nbytes
 
 
-@pytest.mark.parametrize(("recompute", "pieces"), CASES, ids=[f"{what}-{pieces}" for what, pieces in CASES])
+@table(("recompute", "pieces"), CASES)
 @pytest.mark.usefixtures("stand_ins")
 def test_a_layer_holds_what_the_formulas_say(eight_b: Any, recompute: Recompute, pieces: int) -> None:
     job = Job(shape_of(MODELS["llama-8b"]), TOKENS, element=4, method="fp8")

@@ -5,9 +5,10 @@ import pytest
 from pronghorn.errors import CommandError
 from pronghorn.kernels.runtime.dispatch import CHIPS
 from pronghorn.memory.gpus import GPUS, find_gpu
+from tables import table
 
 
-@pytest.mark.parametrize(("said", "found"), [
+@table(("said", "found"), [
     ("rtx4090", "rtx4090"), ("RTX 4090", "rtx4090"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("H200", "h200"),
     ("NVIDIA H200", "h200"), ("a100-80", "a100-80"), ("A100 80GB", "a100-80"),
     ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA A100-PCIE-40GB", "a100-40"), ("NVIDIA A100-SXM4-40GB", "a100-40"),

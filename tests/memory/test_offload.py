@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.memory.offload import OffloadPool, bytes_needed
+from tables import table
 
 CPU = torch.device("cpu")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -44,8 +45,8 @@ def pool_for(layers: int, device: torch.device = CPU) -> OffloadPool:
     return OffloadPool(layers, bytes_needed(layer_tensors(0, device)), device)
 
 
-@pytest.mark.parametrize("turn", [True, False])
-@pytest.mark.parametrize("layers", [1, 2, 3, 7])
+@table("turn", [True, False])
+@table("layers", [1, 2, 3, 7])
 def test_a_step_gets_back_what_it_left(layers: int, turn: bool) -> None:
     pool = pool_for(layers)
     for step in range(3):

@@ -21,6 +21,7 @@ from pronghorn.memory.levels import KEEP, LEVELS, Level, Outcome, Problem, evalu
 from pronghorn.memory.plan import host_room, make_plan, parse_budget, plan_of, smallest_budget
 from pronghorn.memory.search import worth_its_memory
 from pronghorn.memory.sizes import Job, peak_within, shape_of
+from tables import table
 
 GB = 10**9
 HOST = 64 * GB
@@ -79,8 +80,8 @@ def test_no_assignment_of_levels_is_faster(costs: dict[str, float]) -> None:
     assert met >= 18
 
 
-@pytest.mark.parametrize("host", [0, GB // 2, GB, 2 * GB, 3 * GB, HOST])
-@pytest.mark.parametrize("costs", [{}, COSTS["attention is dear"]], ids=["short", "long"])
+@table("host", [0, GB // 2, GB, 2 * GB, 3 * GB, HOST])
+@table("costs", [{}, COSTS["attention is dear"]])
 def test_the_smallest_budget_is_the_smallest(host: int, costs: dict[str, float]) -> None:
     problem = problem_of(3, host=host, pieces=(1, 2), **costs)
     least = smallest_budget(problem)
@@ -210,7 +211,7 @@ def test_a_plan_is_plain_data() -> None:
     assert sum(plan.counts().values()) == 32
 
 
-@pytest.mark.parametrize(("text", "expected"), [
+@table(("text", "expected"), [
     ("24GB", 24 * GB), ("24 GiB", 24 * 2**30), ("500MB", 5 * 10**8), ("512MiB", 2**29), ("1.5GB", 15 * 10**8),
     ("80%", peak_within(64 * GB)), ("auto", peak_within(int(70 * GB * 0.97))),
 ])
@@ -244,7 +245,7 @@ def test_the_host_tells_its_room(tmp_path: Path) -> None:
     assert free(124) == pytest.approx(12e9, rel=1e-6)
 
 
-@pytest.mark.parametrize("gpu", ["h100", "rtx-pro-6000", "h200", "b200"])
+@table("gpu", ["h100", "rtx-pro-6000", "h200", "b200"])
 def test_where_everything_fits_nothing_leaves(gpu: str) -> None:
     """Copies that hide behind compute cost nothing, but they are for nothing, too: not even a rounded sum may favour them."""
     job = Job(shape_of(MODELS["llama-8b"]), 16384)

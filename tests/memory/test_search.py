@@ -17,6 +17,7 @@ from pronghorn.memory.levels import Level, Problem, evaluate
 from pronghorn.memory.plan import make_plan, smallest_budget
 from pronghorn.memory.search import KINDS, _Grid, fastest, smallest, splits_of, worth_its_memory
 from pronghorn.memory.sizes import RECOMPUTES, Job, shape_of
+from tables import table
 
 GB = 10**9
 
@@ -68,7 +69,7 @@ def test_attention_is_not_computed_twice_where_documents_are_long() -> None:
     assert "around_attention" not in {level.recompute for level in make_plan(short).levels}
 
 
-@pytest.mark.parametrize("host", [0.0, 5.0, 16.0, 50.0])
+@table("host", [0.0, 5.0, 16.0, 50.0])
 def test_nothing_fits_below_the_smallest(host: float) -> None:
     """Also where the host has room for some of the layers only: the search for the fastest, which tries everything, agrees."""
     given = problem(32, 24, tokens=131072, document=131072, host=host)

@@ -24,6 +24,7 @@ from pronghorn.model.decoder_layer import Documents, FastDecoderLayer
 from pronghorn.model.kept import leave
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
+from tables import gpu_rows, table
 
 TOKENS = 16384
 SMALL_CHANGE = 30e6  # partial sums of the adapters' gradients, which the stand-ins do not make, and what is T x R
@@ -63,7 +64,7 @@ def documents() -> Documents:
         return Documents(torch.empty(80, dtype=torch.int32), 1408, tables, torch.empty(2, TOKENS, dtype=torch.int32), 324)
 
 
-@pytest.mark.parametrize(("recompute", "pieces"), CASES, ids=[f"{what}-{pieces}" for what, pieces in CASES])
+@table(("recompute", "pieces"), CASES)
 def test_a_layer_holds_what_the_formulas_say(layer: FastDecoderLayer, recompute: Recompute, pieces: int) -> None:
     job = Job(shape_of(MODELS["llama-8b"]), TOKENS, element=4)
     layer.level, layer.pieces = recompute, pieces
@@ -88,10 +89,10 @@ def test_a_layer_holds_what_the_formulas_say(layer: FastDecoderLayer, recompute:
     assert held == pytest.approx(expected, abs=SMALL_CHANGE)
 
 
-@pytest.mark.parametrize(("recompute", "pieces"), [
+@table(("recompute", "pieces"), [
     ("nothing", 1), ("gate_up", 1), ("gate_up", 4), *((what, pieces) for what in FROM_ITS_INPUT for pieces in (1, 32)),
 ])
-@pytest.mark.parametrize("tokens", [131072, 524288])
+@table("tokens", [131072, 524288])
 def test_one_long_document_holds_what_the_formulas_say(layer: FastDecoderLayer, recompute: Recompute, pieces: int, tokens: int,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """Through flash-attn-4, which adds up in fp32 and then writes the gradient of q, k, v in their place."""
@@ -128,7 +129,7 @@ def test_one_long_document_holds_what_the_formulas_say(layer: FastDecoderLayer, 
     assert counted.peak + h.nbytes == pytest.approx(expected, rel=0.003)
 
 
-@pytest.mark.parametrize(
+@table(
     ("changed", "own"),
     [({}, True), ({"attended": 512}, True), ({"attended": 513}, False), ({"attended": 4096, "own_attention": True}, True),
      ({"own_attention": False}, False), ({"width": 256}, False)])  # fmt: skip
@@ -162,7 +163,7 @@ def test_pieces_are_not_too_small() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("recompute", "pieces"), CASES, ids=[f"{what}-{pieces}" for what, pieces in CASES])
+@pytest.mark.parametrize(("recompute", "pieces"), gpu_rows(CASES))
 def test_the_allocator_of_a_gpu_agrees(recompute: Recompute, pieces: int) -> None:
     """A layer of Llama 3.2 1B in bf16, its own kernels, 16,384 tokens of short documents."""
     gc.collect()  # models of earlier tests, which would be counted as freed in the middle of this one

@@ -9,6 +9,7 @@ import torch
 
 from pronghorn.errors import EnvironmentFault
 from pronghorn.model.capture import Graphs, Work, first_line
+from tables import table
 
 
 class Failing(Graphs):
@@ -47,7 +48,7 @@ def broken() -> RuntimeError:
         return error
 
 
-@pytest.mark.parametrize(("errors", "tried", "trials"), [
+@table(("errors", "tried", "trials"), [
     ([], False, 1), ([], True, 0), ([broken()], False, 2), ([broken()], True, 1), ([broken(), broken()], True, 2)])
 def test_a_capture_that_fails_is_repeated_after_a_trial(errors: list[Exception], tried: bool, trials: int) -> None:
     graphs = Failing(errors)

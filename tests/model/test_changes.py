@@ -22,6 +22,7 @@ from pronghorn.kernels.runtime import dispatch
 from pronghorn.model.causal_lm import base_of, engine_of, install
 from pronghorn.model.changes import CONFIG
 from pronghorn.model.families import FAMILIES
+from tables import table
 
 SIZES: dict[str, Any] = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
                          "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
@@ -131,7 +132,7 @@ HOOKS: dict[str, Act] = {
 }
 
 
-@pytest.mark.parametrize("path", HOOKED)
+@table("path", HOOKED)
 def test_hooks_are_called_and_what_they_return_counts(path: str, monkeypatch: pytest.MonkeyPatch,
                                                       capsys: pytest.CaptureFixture[str]) -> None:
     plain, fast = pair()
@@ -348,12 +349,12 @@ def after(act: Act, *, adapter: bool, harmless: bool) -> tuple[Any, Any]:
     return plain, fast
 
 
-@pytest.mark.parametrize("name", ACTS)
+@table("name", ACTS)
 def test_what_is_done_to_a_model_after_loading_counts(name: str) -> None:
     assert_same_look(*after(ACTS[name], adapter=True, harmless=name in HARMLESS), generate=name in GENERATED)
 
 
-@pytest.mark.parametrize("name", PLAIN_ONLY)
+@table("name", PLAIN_ONLY)
 def test_what_is_done_to_weights_after_loading_counts(name: str) -> None:
     assert_same_look(*after(PLAIN_ONLY[name], adapter=False, harmless=name in HARMLESS))
 
@@ -399,7 +400,7 @@ def test_a_subclass_with_a_forward_of_its_own_keeps_it() -> None:
     assert torch.equal(model(input_ids=IDS, labels=IDS).loss, expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@table("family", FAMILIES)
 def test_every_config_value_that_a_forward_reads_is_looked_at(family: str) -> None:
     """What `self.config` is asked for in the family's own modules: looked at here, or without effect on the result."""
     without_effect = {"_attn_implementation", "vocab_size", "initializer_range", "get_text_config",

@@ -27,6 +27,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from pronghorn.model.causal_lm import base_of, engine_of, install
+from tables import table
 
 pytestmark = pytest.mark.usefixtures("_said")
 CAUSAL = TaskType.CAUSAL_LM
@@ -92,7 +93,7 @@ CASES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@table("name", CASES)
 def test_every_kind_of_adapter(name: str) -> None:
     plain, fast = pair(CASES[name])
     assert_same_step(plain, fast)
@@ -101,7 +102,7 @@ def test_every_kind_of_adapter(name: str) -> None:
     torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
 
 
-@pytest.mark.parametrize(("family", "name"), [
+@table(("family", "name"), [
     *(("qwen3", name) for name in ("dora", "tokens", "norms saved", "ia3")),
     *(("mixtral", name) for name in ("rslora", "some layers", "layers replicated")),
 ])  # fmt: skip
@@ -175,7 +176,7 @@ class Halved(nn.Linear):
         return 0.5 * super().forward(x)
 
 
-@pytest.mark.parametrize("name", ACTS)
+@table("name", ACTS)
 def test_what_is_done_with_adapters(name: str) -> None:
     plain, fast = pair(lora())
     assert_same_step(plain, fast)

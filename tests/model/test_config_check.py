@@ -15,6 +15,7 @@ from pronghorn.errors import ModelError
 from pronghorn.model.config import read_config
 from pronghorn.model.config_check import SIZES, require_sane_numbers
 from pronghorn.model.load import inspect_model, load_model
+from tables import table
 
 CPU = torch.device("cpu")
 
@@ -43,7 +44,7 @@ def refused(folder: Path) -> ModelError:
     return found[0]
 
 
-@pytest.mark.parametrize(("values", "said"), [
+@table(("values", "said"), [
     ({"hidden_size": "64"}, "hidden_size: '64'"),
     ({"hidden_size": -64}, "hidden_size: -64"),
     ({"hidden_size": 64.5}, "hidden_size: 64.5"),
@@ -90,7 +91,7 @@ def test_bounds_hold_without_weights(folder: Path) -> None:
         change(folder, **{key: sound[key]})
 
 
-@pytest.mark.parametrize("content", [b"{}", b'{"eos_token_id": [2, "x"]}', b'{"max_length": "x"}', b'{"temperature": {}}',
+@table("content", [b"{}", b'{"eos_token_id": [2, "x"]}', b'{"max_length": "x"}', b'{"temperature": {}}',
                                      b"[]", b'{"do_sample": 1}', b'{"num_beams": 10000000}', b'{"top_p": NaN}', b"\xff"])
 def test_a_generation_config_that_cannot_be_used(folder: Path, content: bytes) -> None:
     (folder / "generation_config.json").write_bytes(content)

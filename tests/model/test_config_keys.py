@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from transformers import AutoConfig
 
 from pronghorn.model.families import FAMILIES, activation_name, why_not_fast
+from tables import table
 
 # What people's folders say beyond the defaults of transformers' config classes, as far as it is not a size.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ def test_smollm2_stays_fast() -> None:
     assert why_not_fast(AutoConfig.for_model("llama", **left)) == ""
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@table("kind", FAMILIES)
 def test_published_models_stay_fast(kind: str) -> None:
     for values in ({}, PUBLISHED.get(kind, {})):
         if kind not in ("seed_oss", "dots1") or values:  # dots1: the class says nothing of experts
@@ -59,7 +59,7 @@ def test_the_activation_is_the_one_that_the_class_reads() -> None:
     assert activation_name(AutoConfig.for_model("gemma2", hidden_act="gelu")) == "gelu_pytorch_tanh"
 
 
-@pytest.mark.parametrize(("kind", "values", "named"), [
+@table(("kind", "values", "named"), [
     ("llama", {"residual_multiplier": 0.5}, "residual_multiplier"),  # transformers' Llama does not read it, ours would
     ("llama", {"attention_sinks": True}, "attention_sinks"),
     ("llama", {"is_causal": False}, "is_causal"),  # transformers' masks look for it in any config

@@ -185,7 +185,7 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.double() - other.double()).norm() / other.double().norm())
 
 
-def packed_batch(seed: int = 0, documents: int = 12, capacity: int = 512) -> PackedBatch:
+def packed_batch(seed: int = 0, documents: int = 6, capacity: int = 256) -> PackedBatch:
     """Documents of up to 59 tokens, and padding."""
     return build_batch(random_table(documents, seed=seed), np.arange(documents), capacity)
 
@@ -285,7 +285,8 @@ def assert_float32_is_near(model: Any, batches: Sequence[PackedBatch], loss_of: 
             assert apart(gradient, theirs[name]) < 1e-5, f"{what}: {name}"
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in MORE])
+# A step in fewer digits would be in a norm (of each place and kind), in RoPE or in a product: one family of each.
+@pytest.mark.parametrize("family", ["llama, every bias", "qwen3", "phi3, partial rotary", "gemma2", "granite", "olmo2"])
 def test_float32_is_within_1e_5_of_transformers(family: str) -> None:
     """The worst seen is 3e-6. From weights of 0.02 (see SMALL) Gemma 3's q_proj A is 1.7e-5 apart and a Llama's bias of k_proj
     1e-4, where transformers' own float32 is 8e-6 and 6e-5 from its float64: docs/log/2026-11-15-float32-parity.md."""

@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 from transformers import AutoConfig
 
 from pronghorn.model.families import FAMILIES, WRAPPERS, why_not_fast
+from tables import table
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -23,7 +23,7 @@ def test_the_readme_lists_the_rows_of_the_table() -> None:
     assert tuple(re.findall(r"`(\w+)`", with_images[1])) == WRAPPERS
 
 
-@pytest.mark.parametrize(("changes", "why"), [
+@table(("changes", "why"), [
     ({}, ""), ({"n_group": 8, "topk_group": 4}, ""),
     ({"n_group": 3}, "not 1 of 3 groups of two or more"),
     ({"n_group": 128, "topk_group": 64}, "not 64 of 128 groups of two or more"),

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from pronghorn.errors import CheckpointError
 from pronghorn.model import fingerprint as module
 from pronghorn.model.fingerprint import BLOCK, BLOCKS, base_of, fingerprint, require_same_base
+from tables import table
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def test_files_are_told_apart_by_what_is_in_them(folder: Path, tiny_model: Path)
     assert fingerprint(str(folder)) == before
 
 
-@pytest.mark.parametrize("size", [10, BLOCK, BLOCK + 1, 3 * BLOCKS * BLOCK])
+@table("size", [10, BLOCK, BLOCK + 1, 3 * BLOCKS * BLOCK])
 def test_the_first_and_the_last_bytes_count_in_files_of_any_size(tmp_path: Path, size: int) -> None:
     file = tmp_path / "model.safetensors"
     seen = set()

@@ -7,6 +7,7 @@ input may choose another expert for a token whose choice was close, so a gradien
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from itertools import pairwise
 from typing import Any
@@ -36,6 +37,7 @@ from pronghorn.model.fp8_linear import dequantize_fp8_, quantize_linears_fp8_
 from pronghorn.model.fp8_moe_layer import Fp8MoeDecoderLayer
 from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora
+from tables import gpu_rows
 
 
 def model_of(family: str, targets: str, *, fast: bool = True, dtype: torch.dtype = torch.float32) -> Any:
@@ -222,8 +224,7 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU
 
 
 @on_a_gpu
-@pytest.mark.parametrize("targets", TARGETS)
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("family", "targets"), gpu_rows(itertools.product(CONFIGS, TARGETS)))
 def test_on_a_gpu(family: str, targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = copy.deepcopy(CONFIGS[family])
     config.num_experts_per_tok = 4

@@ -10,7 +10,7 @@ import torch
 from pronghorn.model.generate import batches, end_tokens, generate, generate_answers
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
-from samples import make_model, make_tokenizer
+from samples import make_lively_model, make_model, make_tokenizer
 
 TEXTS = ["hello", "a much longer prompt than the first one", "x", "two words", "hello", "the end of the list is here"]
 
@@ -22,14 +22,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """Random weights of a size that makes answers differ from prompt to prompt."""
-    model = make_model()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(std=0.3)
-    return model
+    return make_lively_model().train()
 
 
 def one_by_one(model: Any, tokenizer: Any, prompts: list[list[int]], new: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,11 @@ def fast_layers_ran(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return ran
 
 
-@pytest.mark.parametrize("kind", ["full", "left", "right", "packed"])
-@pytest.mark.parametrize("family", FAMILIES)
+# How rows are laid out is the same code for every family, up to its window and positions: two of the four ways for each.
+@pytest.mark.parametrize(("family", "kind"), [
+    *zip(FAMILIES, itertools.cycle(["left", "packed", "right"]), strict=False),
+    *zip(FAMILIES, itertools.cycle(["full", "left", "packed"]), strict=False),
+])
 def test_loss_and_gradients_with_labels(family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, fast = pair(family)
     ran = fast_layers_ran(fast, monkeypatch)
@@ -281,8 +285,9 @@ def test_hooks_of_others_are_called_and_transformers_own_do_no_harm(monkeypatch:
     assert len(ran) == 2
 
 
-@pytest.mark.parametrize("options", [{}, {"dropout": 0.3}, {"dora": True}], ids=["fused", "dropout", "dora"])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2"])
+@pytest.mark.parametrize(("family", "options"), [
+    ("llama", {}), ("llama", {"dropout": 0.3}), ("llama", {"dora": True}), ("gemma3", {}), ("olmo2", {"dropout": 0.3}),
+], ids=str)
 def test_recomputing_gives_the_same_gradients(family: str, options: dict[str, Any]) -> None:
     _, fast = pair(family, **options)
     inputs = batch("packed")

@@ -23,6 +23,7 @@ from pronghorn.model.load import (
 from pronghorn.model.quantized import NF4Linear, quantize_model_, save_nf4
 from pronghorn.recipe import Lora
 from samples import make_model, make_tokenizer
+from tables import table
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -231,7 +232,7 @@ def test_a_folder_without_weights(own_copy: Path) -> None:
     assert "no *.safetensors" in refused(own_copy).what
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "model.ckpt", "weights.pkl"])
+@table("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "model.ckpt", "weights.pkl"])
 def test_pickled_weights_are_never_opened(own_copy: Path, name: str) -> None:
     (own_copy / "model.safetensors").unlink()
     (own_copy / name).write_bytes(b"\x80\x04cos\nsystem\n(S'touch /tmp/pronghorn-owned'\ntR.")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pronghorn.kernels.attention.attention_torch import spans
 from pronghorn.model.positions import Positions
+from tables import table
 
 SMALL: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3,
                          "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
@@ -37,13 +37,13 @@ def test_each_document_of_a_pack_has_the_frequencies_that_it_has_alone() -> None
     assert list(tables) == ["every layer"]
     for start, stop in ((0, 16), (16, 17), (17, 40), (40, 48)):
         alone = backbone.rotary_emb(torch.empty(0), torch.arange(stop - start)[None])
-        for table, own in zip(tables["every layer"], alone, strict=True):
-            torch.testing.assert_close(table[start:stop], own[0, :, :4], rtol=0, atol=1e-6)
+        for ours, own in zip(tables["every layer"], alone, strict=True):
+            torch.testing.assert_close(ours[start:stop], own[0, :, :4], rtol=0, atol=1e-6)
     whole = backbone.rotary_emb(torch.empty(0), positions()[None])[0][0, :16, :4]
     assert not torch.equal(whole, tables["every layer"][0][:16])
 
 
-@pytest.mark.parametrize(("kind", "values", "kinds"), [
+@table(("kind", "values", "kinds"), [
     ("smollm3", {"no_rope_layers": [1, 0, 1]}, ["every layer", "none"]),
     ("exaone4", {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16},
      ["every layer", "none"]),
@@ -72,7 +72,7 @@ def test_queries_grow_with_their_place_in_their_own_document() -> None:
     assert tables_of("llama")[2] is None
 
 
-@pytest.mark.parametrize(("kind", "values"), [
+@table(("kind", "values"), [
     ("phi3", {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "rope_parameters": LONG}),
     ("granite_swa", {"layer_rope_theta": [0, 500.0, 1e4]}),
     ("ministral3", {"head_dim": 8}),

@@ -14,24 +14,13 @@ from pronghorn.model.generate import _generated, _padded, generate
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.static_decode import StaticDecoding, why_not_static
 from pronghorn.recipe import Lora
-from samples import make_model, make_tokenizer
+from samples import make_lively_model, make_tokenizer
 
 TEXTS = ["hello", "a much longer prompt than the first one", "x", "two words", "the end of the list is here"]
 TOKENIZER = make_tokenizer()
 PROMPTS = [TOKENIZER.encode(text) for text in TEXTS]
 CPU = torch.device("cpu")
 NEW = 24
-
-
-def lively(**changes: Any) -> Any:
-    """Random weights of a size that makes answers differ from prompt to prompt."""
-    model = make_model(**changes)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(std=0.3)
-    return model.eval()
 
 
 def one_by_one(model: Any, stops: list[int]) -> list[list[int]]:
@@ -56,7 +45,7 @@ def decoding(model: Any, stops: list[int], device: torch.device = CPU) -> Static
 
 @torch.no_grad()
 def test_answers_are_token_for_token_those_of_one_prompt_at_a_time() -> None:
-    model = lively()
+    model = make_lively_model()
     free = one_by_one(model, [])
     assert len({tuple(answer) for answer in free}) == len(TEXTS)
     stops = [free[0][3], free[1][9]]  # so that some end, each at a place of its own
@@ -69,7 +58,7 @@ def test_answers_are_token_for_token_those_of_one_prompt_at_a_time() -> None:
 
 @torch.no_grad()
 def test_it_ends_once_all_answers_have() -> None:
-    model = lively()
+    model = make_lively_model()
     stops = sorted({answer[0] for answer in one_by_one(model, [])})
     (first, *_) = decoding(model, stops).answers(capture=False)
     assert len(first) == 1
@@ -79,7 +68,7 @@ def test_it_ends_once_all_answers_have() -> None:
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_graph_is_believed_only_if_its_tokens_are_the_plain_paths(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
     """A capture that works, and one whose position stands still: that shows in the second step only."""
-    model, told = lively(), list[str]()
+    model, told = make_lively_model(), list[str]()
     replayed: list[int] = []
 
     def captured(self: Graphs, work: Any) -> list[Any]:
@@ -104,15 +93,15 @@ def test_a_graph_is_believed_only_if_its_tokens_are_the_plain_paths(monkeypatch:
 
 @torch.no_grad()
 def test_where_nothing_can_be_captured_the_plain_path_goes_on() -> None:
-    model = lively()
+    model = make_lively_model()
     assert decoding(model, []).answers(capture=True) == one_by_one(model, [])  # a CPU has no graphs
 
 
 def test_models_whose_steps_are_not_of_one_shape_are_left_alone() -> None:
     from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
-    assert why_not_static(add_adapter(lively(), Lora(r=4), 0)) == ""
-    model = lively()
+    assert why_not_static(add_adapter(make_lively_model(), Lora(r=4), 0)) == ""
+    model = make_lively_model()
     model.config._attn_implementation = "flash_attention_2"
     assert "flash_attention_2" in why_not_static(model)
     small = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -126,7 +115,7 @@ def test_models_whose_steps_are_not_of_one_shape_are_left_alone() -> None:
 @pytest.mark.parametrize("adapter", [False, True])
 def test_on_a_gpu_the_graphs_tokens_are_the_plain_paths(monkeypatch: pytest.MonkeyPatch, adapter: bool) -> None:
     device, told = torch.device("cuda"), list[str]()
-    model = lively().to(device)
+    model = make_lively_model().to(device)
     if adapter:
         model = add_adapter(model, Lora(r=4), 0)
         with torch.no_grad():

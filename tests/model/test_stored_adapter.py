@@ -20,6 +20,7 @@ from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.quantized import NF4Linear
 from pronghorn.model.stored_adapter import adapter_folder, base_name
 from samples import make_tokenizer
+from tables import table
 
 
 def saved(tiny_model: Path, folder: Path, **options: Any) -> tuple[Any, torch.Tensor]:
@@ -97,7 +98,7 @@ def test_the_tokenizer_comes_from_where_it_is(plain: Path, tmp_path: Path) -> No
     assert "im_start" in FastLanguageModel.from_pretrained(str(folder), load_in_4bit=False)[1].chat_template
 
 
-@pytest.mark.parametrize(("changes", "words"), [
+@table(("changes", "words"), [
     ({"peft_type": "IA3"}, "only LoRA"), ({"base_model_name_or_path": None}, "names no base model"),
     ({"use_qalora": True}, "sets `use_qalora`"), ({"kasa_config": {}}, "sets `kasa_config`"),
     ({"layer_replication": [[0, 2]]}, "sets `layer_replication`"),
@@ -108,7 +109,7 @@ def test_the_tokenizer_comes_from_where_it_is(plain: Path, tmp_path: Path) -> No
     ({"init_lora_weights": "pissa_niter_4"}, "cannot be taken out again"),
     ({"init_lora_weights": "lora_ga"}, "be taken out again"),
  ({"bias": "some"}, "does not belong"), ({"target_modules": "("}, "does not belong"),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_adapters_that_are_not_known_here(plain: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError) as caught:
         FastLanguageModel.from_pretrained(str(changed(plain, tmp_path, **changes)), load_in_4bit=False)

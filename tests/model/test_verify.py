@@ -12,6 +12,7 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.model.verify import TOLERANCES, Gradient, Verdict, verify
 from pronghorn.recipe import Lora
 from samples import make_model
+from tables import table
 
 
 def test_a_sound_model_passes_and_is_left_as_it_was() -> None:
@@ -24,7 +25,7 @@ def test_a_sound_model_passes_and_is_left_as_it_was() -> None:
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize(("cosine", "norm_ratio", "sound"), [
+@table(("cosine", "norm_ratio", "sound"), [
     (1.0, 0.99977, True),  # SmolLM2-135M, layer 0, float32: rounding of both sides, told by float64
     (0.999995, 1.0, True), (1.0, 0.99, False), (1.0, 1.01, False), (0.9999, 1.0, False), (float("nan"), 1.0, False),
 ])

@@ -24,6 +24,7 @@ from pronghorn.report.display import JsonDisplay
 from pronghorn.train.check import check_run
 from pronghorn.train.loop import train
 from samples import make_model, make_tokenizer
+from tables import table
 
 CPU = torch.device("cpu")
 
@@ -64,7 +65,7 @@ def test_a_file_that_ends_early(single: Path, lost: int, why: str) -> None:
     assert why in error.why
 
 
-@pytest.mark.parametrize(("content", "why"), [
+@table(("content", "why"), [
     (b"", "empty"), (b"abc", "no header"), (b"\xff" * 40, "does not begin as a safetensors file"),
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n", "Git LFS pointer"),
     ((50).to_bytes(8, "little") + b"{}", "within its header, at least 48 bytes early"),
@@ -110,7 +111,7 @@ def test_shards_the_index_names(sharded: Path) -> None:
     require_whole_weights(str(sharded))
 
 
-@pytest.mark.parametrize("content", ["{not json", "[]", "{}", '{"weight_map": {}}', '{"weight_map": 3}',
+@table("content", ["{not json", "[]", "{}", '{"weight_map": {}}', '{"weight_map": 3}',
                                      '{"weight_map": {"a": 1}}'])
 def test_an_index_that_is_none(sharded: Path, content: str) -> None:
     (sharded / "model.safetensors.index.json").write_text(content)
@@ -170,7 +171,7 @@ def test_our_error_is_the_only_thing_said(single: Path, printed: list[str], capf
     assert "LOAD REPORT" not in "".join(capfd.readouterr())
 
 
-@pytest.mark.parametrize("name", ["weights.bin", "../outside.safetensors", "/outside.safetensors", "a/b.safetensors", "\0", 3,
+@table("name", ["weights.bin", "../outside.safetensors", "/outside.safetensors", "a/b.safetensors", "\0", 3,
                                   ".safetensors", ["a"]])
 def test_an_index_names_safetensors_files_of_its_folder(single: Path, name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers would open a pickle that it names."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -14,6 +13,7 @@ from pronghorn.model.few_bit_experts import FewBitExperts
 from pronghorn.model.load import load_model
 from pronghorn.model.wide_parts import cast, stays_wide
 from samples import make_tokenizer
+from tables import table
 
 SIZES: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
                          "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": None,
@@ -46,8 +46,8 @@ def biases(model: Any) -> dict[str, torch.Tensor]:
     return {name.removeprefix("base_model.model."): value for name, value in model.named_buffers() if BIAS in name}
 
 
-@pytest.mark.parametrize("storage", ["four_bit", "fp8"])
-@pytest.mark.parametrize("family", FAMILIES)
+@table("storage", ["four_bit", "fp8"])
+@table("family", FAMILIES)
 def test_every_family_loads_in_few_bits_under_its_own_names(family: str, storage: str, tmp_path: Path) -> None:
     folder, truth = saved(family, tmp_path)
     model = load_model(str(folder), torch.bfloat16, torch.device("cpu"), **{storage: True})

@@ -24,7 +24,7 @@ from pronghorn.report.run_log import history, read_log
 from pronghorn.train.checkpoint import verify_checkpoint
 from pronghorn.train.loop import train
 from pronghorn.train.setup import prepare_data
-from samples import make_model, make_tokenizer
+from samples import make_lively_model, make_tokenizer
 
 # What a model of random weights says differs from step to step; so does this figure of it, and it is drawn from thin air.
 OWN = """
@@ -37,15 +37,8 @@ def metric(prompt, expected, answer):
 
 @pytest.fixture(scope="module")
 def lively(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Random weights of a size that makes answers differ from prompt to prompt and from step to step."""
     folder = tmp_path_factory.mktemp("lively")
-    model = make_model()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(std=0.3)
-    model.save_pretrained(folder)
+    make_lively_model().save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return str(folder)
 

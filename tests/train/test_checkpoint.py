@@ -34,6 +34,7 @@ from pronghorn.train.checkpoint import (
     restore_rng,
     save_checkpoint,
 )
+from tables import table
 
 # Round trips
 
@@ -92,7 +93,7 @@ def test_the_manifest_lists_every_file_with_size_and_checksum(tmp_path: Path) ->
     assert manifest["files"]["adapter_config.json"]["bytes"] == 9
 
 
-@pytest.mark.parametrize("value", [(1, 2), {1: "int key"}, float("nan"), float("inf"), {3}, np.float32(1)])
+@table("value", [(1, 2), {1: "int key"}, float("nan"), float("inf"), {3}, np.float32(1)])
 def test_values_that_json_would_change_are_refused_before_anything_is_written(value: Any, tmp_path: Path) -> None:
     with pytest.raises((TypeError, ValueError)):
         save_checkpoint(tmp_path, state(1, it=value), write_model, keep=1, best_step=None)
@@ -153,7 +154,7 @@ def test_no_checkpoints(tmp_path: Path) -> None:
 # Pruning
 
 
-@pytest.mark.parametrize(
+@table(
     ("keep", "best", "left"),
     [(1, None, [50]), (3, None, [30, 40, 50]), (6, None, [10, 20, 30, 40, 50]), (2, 20, [20, 40, 50]), (1, 50, [40, 50]),
      (2, 50, [30, 40, 50]), (2, 999, [40, 50])],

@@ -24,6 +24,7 @@ from pronghorn.train.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from tables import table
 
 # Damage
 
@@ -64,7 +65,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Path], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@table("damage", DAMAGES)
 def test_damage_names_the_file_and_the_intact_checkpoint(damage: str, tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         save(tmp_path, step)
@@ -98,7 +99,7 @@ def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
     assert verify_checkpoint(file.parent)["step"] == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"null", b"{", b"\xff\xfe{}", b'{"version": 1}'])
+@table("content", [b"", b"{}", b"[]", b"null", b"{", b"\xff\xfe{}", b'{"version": 1}'])
 def test_a_manifest_that_is_something_else(content: bytes, tmp_path: Path) -> None:
     file = save(tmp_path, 1) / MANIFEST
     file.write_bytes(content)
@@ -132,7 +133,7 @@ def test_hidden_files_of_file_managers_do_no_harm(tmp_path: Path) -> None:
 # The model's writer
 
 
-@pytest.mark.parametrize("name", ["adapter_model.bin", "optimizer.pt", "deep/scheduler.pkl", MANIFEST, TENSORS])
+@table("name", ["adapter_model.bin", "optimizer.pt", "deep/scheduler.pkl", MANIFEST, TENSORS])
 def test_a_writer_that_pickles_or_takes_our_names_is_a_bug(name: str, tmp_path: Path) -> None:
     save(tmp_path, 1)
 

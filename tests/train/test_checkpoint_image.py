@@ -9,6 +9,7 @@ import safetensors.torch
 import torch
 
 from pronghorn.train.checkpoint_image import Image, TensorFile, plan, safetensors_header
+from tables import table
 
 CPU = torch.device("cpu")
 DTYPES = (
@@ -35,8 +36,8 @@ ODD = {"scalar": torch.tensor(3.5), "none": torch.empty(0, 4), "ünïcödé \"\\
        "cube": torch.ones(2, 3, 4)}
 
 
-@pytest.mark.parametrize("metadata", [None, {"format": "pt"}], ids=["bare", "format"])
-@pytest.mark.parametrize("tensors", [every_dtype(), ODD, {}], ids=["dtypes", "odd", "none"])
+@table("metadata", [None, {"format": "pt"}])
+@table("tensors", [every_dtype(), ODD, {}])
 def test_the_bytes_are_those_of_safetensors(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> None:
     image = Image(CPU, None, quiet)
     image.take({"a.json": b"{}", "empty": b""}, [TensorFile("x", tensors, metadata), TensorFile("y", {"a": torch.ones(3)})])

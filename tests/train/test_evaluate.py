@@ -14,6 +14,7 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Stop
 from pronghorn.train.evaluate import Evaluation, Progress, evaluate
 from samples import ListTable, make_model, random_table
+from tables import table
 
 CPU = torch.device("cpu")
 
@@ -86,7 +87,7 @@ def after(losses: list[float], stop: Stop | None) -> Progress:
 STOP = Stop(patience=2, min_delta=0.1)
 
 
-@pytest.mark.parametrize(("losses", "best", "without_gain"), [
+@table(("losses", "best", "without_gain"), [
     ([3.0], (3.0, 1), 0),
     ([3.0, 2.0], (2.0, 2), 0),
     ([3.0, 2.95], (2.95, 2), 1),  # the best checkpoint is the best, even if it gained too little

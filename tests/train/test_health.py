@@ -23,6 +23,7 @@ from pronghorn.train.health import BrokenWeights, Offenders, lower_lr, offending
 from pronghorn.train.objectives import loss_sum
 from pronghorn.train.setup import set_up
 from samples import ListTable, chat_rows, make_model, write_rows
+from tables import table
 
 CPU = torch.device("cpu")
 
@@ -36,7 +37,7 @@ def test_sound_numbers_pass_and_nothing_is_computed() -> None:
     require_sound(0.0, 1e-30, 1, never, "runs/x", "fp32")
 
 
-@pytest.mark.parametrize(("loss", "norm", "said"), [
+@table(("loss", "norm", "said"), [
     (math.nan, 1.0, "step 7: the loss is not finite"), (math.inf, math.nan, "step 7: the loss is not finite"),
     (2.0, math.nan, "step 7: the gradient is not finite"), (2.0, math.inf, "step 7: the gradient is not finite"),
     (math.nan, 0.0, "step 7: the loss is not finite"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora
 from pronghorn.train.objectives import loss_sum
+from tables import gpu_rows
 
 QWEN: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
 GPT_OSS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32}
@@ -125,9 +127,8 @@ def test_the_familys_own_layers_train_with_the_auxiliary_loss_too() -> None:
 
 
 @ON_GPU
-@pytest.mark.parametrize("bits", [None, 4, 8])
-@pytest.mark.parametrize("method", ["attention", "experts", "full"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "method", "bits"), gpu_rows(
+    itertools.product(FAMILIES, ["attention", "experts", "full"], [None, 4, 8])))
 def test_nothing_in_a_step_waits_for_the_device(family: str, method: str, bits: Bits | None) -> None:
     if bits and method == "full":
         pytest.skip("weights in few bits are not trained")
@@ -144,8 +145,7 @@ def test_nothing_in_a_step_waits_for_the_device(family: str, method: str, bits: 
 
 
 @ON_GPU
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("method", ["attention", "experts", "full"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "method", "dtype"), gpu_rows(
+    itertools.product(FAMILIES, ["attention", "experts", "full"], [torch.bfloat16, torch.float32])))
 def test_on_a_gpu_the_layers_compute_what_the_family_computes(family: str, method: str, dtype: torch.dtype) -> None:
     verify(model_of(family, method, dtype))

@@ -14,6 +14,7 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Recipe, Train
 from pronghorn.train.optim import lr_scale, make_optimizer, optimizer_tensors, restore_optimizer, set_lr, trainable
 from samples import make_model
+from tables import table
 
 RecipeFor = Callable[..., Recipe]
 
@@ -137,9 +138,9 @@ def test_cosine_is_half_a_wave() -> None:
     assert scales(8, warmup=0.0, schedule="cosine")[4] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-@pytest.mark.parametrize("total", [1, 2, 3, 7, 100, 1001])
-@pytest.mark.parametrize("warmup", [0.0, 0.03, 0.5, 0.99])
+@table("schedule", ["cosine", "linear", "constant"])
+@table("total", [1, 2, 3, 7, 100, 1001])
+@table("warmup", [0.0, 0.03, 0.5, 0.99])
 def test_a_rate_is_always_above_zero_and_reaches_no_more_than_the_base(schedule: Any, total: int, warmup: float) -> None:
     found = scales(total, warmup=warmup, schedule=schedule)
     assert all(0 < scale <= 1 for scale in found)

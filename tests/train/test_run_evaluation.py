@@ -17,21 +17,14 @@ from pronghorn.report.run_log import read_log
 from pronghorn.train import run_evaluation
 from pronghorn.train.loop import train
 from pronghorn.train.run_evaluation import Asked, evaluate_run
-from samples import chat_rows, make_model, make_tokenizer, write_rows
+from samples import chat_rows, make_lively_model, make_tokenizer, write_rows
+from tables import table
 
 
 @pytest.fixture(scope="module", params=["lora", "full"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    import torch
-
     folder = tmp_path_factory.mktemp(f"evaluated-{request.param}")
-    model = make_model()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(std=0.3)  # answers that differ
-    model.save_pretrained(folder / "model")
+    make_lively_model().save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
     recipe = Recipe.model_validate({
         "model": str(folder / "model"), "method": request.param, "precision": "fp32", "lora": {"r": 4},
@@ -72,7 +65,7 @@ def test_the_command_line_has_the_last_word(run: Path, tmp_path: Path) -> None:
     assert figures["metrics"]["mine"] <= 2
 
 
-@pytest.mark.parametrize(("asked", "what"), [
+@table(("asked", "what"), [
     ({"spec": {"metrics": ["exact"]}}, "--metrics: invalid value 'exact'"),
     ({"spec": {"metrics": ["mine.py"]}}, "--metrics"),
     ({"spec": {"samples": 0}}, "--samples: invalid value 0"),
@@ -103,7 +96,7 @@ def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answered.startswith("answered: 4 held-out rows")
 
 
-@pytest.mark.parametrize(("words", "what"), [
+@table(("words", "what"), [
     (["--lm-eval", "arc_easy", "--metrics", "rouge_l"], "--metrics cannot be used with --lm-eval"),
     (["--lm-eval", "arc_easy", "--data", "x"], "--data cannot be used with --lm-eval"),
     (["--limit", "3"], "--limit cannot be used without --lm-eval"),

@@ -19,6 +19,7 @@ import pytest
 from pronghorn.errors import CommandError, EnvironmentFault
 from pronghorn.train import run_folder
 from pronghorn.train.run_folder import LOCK_NAME, RunFolder, readable_bytes, set_aside
+from tables import table
 
 HOLD = """
 import sys, time
@@ -185,7 +186,7 @@ def unwritable(kind: str, tmp_path: Path) -> Path:
     return tmp_path / ("x" * 300)
 
 
-@pytest.mark.parametrize("kind", ["a file is there", "a file is its parent", "a system's file tree", "name too long"])
+@table("kind", ["a file is there", "a file is its parent", "a system's file tree", "name too long"])
 def test_unwritable_output_is_a_bad_command(kind: str, tmp_path: Path) -> None:
     path = unwritable(kind, tmp_path)
     before = sorted(tmp_path.rglob("*"))
@@ -294,7 +295,7 @@ def test_a_link_to_another_disk_stays_one(tmp_path: Path) -> None:
     assert (tmp_path / "big" / "run" / "run.jsonl").exists()
 
 
-@pytest.mark.parametrize(
+@table(
     ("count", "text"),
     [(0, "0 bytes"), (1500, "1.5 kB"), (999_600, "1.0 MB"), (2_340_000_000, "2.3 GB"), (10**13, "10.0 TB")],
 )

@@ -24,6 +24,7 @@ from pronghorn.train.checkpoint import TENSORS
 from pronghorn.train.checkpoint_image import Image, TensorFile
 from pronghorn.train.loop import train
 from pronghorn.train.saving import Saver
+from tables import table
 
 
 class Watching:
@@ -41,8 +42,8 @@ class Watching:
 # Numbers that are not finite
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@table("value", [math.nan, math.inf, -math.inf])
+@table("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_an_image_knows_what_in_it_is_not_finite(value: float, dtype: torch.dtype) -> None:
     tensors = {"a": torch.ones(7, dtype=dtype), "b": torch.ones(3, 4, dtype=dtype), "bytes": torch.ones(9).byte()}
     image = Image(torch.device("cpu"), None, print)

@@ -22,6 +22,7 @@ from pronghorn.train.loop import train
 from pronghorn.train.run_evaluation import evaluate_run
 from pronghorn.train.trained_run import Chat, TrainedRun, export_run
 from samples import chat_rows, make_model, make_tokenizer, write_rows
+from tables import table
 
 
 def recipe_at(folder: Path, model: Path, **changes: Any) -> Recipe:
@@ -78,7 +79,7 @@ def test_best_is_the_last_where_nothing_was_evaluated_or_it_is_gone(run: Path, t
     assert TrainedRun(with_best(run, tmp_path / "gone", 1), "best").step == last
 
 
-@pytest.mark.parametrize("which", ["7000", "newest", "-1", ""])
+@table("which", ["7000", "newest", "-1", ""])
 def test_a_checkpoint_that_is_not_there(run: Path, which: str) -> None:
     with pytest.raises(CommandError, match="not found") as caught:
         TrainedRun(run, which)
