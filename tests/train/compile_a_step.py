@@ -3,7 +3,8 @@
 Triton is told of a GPU, every kernel's launch is a compilation (compile_ahead.py), and tensors are on the CPU: a step
 is gone through as before its first capture, on a few tokens, and then on a whole batch. Prints, for each kind of training, the
 kernels of the first and those that the second has more. Products are left out, whose results nobody looks at: in bf16 they take
-an ARM core six minutes. Which ways a kernel is asked for is what counts, so only the first of its ways is compiled in earnest.
+an ARM core six minutes. Which ways a kernel is asked for is what counts, so only the first of its ways is compiled in earnest,
+and none of the three heaviest files, of which test_compile_matrix.py compiles more.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib
 import pkgutil
 from collections import defaultdict
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -105,7 +107,8 @@ def compile_once() -> None:
         kernel = id(source.fn)
         with locks[kernel]:
             if kernel not in made:
-                made[kernel] = own(source, *args, **options)
+                heavy = source.fn.module.rsplit(".", 1)[-1] in ("attention_short", "gated_lora", "thin_sums")
+                made[kernel] = SimpleNamespace() if heavy else own(source, *args, **options)
         return made[kernel]
 
     triton.compiler.compile = first
