@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.data_rows import write_conversations
+from benchmarks.record import record, write
 
 LOOK_EVERY = 0.25  # seconds between two looks at the memory
 PACKAGES = ("pronghorn", "datasets", "tokenizers", "transformers", "pyarrow", "numpy", "rensa")
@@ -297,15 +298,10 @@ def say(text: str) -> None:
 
 
 def where() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    changed = subprocess.run(["git", "status", "--porcelain", "src"], capture_output=True, text=True, check=False).stdout
     models = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {"hardware": f"{os.cpu_count()} cores, {models[0] if models else platform.machine()}",
-            "load_average": [round(load, 2) for load in os.getloadavg()],
-            "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "commit": commit + (" and changes" if changed else ""), "command": "python -m benchmarks.data_speed " +
-            " ".join(sys.argv[1:])}
+            "cuda": None, "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
 
 
 def size_of(text: str) -> int:
@@ -333,17 +329,20 @@ def main() -> None:
     if options.only:
         print("RESULT " + json.dumps(WORK[options.only](options)), flush=True)
         return
-    result = where()
+    result = record("Preparing data beside `datasets.map`, `pronghorn data stats`, and a large file",
+                    "python -m benchmarks.data_speed " + " ".join(sys.argv[1:]), [], where(),
+                    load_average=[round(load, 2) for load in os.getloadavg()])
+    parts = result["results"]
     with tempfile.TemporaryDirectory(prefix="data-speed-", dir=options.folder) as folder:
         if options.rows:
-            result["tokenizing"] = tokenizing(options, Path(folder))
+            parts.append({"part": "tokenizing", **tokenizing(options, Path(folder))})
         if options.stats_rows:
-            result["stats"] = stats(options, Path(folder))
+            parts.append({"part": "stats", **stats(options, Path(folder))})
         if options.size:
-            result["large"] = large(options, Path(folder))
+            parts.append({"part": "large", **large(options, Path(folder))})
     print(json.dumps(result, indent=1))
     if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write(options.out, result)
 
 
 if __name__ == "__main__":

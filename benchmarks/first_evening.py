@@ -41,7 +41,7 @@ trains, `runs/first/report.html` shows its progress in a browser.
 """
 # What is said before a command, and the command. A word behind # is for this script alone.
 STEPS = (
-    ("Without a verb, the command prints its help.", "pronghorn"),
+    ("Without a command, `pronghorn` prints its help.", "pronghorn"),
     ("A typo gets a suggestion.", "pronghorn tran my.yaml"),
     ("`pronghorn new my.yaml` writes every key. This recipe has only those that differ from the default.", "cat my.yaml"),
     ("Check recipe, model and data before training.", "pronghorn check my.yaml"),

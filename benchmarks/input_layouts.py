@@ -112,9 +112,9 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     read = sum("rows" in one for one in found.values())
     text = f"""# Input layouts
 
-Made by `python -m benchmarks.input_layouts --write`: {len(found)} layouts, {read} read, {len(found) - read} refused with a fix,
-{len(found) - right} other than expected. The rows are shown as the model sees them (by a template that writes all that a
-message holds), with what is trained on in « ». What is expected is written by hand in benchmarks/layout_cases.py.
+{len(found)} layouts: {read} are read, {len(found) - read} are refused with a fix, {len(found) - right} differ from what is expected. Rows are shown
+as the model sees them, with a template that writes every part of a message. « » marks what is trained on. The expected results
+are written by hand in benchmarks/layout_cases.py; `python -m benchmarks.input_layouts --write` checks them and writes this page.
 """
     for title, layouts in GROUPS.items():
         text += f"\n## {title}\n\n| layout | |\n|---|---|\n"
@@ -124,7 +124,7 @@ message holds), with what is trained on in « ». What is expected is written by
 
 def _cell(one: dict[str, Any]) -> str:
     if "rows" in one:
-        cell = "<br>".join(_code(row) for row in one["rows"]) + "".join(f"<br>told: {remark}" for remark in one["remarks"])
+        cell = "<br>".join(_code(row) for row in one["rows"]) + "".join(f"<br>notice: {remark}" for remark in one["remarks"])
     else:
         cell = f"refused: {one['refused']}<br>fix: {one['fix']}"
     return cell.replace("|", "\\|").replace("\n", "↵")
