@@ -103,8 +103,9 @@ def markdown(table: dict[str, dict[str, Verdict]]) -> str:
     """A row a template, a column a kind of conversation; reasons of refusals below."""
     table = {name: {kind: one for kind, one in row.items() if not kind.startswith("random ")} for name, row in table.items()}
     kinds = list(dict.fromkeys(_kind(kind) for row in table.values() for kind in row))
-    lines = ["# Chat templates", "", "Which tokens carry loss, by template and kind of conversation, judged by `benchmarks/template_oracle.py`"
-             " (`python -m benchmarks.chat_templates`). ✓ exact; a number: refused, for the reason below; ✗ wrong.", "",
+    lines = ["# Chat templates", "", "Which tokens carry loss, by template and kind of conversation, judged by "
+             "`benchmarks/template_oracle.py` (`python -m benchmarks.chat_templates`). "
+             "✓ exact; a number: refused, for the reason below; ✗ wrong.", "",
              "| template | " + " | ".join(kinds) + " |", "|---" * (len(kinds) + 1) + "|"]
     reasons: dict[str, int] = {}
     for name, row in table.items():

@@ -110,11 +110,14 @@ def _wrong_rows(layout: Layout, rows: list[str], remarks: list[str]) -> str:
 def table(found: dict[str, dict[str, Any]]) -> str:
     right = sum(not one["wrong"] for one in found.values())
     read = sum("rows" in one for one in found.values())
+    refused = len(found) - read
     text = f"""# Input layouts
 
-{len(found)} layouts: {read} are read, {len(found) - read} are refused with a fix, {len(found) - right} differ from what is expected. Rows are shown
-as the model sees them, with a template that writes every part of a message. « » marks what is trained on. The expected results
-are written by hand in benchmarks/layout_cases.py; `python -m benchmarks.input_layouts --write` checks them and writes this page.
+{len(found)} layouts: {read} are read, {refused} are refused with a fix, {len(found) - right} differ from what is expected.
+
+Rows are shown as the model sees them, with a template that writes every part of a message. « » marks what is trained on. The
+expected results are written by hand in benchmarks/layout_cases.py. `python -m benchmarks.input_layouts --write` checks them and
+writes this page.
 """
     for title, layouts in GROUPS.items():
         text += f"\n## {title}\n\n| layout | |\n|---|---|\n"

@@ -27,7 +27,7 @@ def test_the_table_has_them_all() -> None:
     assert len(set(names)) == len(names) >= 60
     text = TABLE.read_text(encoding="utf-8")
     assert not [name for name in names if name not in text], "python -m benchmarks.input_layouts --write"
-    assert "\n0 other than expected" in TABLE.read_text(encoding="utf-8")
+    assert ", 0 differ from what is expected" in TABLE.read_text(encoding="utf-8")
 
 
 @table(("changed", "wrong"), [
