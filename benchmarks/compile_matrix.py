@@ -245,7 +245,8 @@ def table(lines: list[Line]) -> dict[str, dict[str, dict[str, Any]]]:
 def markdown(content: dict[str, Any]) -> str:
     chips: dict[str, Any] = content["chips"]
     rows = ["# Kernels by chip\n\nEvery Triton kernel as training launches it, compiled for each chip on a machine without a "
-            "GPU: `python -m benchmarks.compile_matrix --write`. Shared memory in KB, the most of all cases; `-`: not launched.\n",
+            "GPU: `python -m benchmarks.compile_matrix --write`. Shared memory in KB, the most of all cases; "
+            "`-`: not launched.\n",
             "| chip | GPUs | shared memory of a program | builds | made |", "|---|---|---|---|---|"]
     for name, chip in chips.items():
         versions = ", ".join(f"{package} {version}" for package, version in chip["versions"].items())
