@@ -188,7 +188,7 @@ def test_aliases_that_never_end_or_make_billions_are_refused_at_once() -> None:
     assert parse_recipe("model: some/model\ndata: {train: &f a.jsonl, eval: *f}\n").data.eval == "a.jsonl"
 
 
-@pytest.mark.parametrize("value", ["", "[]", "7"])
+@table("value", ["", "[]", "7"])
 def test_training_data_that_is_no_name_is_told_what_is(value: str) -> None:
     ((where, what, hint),) = told(f"model: a\ndata:\n  train: {value}\n")
     assert where == "r.yaml:3"
@@ -356,7 +356,7 @@ def test_every_recipe_of_the_project_loads(path: Path) -> None:
     assert path.read_text().startswith("#")  # it says what it is for
 
 
-@pytest.mark.parametrize("word", ["train.steps=" + "9" * 5000, "train.steps=2020-02-30", "train.lr=" + "[" * 5000])
+@table("word", ["train.steps=" + "9" * 5000, "train.steps=2020-02-30", "train.lr=" + "[" * 5000])
 def test_an_override_that_is_no_value_is_a_text_and_judged_as_one(word: str) -> None:
     """Python makes no number of more than 4,300 digits, YAML no 30 February, and neither nests without end."""
     text = "model: m\ndata: {train: a.jsonl}\n"

@@ -24,7 +24,7 @@ def test_products_have_the_size_of_the_models_linears(name: str) -> None:
     assert flops(workload) == workload.tokens * (4 * (linears + model.lm_head.weight.numel()) - 2 * qkv)
 
 
-@pytest.mark.parametrize("name", ["tiny-moe", "gpt-oss-20b-4layers", "qwen3-30b-a3b-4layers"])
+@table("name", ["tiny-moe", "gpt-oss-20b-4layers", "qwen3-30b-a3b-4layers"])
 def test_of_experts_those_that_a_token_goes_to_count(name: str) -> None:
     workload = WORKLOADS[name]
     settings = dict(workload.config)
@@ -39,7 +39,7 @@ def test_of_experts_those_that_a_token_goes_to_count(name: str) -> None:
     assert flops(workload) == workload.tokens * (4 * (linears + active + model.lm_head.weight.numel()) - 2 * qkv)
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-fp8", "tiny-moe"])
+@table("name", ["tiny", "tiny-fp8", "tiny-moe"])
 def test_it_is_measured(name: str) -> None:
     figures = measure(WORKLOADS[name])
     assert figures["tokens_per_second"] == pytest.approx(512 / figures["ms_per_step"] * 1000, rel=0.01)

@@ -159,7 +159,7 @@ def test_sources_that_need_other_names_are_entries_of_their_own() -> None:
     assert recipe.data.train == ("a.jsonl", "b.jsonl")
 
 
-@pytest.mark.parametrize(("first", "second"), [
+@table(("first", "second"), [
     ("alpaca", "chat_template"), ("chat_template", "alpaca"), ("completion", "alpaca"),
 ])
 def test_sources_that_need_another_template_are_told(first: str, second: str) -> None:

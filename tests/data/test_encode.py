@@ -15,6 +15,7 @@ from pronghorn.data.formats import Example
 from pronghorn.data.rendering import RowError
 from pronghorn.errors import DataError
 from samples import CHATML, make_tokenizer
+from tables import table
 
 # The prompt ends with a space, so that the first token of an answer, " yes", would begin inside the prompt.
 SPACED = (
@@ -78,7 +79,7 @@ def test_loss_on_one_turn_or_everything() -> None:
     assert parts(tokenizer, chat(*TALK), "all")[1::2] == [whole]
 
 
-@pytest.mark.parametrize("loss_on", ["auto", "assistant", "completion"])
+@table("loss_on", ["auto", "assistant", "completion"])
 def test_a_given_prompt_never_carries_loss(loss_on: str) -> None:
     """Prompt and completion as message lists: the assistant's turn in the prompt is context."""
     assert parts(learned_tokenizer(), chat(*TALK, prompt_messages=2), loss_on)[1::2] == ["no</s>"]
@@ -86,7 +87,7 @@ def test_a_given_prompt_never_carries_loss(loss_on: str) -> None:
     assert parts(learned_tokenizer(), both, loss_on)[1::2] == ["yes yes</s>", "no</s>"]
 
 
-@pytest.mark.parametrize("loss_on", ["auto", "assistant", "completion"])
+@table("loss_on", ["auto", "assistant", "completion"])
 def test_a_completion_carries_loss_with_its_end(loss_on: str) -> None:
     example = Example("completion", "a.jsonl:1", prompt="yes or ", completion="no yes")
     assert parts(learned_tokenizer(), example, loss_on) == ["<s>yes or ", "no yes</s>", ""]

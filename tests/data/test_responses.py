@@ -10,6 +10,7 @@ import pytest
 from pronghorn import train_on_responses_only
 from pronghorn.errors import CommandError, DataError
 from samples import make_tokenizer
+from tables import table
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +77,7 @@ def test_rows_without_an_answer_are_left_out(capsys: pytest.CaptureFixture[str])
     assert "train_dataset: 2 of 3 rows have no answer, or it was cut off, and are left out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("options", "words"), [
+@table(("options", "words"), [
     ({"instruction_part": "Q"}, "only one of"), ({"force_match": False}, "force_match"), ({"trainer": None}, "no trainer"),
 ])  # fmt: skip
 def test_arguments_that_are_not_honoured(options: dict[str, Any], words: str) -> None:

@@ -514,7 +514,7 @@ def test_splits_of_a_folder(here: Path) -> None:
     assert caught.value.fix == "name the one that is meant: e/dev"
 
 
-@pytest.mark.parametrize(("name", "wish", "hub", "shown"), [
+@table(("name", "wish", "hub", "shown"), [
     ("a/b", {"split": "test"}, ("a/b", None, "test"), "a/b:test"),
     ("a/b", {"config": "c"}, ("a/b", "c", "train"), "a/b:c:train"),
     ("a/b:c:test", {"config": "c"}, ("a/b", "c", "test"), "a/b:c:test"),

@@ -246,10 +246,9 @@ def test_a_rewritten_content_is_told() -> None:
     assert said(shouting, TALK, allow_lost=True) == ["HELLO<|im_end|>", "THINK<|im_end|>"]
 
 
-@pytest.mark.parametrize(
+@table(
     "messages",
-    ["messages | reverse", "messages + messages", "(messages + messages if messages | length > 3 else messages)"],
-    ids=["newest first", "all twice", "sometimes twice"],
+    ["messages | reverse", "messages + messages", "(messages + messages if messages | length > 3 else messages)"]
 )
 def test_what_cannot_be_derived_is_an_error(messages: str) -> None:
     template = CHATML.replace("in messages", f"in {messages}")

@@ -14,6 +14,7 @@ import pytest
 
 from pronghorn.demo import hotel
 from pronghorn.errors import CommandError
+from tables import table
 
 
 def request(row: hotel.Row) -> str:
@@ -120,7 +121,7 @@ def test_every_process_writes_the_same_files(tmp_path: Path) -> None:
     assert len(written[0][1].splitlines()) == 21
 
 
-@pytest.mark.parametrize("count", [0, -1, hotel.MOST_ROWS + 1])
+@table("count", [0, -1, hotel.MOST_ROWS + 1])
 def test_a_count_that_cannot_be_is_refused(count: int) -> None:
     with pytest.raises(CommandError, match=str(count)):
         hotel.generate(count, seed=0)

@@ -10,6 +10,7 @@ import pytest
 from pronghorn.chat_templates import apply_chat_template, standardize_data_formats, standardize_sharegpt, to_sharegpt
 from pronghorn.errors import DataError
 from samples import make_tokenizer
+from tables import table
 
 SPOKEN = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 SHAREGPT = [{"conversations": SPOKEN, "score": 1}]
@@ -65,7 +66,7 @@ def test_columns_are_merged_into_conversations() -> None:
     assert to_sharegpt(data(SHAREGPT))[0] == SHAREGPT[0]
 
 
-@pytest.mark.parametrize(("options", "words"), [
+@table(("options", "words"), [
     ({"merged_prompt": "{instructon}"}, "did you mean `instruction`"), ({"output_column_name": "answer"}, "no column `answer`"),
     ({"conversation_extension": 0}, "conversation_extension=0"),
 ])  # fmt: skip

@@ -30,7 +30,7 @@ def test_switches_choose_among_the_targets(asked: Any, switches: dict[str, bool]
     assert chosen == found or sorted(chosen) == sorted(found)
 
 
-@pytest.mark.parametrize(("asked", "switches", "words"), [
+@table(("asked", "switches", "words"), [
     (None, {"finetune_language_layers": False}, "nothing would"),
     (None, {"finetune_attention_modules": False, "finetune_mlp_modules": False}, "nothing would be trained"),
     (["q_proj"], {"finetune_attention_modules": False}, "none of q_proj remain"),

@@ -16,6 +16,7 @@ from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Eval, Lora
 from samples import make_lively_model, make_tokenizer
+from tables import table
 
 TOKENIZER = make_tokenizer()
 PAIRS = [("hello", " x"), ("a longer prompt than the first", " yes"), ("hello", " maybe not"), ("q", "0"), ("hello", " y")]
@@ -34,7 +35,7 @@ def one_by_one(model: Any, pairs: list[tuple[list[int], list[int]]]) -> list[flo
     return sums
 
 
-@pytest.mark.parametrize("room", [1, 40, 10_000])
+@table("room", [1, 40, 10_000])
 def test_sums_in_batches_are_those_of_one_row_at_a_time(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     monkeypatch.setattr(choices, "TOKENS", room)
     told: list[tuple[str, int, int]] = []
@@ -104,7 +105,7 @@ def test_choices_alone_need_no_generation(monkeypatch: pytest.MonkeyPatch) -> No
     assert set(both.judge([said]).metrics) == {"multiple_choice", "multiple_choice_norm", "exact_match"}
 
 
-@pytest.mark.parametrize(("options", "expected", "what"), [
+@table(("options", "expected", "what"), [
     ((), "4", "the row has no choices"),
     (("4", "5"), "6", "is not one of the choices"),
     (("4", "4 "), "4", "is not one of the choices"),

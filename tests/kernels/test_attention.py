@@ -25,7 +25,7 @@ from pronghorn.kernels.attention.attention import (
 from pronghorn.kernels.attention.attention_flex import block_mask
 from pronghorn.kernels.attention.attention_torch import Packed
 from pronghorn.kernels.runtime import dispatch
-from tables import covering, table
+from tables import covering, gpu_rows, table
 
 CUDA = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -118,7 +118,7 @@ def backends(device: str, dtype: torch.dtype, width: int, options: dict[str, Any
 # one dtype in turn and the case with everything all three. A GPU has four backends and takes them all.
 @pytest.mark.parametrize(("where", "name", "dtype"), [
     *(("cpu", *row) for row in covering(CASES, DTYPES)), ("cpu", "all", torch.float32), ("cpu", "all", torch.float16),
-    *(pytest.param("cuda", *row, marks=on_a_gpu) for row in itertools.product(CASES, DTYPES)),
+    *(pytest.param("cuda", *row, marks=on_a_gpu) for row in gpu_rows(itertools.product(CASES, DTYPES))),
 ], ids=str)
 def test_forward_and_backward_are_as_near_to_the_truth_as_plain_torch(
     where: str, name: str, dtype: torch.dtype, judge: Callable[..., None], monkeypatch: pytest.MonkeyPatch
@@ -297,8 +297,7 @@ def test_documents_of_middle_length_are_ours_on_a_hopper_without_flash_attn_4(
 
 
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
-@pytest.mark.parametrize("backend", ["flash4", "flash2", "flex"])
-@pytest.mark.parametrize("name", ["grouped", "window"])
+@pytest.mark.parametrize(("name", "backend"), gpu_rows(itertools.product(["grouped", "window"], ["flash4", "flash2", "flex"])))
 def test_captures_in_a_cuda_graph(name: str, backend: str) -> None:
     """New documents are copied into the static buffers between replays."""
     tensors, cu, options = make("cuda", torch.bfloat16, width=64, **CASES[name])

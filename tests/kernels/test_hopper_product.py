@@ -18,6 +18,7 @@ from pronghorn.kernels.gemm.hopper_product import (
     turned_product,
 )
 from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation_reference
+from tables import gpu_rows
 
 on_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
                                reason="needs a Hopper GPU")
@@ -46,8 +47,8 @@ def test_nothing_is_done_where_there_is_no_hopper() -> None:
 
 
 @on_hopper
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize(("T", "K", "F"), SHAPES)
+@pytest.mark.parametrize(("T", "K", "F", "kind"), gpu_rows(
+    (*shape, kind) for shape in SHAPES for kind in ("silu", "gelu_tanh")))
 def test_gate_up_and_their_activation(T: int, K: int, F: int, kind: Kind) -> None:
     torch.manual_seed(T)
     x, weight = random(T, K, room=8), random(2 * F, K, by=3 * K**-0.5, room=16)
@@ -71,7 +72,7 @@ def test_an_activation_far_out_is_no_nan() -> None:
 
 
 @on_hopper
-@pytest.mark.parametrize(("C", "K", "V"), [*SHAPES, (300, 256, 50257), (2048, 2048, 128256)])
+@pytest.mark.parametrize(("C", "K", "V"), gpu_rows([*SHAPES, (300, 256, 50257), (2048, 2048, 128256)]))
 def test_powers_with_the_sum_and_the_largest_of_each_tile(C: int, K: int, V: int) -> None:
     torch.manual_seed(C)
     x, weight = random(C, K), random(V, K, by=3 * K**-0.5)
@@ -109,10 +110,10 @@ def test_powers_that_nobody_wants_are_not_written() -> None:
 
 
 @on_hopper
-@pytest.mark.parametrize(("T", "K", "heads", "kv_heads", "width"), [
+@pytest.mark.parametrize(("T", "K", "heads", "kv_heads", "width"), gpu_rows([
     (1, 8, 1, 1, 64), (300, 136, 4, 2, 64), (1000, 2112, 5, 1, 64), (1000, 520, 4, 2, 128), (256, 64, 1, 1, 256),
     (512, 64, 3, 1, 192),
-])  # fmt: skip
+]))
 def test_queries_and_keys_are_turned(T: int, K: int, heads: int, kv_heads: int, width: int) -> None:
     torch.manual_seed(T)
     X = (heads + 2 * kv_heads) * width

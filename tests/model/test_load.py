@@ -50,7 +50,7 @@ def test_auto_is_fp32_on_a_cpu_and_bf16_on_a_gpu_that_has_it(monkeypatch: pytest
     assert resolve_precision("auto", GPU) == "fp32"
 
 
-@pytest.mark.parametrize("asked", ["bf16", "fp16", "fp32"])
+@table("asked", ["bf16", "fp16", "fp32"])
 def test_what_is_asked_for_is_never_changed(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_precision(asked, CPU) == asked
     pretend_gpu(monkeypatch, has_bf16=True)
@@ -72,7 +72,7 @@ def test_a_gpu_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> No
         assert str(pick_device()) == name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@table("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_all_weights_load_in_the_dtype_asked_for(tiny_model: Path, dtype: torch.dtype) -> None:
     model = load_model(str(tiny_model), dtype, CPU)
     assert {p.dtype for p in model.parameters()} == {dtype}

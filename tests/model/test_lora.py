@@ -17,6 +17,7 @@ from pronghorn.model.export import save_model
 from pronghorn.model.lora import add_adapter, load_adapter, restore_adapter
 from pronghorn.recipe import Lora
 from samples import make_model
+from tables import table
 
 KINDS = {
     "lora": Lora(r=4, alpha=8),
@@ -46,7 +47,7 @@ def test_a_new_adapter_changes_nothing() -> None:
         assert torch.allclose(logits(add_adapter(make_model(), lora, seed=1).eval()), logits(make_model().eval()), atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@table("kind", KINDS)
 def test_the_adapter_computes_the_formula_of_its_paper(kind: str) -> None:
     """In float64, by hand: W x + scale B A x; DoRA: the sum's rows stretched to the learned lengths."""
     lora = KINDS[kind]
@@ -62,7 +63,7 @@ def test_the_adapter_computes_the_formula_of_its_paper(kind: str) -> None:
     assert torch.allclose(layer(x), x @ weight.T, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@table("kind", KINDS)
 def test_stock_peft_loads_what_we_save_with_the_same_logits(kind: str, tmp_path: Path) -> None:
     ours = stirred(add_adapter(make_model(), KINDS[kind], seed=1))
     save_model(ours, tmp_path)
@@ -74,7 +75,7 @@ def test_stock_peft_loads_what_we_save_with_the_same_logits(kind: str, tmp_path:
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@table("kind", KINDS)
 def test_what_is_saved_is_put_back_to_the_bit(kind: str, tmp_path: Path) -> None:
     ours = stirred(add_adapter(make_model(), KINDS[kind], seed=1))
     save_model(ours, tmp_path)
@@ -87,7 +88,7 @@ def test_what_is_saved_is_put_back_to_the_bit(kind: str, tmp_path: Path) -> None
     assert torch.equal(logits(again.eval()), logits(ours))
 
 
-@pytest.mark.parametrize(("kind", "said"), [
+@table(("kind", "said"), [
     ("lora", {"r": 4, "lora_alpha": 8, "use_rslora": False, "use_dora": False, "peft_type": "LORA"}),
     ("rslora", {"use_rslora": True, "use_dora": False}), ("dora", {"use_rslora": False, "use_dora": True}),
 ])
@@ -165,7 +166,7 @@ def test_what_adapter_config_says_is_not_followed(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(("change", "why"), [
+@table(("change", "why"), [
     (lambda tensors: tensors.popitem(), "is not in the file"),
     (lambda tensors: tensors.update({"base_model.model.model.layers.7.x.lora_A.weight": torch.ones(4)}), "no place in the"),
     (lambda tensors: tensors.update({min(tensors): torch.ones(3, 3)}), "size mismatch"),
@@ -190,7 +191,7 @@ WITH_SHARED = {"glm4_moe": {"n_routed_experts": 4}, "dots1": {"n_routed_experts"
                "hy_v3": {"num_experts": 4, "num_shared_experts": 1}}
 
 
-@pytest.mark.parametrize("family", WITH_SHARED)
+@table("family", WITH_SHARED)
 def test_names_that_peft_takes_for_experts_are_not_meant_by_all_linear(family: str) -> None:
     """An adapter called all-linear would be on the experts instead, with twice the rank, and a plan would not know."""
     from transformers import AutoConfig, AutoModelForCausalLM

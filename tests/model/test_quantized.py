@@ -28,6 +28,7 @@ from pronghorn.model.quantized import (
     save_nf4,
     stored_weight,
 )
+from tables import table
 from tests.samples import make_model
 
 CPU = torch.device("cpu")
@@ -199,8 +200,8 @@ def test_quantizing_while_loading_is_quantizing_after_it(tmp_path: Path, monkeyp
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize("tied", [True, False])
+@table("nested", [True, False])
+@table("tied", [True, False])
 def test_a_4_bit_checkpoint_goes_out_and_in(tmp_path: Path, nested: bool, tied: bool) -> None:
     model = bf16_model(tie_word_embeddings=tied)
     quantize_model_(model, nested=nested)
@@ -255,7 +256,7 @@ def test_other_formats_are_refused() -> None:
         assert caught.value.fix
 
 
-@pytest.mark.parametrize(
+@table(
     ("facts", "words"),
     [({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "fp4"), ({"load_in_8bit": True}, "int8"),
      ({"quant_method": "gptq"}, "gptq")],

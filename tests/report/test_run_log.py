@@ -181,7 +181,7 @@ def test_a_damaged_log_is_one_sentence(harm, tmp_path):
     assert caught.value.fix
 
 
-@pytest.mark.parametrize("harm", ["a pipe", "a link to /dev/zero", "a directory"])
+@table("harm", ["a pipe", "a link to /dev/zero", "a directory"])
 def test_a_log_that_is_no_file_is_not_written_to(harm, tmp_path):
     HARMS[harm](tmp_path / "run.jsonl")
     with pytest.raises(DataError):

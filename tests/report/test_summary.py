@@ -50,7 +50,7 @@ def test_each_stage_that_costs_too_much_gets_its_advice(stages, key, word):
     assert advice.why
 
 
-@pytest.mark.parametrize("stages", [{"step": 95, "wait": 5}, {"step": 86, "evaluate": 14}, {"step": 61, "load": 39}])
+@table("stages", [{"step": 95, "wait": 5}, {"step": 86, "evaluate": 14}, {"step": 61, "load": 39}])
 def test_below_the_threshold_there_is_nothing_to_fix(stages):
     advice = advise(run_with(stages))
     assert advice.change == f"nothing to fix: training took {stages['step']} % of the time"

@@ -123,7 +123,7 @@ def test_a_loss_that_is_not_a_number_is_no_gain_and_never_the_best() -> None:
     assert after([math.nan], STOP).best_step is None
 
 
-@pytest.mark.parametrize("losses", [[], [3.0], [3.0, 2.95, 3.1]], ids=len)
+@table("losses", [[], [3.0], [3.0, 2.95, 3.1]])
 def test_progress_survives_json(losses: list[float]) -> None:
     progress = after(losses, STOP)
     stored = json.loads(json.dumps(progress.as_dict(), allow_nan=False))
