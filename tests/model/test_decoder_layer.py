@@ -256,7 +256,7 @@ def test_the_same_where_rope_and_the_activation_are_inside_the_products(
                                                                  ("gemma2", "lora", 7), ("gemma2", "full", 100)])
 def test_rows_without_a_loss_are_left_out_of_the_last_layer(family: str, method: str, trained_every: int) -> None:
     """Few rows have a label, and the list of them is filled up to a static size with the last token, which has none."""
-    batch = packed_batch()
+    batch = packed_batch(documents=12, capacity=512)
     labels = torch.where(torch.arange(len(batch.labels_T)) % trained_every == 3, batch.labels_T, IGNORED)
     rows = (labels != IGNORED).nonzero().flatten()
     last = len(labels) - 1
