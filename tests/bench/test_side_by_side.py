@@ -121,7 +121,7 @@ def test_a_crash_and_a_time_out_are_told_and_the_same_command_goes_on(tmp_path: 
     results, text = said(plan)
     assert time.monotonic() - began < 30
     assert "[3/4] tiny          unsloth       failed: RuntimeError: no kernels for this card" in text
-    assert "[4/4] tiny          unsloth-ckpt  timed out: not done after 3 s" in text
+    assert "[4/4] tiny          unsloth-ckpt  timed out: not finished after 3 s" in text
     assert (results.get("tiny", "pronghorn") or {})["tokens_per_second"] == 100.0
     assert "no kernels" in (tmp_path / PICTURE).read_text()
     assert said(plan)[1] == ""  # told once; not tried again unless asked

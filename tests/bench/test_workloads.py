@@ -75,5 +75,5 @@ def test_what_is_in_fp8_says_what_the_peers_do() -> None:
 
 def test_unknown_names_are_refused() -> None:
     assert pick("llama-1b, tiny", list(WORKLOADS), "workload") == ["llama-1b", "tiny"]
-    with pytest.raises(CommandError, match="no workload is named llama-2b"):
+    with pytest.raises(CommandError, match="unknown workload llama-2b"):
         pick("llama-2b", list(WORKLOADS), "workload")
