@@ -174,8 +174,8 @@ CASES: list[tuple[Callable[..., None], int, list[str]]] = [
     (duplicate_key, 2, ["precision: this key appears twice", "recipe.yaml:7", "recipe.yaml:2"]),
     (wrong_type, 2, ["train.epochs", "'soon'", "recipe.yaml:4"]),
     (missing_model_folder, 2, ["no such model folder", "no-such-model"]),
-    (model_name_too_long, 2, ["cannot be looked into", "too long"]),
-    (truncated_weights, 2, ["model.safetensors is not whole", "ends 7 bytes early", "download it again"]),
+    (model_name_too_long, 2, ["cannot open the model folder", "too long"]),
+    (truncated_weights, 2, ["model.safetensors is incomplete", "ends 7 bytes early", "download it again"]),
     (pickled_weights, 2, ["pickled", "pytorch_model.bin", "safetensors"]),
     (tokenizer_larger_than_embeddings, 2, ["258", "200", "tokenizer"]),
     (template_missing, 2, ["template", "data.chat_template"]),
@@ -187,7 +187,7 @@ CASES: list[tuple[Callable[..., None], int, list[str]]] = [
     (flipped_bit, 2, ["training_state.safetensors", "SHA-256"]),
     (target_matches_nothing, 2, ["q_prj", "did you mean `q_proj`", "down_proj"]),
     (empty_evaluation_set, 2, ["eval.jsonl", "empty"]),
-    (hub_name_without_network, 2, ["somebody/some-model", "hub cache"]),
+    (hub_name_without_network, 2, ["somebody/some-model", "Hub cache"]),
 ]
 
 

@@ -183,7 +183,7 @@ def test_dora_and_dropout_do_not_go_with_experts(option: dict[str, Any]) -> None
         vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1, head_dim=8,
         num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
     ))  # fmt: skip
-    with pytest.raises(CommandError, match="does not go with an adapter on experts") as caught:
+    with pytest.raises(CommandError, match="cannot be combined with an adapter on experts") as caught:
         FastLanguageModel.get_peft_model(model, target_modules=["q_proj", "experts"], **option)
     assert next(iter(option)) in caught.value.fix
 

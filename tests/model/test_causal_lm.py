@@ -54,7 +54,7 @@ def test_a_vocabulary_smaller_than_the_probe() -> None:
 ], ids=["bloom", "opt"])
 def test_real_families_that_do_not_are_refused(config: Any) -> None:
     torch.manual_seed(0)
-    with pytest.raises(ModelError, match="documents in a pack see each other") as caught:
+    with pytest.raises(ModelError, match="packed documents attend to each other") as caught:
         require_isolated_documents(AutoModelForCausalLM.from_config(config), CPU, 259)
     assert "Llama" in caught.value.fix
 
@@ -114,5 +114,5 @@ def test_a_leak_between_experts_is_found_in_bf16() -> None:
     assert engine is not None
     apart = engine.documents
     engine.documents = lambda bounds, longest, positions: apart(bounds[[0, 2]], 11, positions)  # type: ignore[method-assign]
-    with pytest.raises(ModelError, match="documents in a pack see each other"):
+    with pytest.raises(ModelError, match="packed documents attend to each other"):
         require_isolated_documents(model, CPU, 259)

@@ -216,7 +216,7 @@ def test_an_adapter_for_each_row(options: dict[str, Any], capsys: pytest.Capture
                       for model in (plain, fast))
         assert torch.equal(one, other)
         torch.testing.assert_close(fast(input_ids=IDS, labels=IDS).loss, usual, rtol=2e-5, atol=0)
-    assert capsys.readouterr().err.count("adapter_names: PEFT chooses an adapter for each row") == 1
+    assert capsys.readouterr().err.count("adapter_names: PEFT selects an adapter per row") == 1
 
 
 def summed(model: Any, between: str) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Configs that describe no model that can be built: a sentence with the key and the reason, before anything is built."""
+"""Configs that describe does not describe a valid model: a sentence with the key and the reason, before anything is built."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def refused(folder: Path) -> ModelError:
     ({"hidden_size": -64}, "hidden_size: -64"),
     ({"hidden_size": 64.5}, "hidden_size: 64.5"),
     ({"hidden_size": True}, "hidden_size: True"),
-    ({"hidden_size": 10**6}, "weights, the weight files have"),
+    ({"hidden_size": 10**6}, "weights, but the weight files have"),
     ({"num_attention_heads": 0}, "num_attention_heads: 0"),
     ({"num_key_value_heads": 3}, "4 attention heads and 3 key/value heads"),
     ({"num_hidden_layers": 10**7}, "num_hidden_layers: 10000000"),
     ({"num_hidden_layers": 900}, "900 layers, the weight files hold 2"),
     ({"vocab_size": 10**12}, "vocab_size: 1000000000000"),
-    ({"vocab_size": 10**7}, "weights, the weight files have"),
-    ({"intermediate_size": 10**6}, "weights, the weight files have"),
+    ({"vocab_size": 10**7}, "weights, but the weight files have"),
+    ({"intermediate_size": 10**6}, "weights, but the weight files have"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps: nan"),
     ({"rms_norm_eps": -1e-5}, "rms_norm_eps: -1e-05"),
     ({"rope_parameters": {"rope_theta": 0.0, "rope_type": "default"}}, "rope_parameters.rope_theta: 0.0"),
@@ -65,12 +65,12 @@ def refused(folder: Path) -> ModelError:
     ({"rope_parameters": 3}, "rope_parameters: 3"),
     ({"quantization_config": "nf4"}, "quantization_config: 'nf4'"),
     ({"eos_token_id": "two"}, "eos_token_id: 'two'"),
-    ({"pad_token_id": 10**40}, "no model that can be built|pad_token_id"),
-    ({"layer_types": ["full_attention"]}, "no model that can be built"),
-    ({"attention_bias": "yes"}, "no model that can be built"),
-    ({"hidden_act": "no-such"}, "no model that can be built"),
-    ({"model_type": ["llama"]}, "no model that can be built"),
-    ({"rope_parameters": {"rope_type": "no-such"}}, "no model that can be built"),
+    ({"pad_token_id": 10**40}, "does not describe a valid model|pad_token_id"),
+    ({"layer_types": ["full_attention"]}, "does not describe a valid model"),
+    ({"attention_bias": "yes"}, "does not describe a valid model"),
+    ({"hidden_act": "no-such"}, "does not describe a valid model"),
+    ({"model_type": ["llama"]}, "does not describe a valid model"),
+    ({"rope_parameters": {"rope_type": "no-such"}}, "does not describe a valid model"),
 ])
 def test_each_is_a_sentence(folder: Path, values: dict[str, Any], said: str) -> None:
     change(folder, **values)

@@ -102,7 +102,7 @@ def test_what_peft_would_store_beside_the_parameters_is_refused(
         return {name: tensor.clone() for name, tensor in stored(*arguments, **options).items()}
 
     monkeypatch.setattr(export_file, "get_peft_model_state_dict", copied)
-    with pytest.raises(RuntimeError, match="not parameters of the model"):
+    with pytest.raises(RuntimeError, match="not model parameters"):
         adapter_files(model, make_tokenizer(), tmp_path)
 
 
@@ -191,7 +191,7 @@ def test_an_export_never_overwrites(recipe_for: RecipeFor, tmp_path: Path) -> No
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "mine").write_text("mine")
     for target in ("file", "folder"):
-        with pytest.raises(CommandError, match="exists already"):
+        with pytest.raises(CommandError, match="already exists"):
             export(checkpoint, recipe, tmp_path / target, "adapter", {})
     assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "mine").read_text() == "mine"
 
@@ -264,7 +264,7 @@ def test_of_two_exports_to_one_target_one_is_refused(recipe_for: RecipeFor, tmp_
     write = export_file._write
 
     def meanwhile(*arguments: Any) -> None:
-        with pytest.raises(CommandError, match="another export is writing this target") as caught:
+        with pytest.raises(CommandError, match="another export is writing to this folder") as caught:
             export(checkpoint, recipe_for(), tmp_path / "out", "adapter", {"which": "second"})
         said.append(caught.value)
         write(*arguments)
@@ -274,7 +274,7 @@ def test_of_two_exports_to_one_target_one_is_refused(recipe_for: RecipeFor, tmp_
     assert len(said) == 1
     assert "first" in (tmp_path / "out" / "README.md").read_text()
     monkeypatch.undo()
-    with pytest.raises(CommandError, match="exists already"):
+    with pytest.raises(CommandError, match="already exists"):
         export(checkpoint, recipe_for(), tmp_path / "out", "adapter", {})
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".out")) == []
 

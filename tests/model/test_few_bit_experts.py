@@ -212,7 +212,7 @@ def test_files_that_hold_something_else_are_refused(mixtral_folder: Path, tmp_pa
     shutil.copy(mixtral_folder / "config.json", tmp_path)
     key = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
     for changed, what in (({}, "expert 2 of model.layers.1"), ({key: torch.zeros(32, 64)}, r"\(32, 64\) instead of \(64, 64\)"),
-                          ({key: torch.zeros(2048, 1, dtype=torch.uint8)}, "stored in few bits, as uint8")):
+                          ({key: torch.zeros(2048, 1, dtype=torch.uint8)}, "quantized, as uint8")):
         rest = {name: tensor for name, tensor in tensors.items() if name != key}
         save_file(rest | changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
         for storage in ("four_bit", "fp8"):

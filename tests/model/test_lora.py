@@ -168,7 +168,7 @@ def test_what_adapter_config_says_is_not_followed(tmp_path: Path, monkeypatch: p
 
 @table(("change", "why"), [
     (lambda tensors: tensors.popitem(), "is not in the file"),
-    (lambda tensors: tensors.update({"base_model.model.model.layers.7.x.lora_A.weight": torch.ones(4)}), "no place in the"),
+    (lambda tensors: tensors.update({"base_model.model.model.layers.7.x.lora_A.weight": torch.ones(4)}), "does not exist"),
     (lambda tensors: tensors.update({min(tensors): torch.ones(3, 3)}), "size mismatch"),
 ])
 def test_weights_of_another_adapter(tmp_path: Path, change: Any, why: str) -> None:
@@ -177,11 +177,11 @@ def test_weights_of_another_adapter(tmp_path: Path, change: Any, why: str) -> No
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     change(tensors)
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match="does not hold the recipe's adapter") as caught:
+    with pytest.raises(CheckpointError, match="does not contain the recipe's adapter") as caught:
         restore_adapter(model, tmp_path)
     assert why in caught.value.why
     (tmp_path / "adapter_model.safetensors").write_bytes(b"no header")
-    with pytest.raises(CheckpointError, match="does not hold the recipe's adapter"):
+    with pytest.raises(CheckpointError, match="does not contain the recipe's adapter"):
         restore_adapter(model, tmp_path)
 
 
@@ -209,5 +209,5 @@ def test_names_that_peft_takes_for_experts_are_not_meant_by_all_linear(family: s
     assert row
     assert adapted == attention | (shared if row.shared_adapted else set())
     if not row.shared_adapted:
-        with pytest.raises(RecipeError, match="PEFT takes `up_proj` for a part of this model's experts"):
+        with pytest.raises(RecipeError, match="PEFT interprets `up_proj` as part of this model's experts"):
             add_adapter(model(), Lora(r=2, targets=("q_proj", "up_proj")), 0)

@@ -247,8 +247,8 @@ def test_other_formats_are_refused() -> None:
         (renamed, "stored as fp4"),
         ({"SCB": torch.ones(64)}, "not as nf4"),
         (_facts(parts, blocksize=128), "blocks of 128"),
-        (_facts(parts, shape=[64, 128]), "do not fit"),
-        (parts | {"quant_map": parts["quant_map"] * 2}, "levels other than"),
+        (_facts(parts, shape=[64, 128]), "do not match"),
+        (parts | {"quant_map": parts["quant_map"] * 2}, "code table"),
     ):
         with pytest.raises(ModelError, match=words) as caught:
             stored_weight(q.packed, wrong, where="model.layers.0")

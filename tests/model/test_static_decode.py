@@ -88,7 +88,7 @@ def test_a_graph_is_believed_only_if_its_tokens_are_the_plain_paths(monkeypatch:
     one = decoding(model, [])
     assert one.answers(capture=True) == one_by_one(model, [])
     assert len(replayed) == (2 if wrong else 2 + NEW - 1)
-    assert told == ["answers are generated without a CUDA graph: its tokens differ from those of the plain path"] * wrong
+    assert told == ["answers are generated without a CUDA graph: its tokens differ from those of eager generation"] * wrong
 
 
 @torch.no_grad()

@@ -50,7 +50,7 @@ def test_a_gradient_broken_in_one_kernel_is_found_and_named(broken: str, monkeyp
         return out
 
     monkeypatch.setattr(where, broken, wrong)
-    with pytest.raises(ModelError, match="do not compute what this model computes") as caught:
+    with pytest.raises(ModelError, match="the fast layers differ from the transformers layers") as caught:
         verify(add_adapter(make_model(), Lora(r=4), seed=0))
     assert "lora_" in str(caught.value)
     assert "layers: own" in caught.value.fix
@@ -81,7 +81,7 @@ def test_a_scale_of_queries_that_the_layers_do_not_know_is_found(monkeypatch: py
 
     monkeypatch.setattr(causal_lm, "why_not_fast", lambda _: "")
     monkeypatch.setitem(FAMILIES, "ministral3", Family())
-    with pytest.raises(ModelError, match="do not compute what this model computes"):
+    with pytest.raises(ModelError, match="the fast layers differ from the transformers layers"):
         verify(model())
     monkeypatch.undo()
     assert verify(model()).loss_difference < 1e-6

@@ -1,4 +1,4 @@
-"""Weight files: one that is not whole is refused by its header alone, for `check` and `train` alike, and where weights do not
+"""Weight files: one that is damaged or incomplete is refused by its header alone, for `check` and `train` alike, and where weights do not
 fit their config our sentence is all that is said."""
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ def test_a_file_that_ends_early(single: Path, lost: int, why: str) -> None:
     file = single / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-lost])
     error = refused(single)
-    assert (error.what, error.fix) == ("model.safetensors is not whole", "download it again")
+    assert (error.what, error.fix) == ("model.safetensors is damaged or incomplete", "download it again")
     assert why in error.why
 
 
 @table(("content", "why"), [
-    (b"", "empty"), (b"abc", "no header"), (b"\xff" * 40, "does not begin as a safetensors file"),
+    (b"", "empty"), (b"abc", "no header"), (b"\xff" * 40, "does not start like a safetensors file"),
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n", "Git LFS pointer"),
     ((50).to_bytes(8, "little") + b"{}", "within its header, at least 48 bytes early"),
     ((2).to_bytes(8, "little") + b"{]", "header is not"), ((2).to_bytes(8, "little") + b"[]", "header is not"),
     ((9).to_bytes(8, "little") + b'{"a": {}}', "header is not"),
     ((30).to_bytes(8, "little") + b'{"a": {"data_offsets":[0,1e9]}', "header is not"),
-    ((2).to_bytes(8, "little") + b"{}more", "4 bytes behind"),
+    ((2).to_bytes(8, "little") + b"{}more", "4 bytes after"),
 ])  # fmt: skip
 def test_other_damage(single: Path, content: bytes, why: str) -> None:
     (single / "model.safetensors").write_bytes(content)
@@ -86,7 +86,7 @@ def test_a_made_up_header_length_allocates_nothing(single: Path) -> None:
         file.truncate(5_000_000_000)
     tracemalloc.start()
     try:
-        assert "does not begin" in refused(single).why
+        assert "does not start" in refused(single).why
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
@@ -105,7 +105,7 @@ def test_shards_the_index_names(sharded: Path) -> None:
     last.unlink()
     error = refused(sharded)
     assert error.what == f"{last.name} is missing"
-    assert "index.json names it" in error.why
+    assert "index.json lists it" in error.why
     last.write_bytes(content)
     (sharded / "stray.safetensors").write_bytes(b"no part of it")
     require_whole_weights(str(sharded))
@@ -115,7 +115,7 @@ def test_shards_the_index_names(sharded: Path) -> None:
                                      '{"weight_map": {"a": 1}}'])
 def test_an_index_that_is_none(sharded: Path, content: str) -> None:
     (sharded / "model.safetensors.index.json").write_text(content)
-    assert "which file holds which weight" in refused(sharded).what
+    assert "map weights to files" in refused(sharded).what
 
 
 def test_files_that_transformers_would_not_find(single: Path, sharded: Path) -> None:
@@ -133,7 +133,7 @@ def test_check_and_train_refuse_before_anything_starts(recipe_for: Callable[...,
     file.write_bytes(file.read_bytes()[:-5])
     recipe = recipe_for(model=str(single), data={"train": [str(tmp_path / "never-read.jsonl")]})
     for start in (lambda: check_run(recipe, report=lambda *_: None), lambda: train(recipe, display=JsonDisplay())):
-        with pytest.raises(ModelError, match="is not whole"):
+        with pytest.raises(ModelError, match="is damaged or incomplete"):
             start()
     assert not Path(recipe.output).exists()
 
@@ -183,7 +183,7 @@ def test_an_index_names_safetensors_files_of_its_folder(single: Path, name: Any,
     (single / "other.safetensors").write_bytes(b"")  # not a folder without any
     for load in (lambda: require_whole_weights(str(single)), lambda: load_model(str(single), torch.float32, CPU),
                  lambda: load_model(str(single), torch.float32, CPU, four_bit=True)):
-        with pytest.raises(ModelError, match="does not say which file holds which weight"):
+        with pytest.raises(ModelError, match="does not map weights to files"):
             load()
     assert opened == []
 
@@ -194,7 +194,7 @@ def test_experts_of_several_shapes(tmp_path: Path, printed: list[str]) -> None:
                             head_dim=8, num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with_weights(tmp_path, lambda tensors: tensors.update({"model.layers.0.mlp.experts.0.down_proj.weight": torch.ones(3, 5)}))
-    with pytest.raises(ModelError, match="the weights do not fit together"):
+    with pytest.raises(ModelError, match="the weights do not match each other"):
         load_model(str(tmp_path), torch.float32, CPU)
     assert printed == []
 
@@ -205,7 +205,7 @@ def test_weights_without_a_place_are_told_in_one_line(single: Path, printed: lis
     load_model(str(single), torch.float32, CPU)
     assert printed == []
     assert capsys.readouterr().err == (
-        f"{single}: 1 weight in its files without a place in the model: model.layers.7.norm.weight\n")
+        f"{single}: the model does not use 1 weight of its files: model.layers.7.norm.weight\n")
 
 
 def test_the_logger_is_left_as_it_was(printed: list[str]) -> None:

@@ -37,7 +37,7 @@ def test_a_pickled_model_opens_on_its_own_layers_and_gets_fast_ones_again(
     plain, fast = pair(adapter=adapter)
     step(fast)
     opened = pickled(fast)
-    assert "opened from a pickle runs on its own layers" in capsys.readouterr().err
+    assert "loaded from a pickle uses the transformers layers" in capsys.readouterr().err
     assert_same_step(plain, opened)
     assert engine_of(opened) is None
     opened.state_dict()

@@ -94,4 +94,4 @@ def test_experts_that_are_not_stored_in_fp8_are_not_multiplied_so(recipe_for: Re
         with pytest.raises(RecipeError, match="compute: fp8 cannot be combined with method") as caught:
             command()
         assert "16 bits" in caught.value.why
-        assert "leave compute out" in caught.value.fix
+        assert "remove compute" in caught.value.fix

@@ -132,7 +132,7 @@ def test_the_full_model_is_saved_as_it_is_trained(recipe_for: RecipeFor, tmp_pat
 
 
 def test_a_gpu_without_fp8_is_refused_before_anything_is_read(recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_linear, "fp8_supported", lambda device: "FP8 products need compute capability 8.9")
+    monkeypatch.setattr(fp8_linear, "fp8_supported", lambda device: "FP8 GEMMs need compute capability 8.9")
     for command in (lambda recipe: train(recipe, display=Silent()), lambda recipe: check_run(recipe, report=lambda *_: None)):
         for changes in ({"method": "fp8"}, {"method": "qlora", "compute": "fp8"}, {"method": "full", "compute": "fp8"}):
             recipe = recipe_for(**changes, data={"train": ["nowhere.jsonl"]})

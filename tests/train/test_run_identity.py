@@ -97,8 +97,8 @@ def changed_weight(folder: Path, model: Path) -> None:
 @pytest.mark.parametrize(("change", "said"), [
     (changed_data, "training data changed since checkpoint-1"),
     (changed_held_out, "held-out data changed since checkpoint-1"),
-    (changed_config("rope_theta", 50000.0), "config.json is not that of checkpoint-1"),
-    (changed_config("rms_norm_eps", 1e-5), "config.json is not that of checkpoint-1"),
+    (changed_config("rope_theta", 50000.0), "config.json differs from that of checkpoint-1"),
+    (changed_config("rms_norm_eps", 1e-5), "config.json differs from that of checkpoint-1"),
     (changed_weight, "weights are not those of checkpoint-1"),
 ], ids=["data", "held-out", "rope_theta", "rms_norm_eps", "weight"])
 def test_a_run_does_not_go_on_with_other_data_or_another_model(

@@ -126,7 +126,7 @@ def test_the_temporary_folder_is_not_needed(kind: str, recipe_for: Callable[...,
 @pytest.mark.parametrize(("error", "kind", "said"), [
     (ValueError("a name that is a path\nand more"), ModelError, "cannot be saved"),
     (Exception("No such token"), ModelError, "cannot be saved"),  # tokenizers has no error of its own
-    (OSError(28, "No space left on device"), EnvironmentFault, "could not be saved"),
+    (OSError(28, "No space left on device"), EnvironmentFault, "cannot save"),
 ])
 def test_a_tokenizer_that_cannot_be_saved_is_refused_before_weights_load(
     error: Exception, kind: type[Exception], said: str, recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch

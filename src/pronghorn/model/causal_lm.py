@@ -187,8 +187,9 @@ class FastCausalLM:
             x_ND = final_norm(h_ND, self.norm, GradientRoom() if room is None else room, self.layers[-1].down.extra)
             head = head_of(self.model)
             if type(head) is not torch.nn.Linear:
-                raise ModelError(what=f"the head is {type(head).__name__}, not a linear layer", why="its loss has no kernel",
-                                 fix="leave lm_head out of lora.targets and modules_to_save")
+                raise ModelError(what=f"the LM head is {type(head).__name__}, not a linear layer",
+                                 why="the fused loss needs a plain linear LM head",
+                                 fix="remove lm_head from lora.targets and modules_to_save")
             weight = head.weight if head.weight.dtype == x_ND.dtype else head.weight.to(x_ND.dtype)
             return linear_cross_entropy(x_ND, weight, labels_N, bias_V=head.bias, **self.head_terms)
 
@@ -215,7 +216,8 @@ class FastCausalLM:
 
 def left_behind() -> None:
     """In the place of the fast layers of a model that was pickled."""
-    say_once("a model opened from a pickle runs on its own layers; FastLanguageModel.for_training(model) gives it fast ones")
+    say_once("a model loaded from a pickle uses the transformers layers (slower); call FastLanguageModel.for_training(model) "
+             "to install the fast layers")
 
 
 def install(model: Any, *, fp8: bool = False) -> str:
@@ -230,9 +232,9 @@ def install(model: Any, *, fp8: bool = False) -> str:
             if getattr(vars(part).get("forward"), "__func__", None) is type(part).forward:
                 del part.forward  # its own: a pickle leaves it so
         if any("forward" in vars(part) for part in parts):
-            return "its forward was replaced on the instance already"
+            return "its forward is already replaced on the instance"
         if others := next((type(module) for module in parts if not is_known(type(module).forward)), None):
-            return f"{others.__name__} has a forward of its own"
+            return f"{others.__name__} defines its own forward"
         from pronghorn.model.hf_forward import set_forwards
 
         object.__setattr__(base, ENGINE, FastCausalLM(base, fp8=fp8))
@@ -308,7 +310,7 @@ def require_isolated_documents(model: Any, device: torch.device, vocabulary: int
         model.train(was_training)
     if mixed:
         raise ModelError(
-            what=f"documents in a pack see each other in this model (results differ by {apart:.2g})",
-            why="its layers do not separate documents by their positions, so packing would train on mixed-up text",
+            what=f"packed documents attend to each other in this model (results differ by {apart:.2g})",
+            why="its layers do not separate documents by position ids, so packing would mix documents",
             fix="use a model type whose transformers layers do: Llama, Qwen, Gemma, Mistral, Phi-3, ...",
         )

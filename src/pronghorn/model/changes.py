@@ -94,7 +94,7 @@ class Changes:
     def why_not_now(self) -> str:
         """Why the model's own layers must run now; empty if the fast ones compute the same."""
         if any(GLOBAL_HOOKS):
-            return "there are hooks on all modules of this process"
+            return "global module hooks are registered in this process"
         called = self._as_seen()
         if called is None:
             self._look()
@@ -131,11 +131,11 @@ class Changes:
         if self.backbone.config is not self.config:
             return "the model's config was replaced"
         if (now := self._values()) != self.values:
-            return next(f"config.{name} is {value!r}, not {was!r} as when the layers were made"
+            return next(f"config.{name} is {value!r}, but was {was!r} when the layers were built"
                         for name, value, was in zip(CONFIG, now, self.values, strict=True) if value != was)
         name = self.config._attn_implementation
         function = ALL_ATTENTION_FUNCTIONS.get(name, None) if isinstance(name, str) and "/" not in name else None
-        return "" if function is None or is_known(function) else f"attention is {name}, a function registered by others"
+        return "" if function is None or is_known(function) else f"attention is {name}, a custom attention function"
 
     def _values(self) -> list[Any]:
         return [getattr(self.config, name, None) for name in CONFIG]
@@ -149,10 +149,10 @@ class Changes:
         self.seen = []
         whys = [self._why_layers(), *(self._at(place, place.module) for place in self.places),
                 self._at(self.norm, self._norm), self._why_rotary()]
-        whys += [f"the norms of q and k have other eps ({q.eps} and {k.eps})" for q, k in self.pairs if q.eps != k.eps]
+        whys += [f"the norms of q and k have different eps ({q.eps} and {k.eps})" for q, k in self.pairs if q.eps != k.eps]
         self.forwards = {seen.type: seen.type.forward for seen in self.seen}
         self.first_forwards = self.forwards | self.first_forwards
-        whys += [f"{cls.__name__}.forward is {_name(forward)}, not its own" for cls, forward in self.forwards.items()
+        whys += [f"{cls.__name__}.forward is replaced by {_name(forward)}" for cls, forward in self.forwards.items()
                  if forward is not self.first_forwards[cls] or not is_known(forward)]
         self.why = next(filter(None, whys), "")
 
@@ -160,9 +160,9 @@ class Changes:
         if self._stack == self.layers:
             return ""
         if len(self._stack) != len(self.layers):
-            return f"the model has {len(self._stack)} decoder layers now, not {len(self.layers)}"
+            return f"the model has {len(self._stack)} decoder layers now, but had {len(self.layers)}"
         number = next(i for i, (now, then) in enumerate(zip(self._stack, self.layers, strict=True)) if now is not then)
-        return f"layers.{number} is not the layer it was"
+        return f"layers.{number} was replaced"
 
     def _why_rotary(self) -> str:
         """Called as it is, so its numbers count as they are."""
@@ -170,12 +170,12 @@ class Changes:
             self.seen += _whole(name, module)
         kinds, were = ([type(part) for module in rotary.values() for part in module.modules()]
                        for rotary in (self._rotary, self.rotary))
-        return "" if kinds == were else "the modules of RoPE are not those they were"
+        return "" if kinds == were else "the RoPE modules were replaced"
 
     def _at(self, place: Place, now: Any) -> str:
         """Why what stands in this place is not what the fast layers know."""
         if now is None:
-            return f"{place.path} is gone"
+            return f"{place.path} was removed"
         inner = inner_of(now)
         if place.kind != "fixed":
             self.seen += _whole(place.path, now, inner)
@@ -184,10 +184,10 @@ class Changes:
         else:
             self.seen.append(_seen(place.path, now))
         if not _fits(place, now, inner):
-            return f"{place.path} is not the {place.type.__name__} it was, but a {type(now).__name__}"
+            return f"{place.path} is not a {place.type.__name__} any more, but a {type(now).__name__}"
         if place.kind in ("fixed", "stack", "stateless") and (numbers := _numbers(inner)) != place.numbers:
             name = next(name for name in {**place.numbers, **numbers} if numbers.get(name) != place.numbers.get(name))
-            return f"{place.path}.{name} is {numbers.get(name)}, not {place.numbers.get(name)} as when the layers were made"
+            return f"{place.path}.{name} is {numbers.get(name)}, but was {place.numbers.get(name)} when the layers were built"
         if place.kind != "fixed":
             return ""
         return next(filter(None, (self._at(child, now._modules.get(name)) for name, child in place.children.items())), "")
@@ -269,7 +269,7 @@ def why_called(path: str, module: Any) -> str:
     if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
         return _why_hooked(path, (state[kind] for kind in HOOKS))
     if any(not isinstance(p, nn.Parameter | None) for p in state["_parameters"].values()):
-        return f"{path} has a weight for this call only (functional_call)"
+        return f"{path} has temporary weights (functional_call)"
     return ""
 
 
@@ -284,7 +284,7 @@ def _why_hooked(path: str, hooks: Iterable[Mapping[int, Any]]) -> str:
             source = getattr(hook, "func", hook)  # of a partial
             name = getattr(source, "__name__", type(source).__name__)
             if name == "_adapter_names_pre_forward_hook":
-                return "adapter_names: PEFT chooses an adapter for each row"
+                return "adapter_names: PEFT selects an adapter per row"
             if getattr(source, "__module__", "") != CAPTURING:
                 return f"{path} has a hook ({name})"
     return ""

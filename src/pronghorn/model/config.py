@@ -24,7 +24,7 @@ from pronghorn.model.text_stack import auto_class
 from pronghorn.model_files import GENERATION, read_json, require_safe_files
 
 T = TypeVar("T")
-UNBUILDABLE = "config.json describes no model that can be built"
+UNBUILDABLE = "config.json does not describe a valid model"
 
 # What Python, torch and transformers raise where a value from a file is not what their code takes it for. Only around their own
 # constructors: everywhere else each of these is a bug of ours.
@@ -37,8 +37,8 @@ def read_config(name: str) -> Any:
     folder = model_folder(name)
     content = require_safe_files(folder, name)
     if not content:
-        raise ModelError(what="this folder holds no config.json", where=name, why="it is not a Hugging Face model folder",
-                         fix="point `model:` at the folder that holds config.json and model.safetensors")
+        raise ModelError(what="the folder has no config.json", where=name, why="it is not a Hugging Face model folder",
+                         fix="set `model:` to the folder with config.json and model.safetensors")
     require_sane_numbers(content, name)
     require_token_ids(content, "config.json", name)
     config = constructed(name, UNBUILDABLE, lambda: AutoConfig.from_pretrained(str(folder), trust_remote_code=False))
@@ -60,7 +60,7 @@ def generation_config(name: str, folder: Path) -> GenerationConfig | None:
     if not (folder / GENERATION).is_file():
         return None
     require_generation_numbers(read_json(folder / GENERATION, name), GENERATION, name)
-    return constructed(name, f"{GENERATION} cannot be used", lambda: GenerationConfig.from_pretrained(str(folder)))
+    return constructed(name, f"invalid {GENERATION}", lambda: GenerationConfig.from_pretrained(str(folder)))
 
 
 def place(name: str) -> str:
@@ -89,15 +89,16 @@ def guarded(name: str, load: Callable[[], T]) -> T:
 def _told(name: str, error: BaseException, what: str) -> ModelError:
     text = str(error).strip()
     if "trust_remote_code" in text:
-        return ModelError(what="this model wants to run code from its own repository", where=name,
-                          why="no file can make Pronghorn run code", fix="use a model type that transformers has itself")
+        return ModelError(what="this model needs code from its repository", where=name,
+                          why="Pronghorn does not run code from model repositories",
+                          fix="use a model type that transformers supports without remote code")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
     if isinstance(error, StrictDataclassError) and len(lines) > 1:
         first = " ".join(lines[:2])  # which field, then what is wrong with it
     elif isinstance(error, ArithmeticError | AssertionError | AttributeError | LookupError | TypeError):
         first = f"{type(error).__name__}: {first}"
-    fix = "check the name; without a network, the model must be a folder or already in the hub cache"
+    fix = "check the name; without network access, the model must be a folder or already in the Hub cache"
     if folder_of(name):
-        fix = "get the folder's files again, all of them; or use a causal language model that this transformers knows"
+        fix = "download the folder's files again; or use a causal language model that the installed transformers supports"
     return ModelError(what=what, where=name, why=first[:300], fix=fix)

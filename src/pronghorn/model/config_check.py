@@ -47,26 +47,26 @@ def require_sane_numbers(content: Mapping[str, Any], where: str, path: str = "")
     for key, value in content.items():
         here = f"{path}{key}"
         if key in OBJECTS and not (value is None or isinstance(value, dict)):
-            raise _refused(here, value, "it is an object with keys", where)
+            raise _refused(here, value, "it must be an object with keys", where)
         if isinstance(value, dict) and key not in REAL:
             require_sane_numbers(value, where, f"{here}.")
         elif isinstance(value, bool) or value is None:
             if isinstance(value, bool) and (key in REAL or (key in SIZES and key not in MAY_BE_ZERO)):
-                raise _refused(here, value, "it is a number", where)
+                raise _refused(here, value, "it must be a number", where)
         elif key in SIZES and isinstance(value, int):
             lowest = 0 if key in MAY_BE_ZERO else 1
             if not lowest <= value <= SIZES[key]:
-                raise _refused(here, value, f"it is from {lowest} to {SIZES[key]:,}", where)
+                raise _refused(here, value, f"it must be from {lowest} to {SIZES[key]:,}", where)
         elif key in SIZES and isinstance(value, str | float):
-            raise _refused(here, value, "it is a whole number", where)
+            raise _refused(here, value, "it must be a whole number", where)
         elif key in POSITIVE and not (_finite(value) and value > 0):
-            raise _refused(here, value, "it is a number above 0", where)
+            raise _refused(here, value, "it must be greater than 0", where)
         elif key in SHARES and not (_finite(value) and 0 <= value < 1):
-            raise _refused(here, value, "it is a share, from 0 to less than 1", where)
+            raise _refused(here, value, "it must be a fraction, from 0 to less than 1", where)
         elif key in FINITE and not _finite(value):
-            raise _refused(here, value, "it is a finite number", where)
+            raise _refused(here, value, "it must be finite", where)
         elif isinstance(value, int) and value.bit_length() > 63:
-            raise _refused(here, value, "no number there has more than 63 bits", where)
+            raise _refused(here, value, "numbers must fit into 63 bits", where)
 
 
 def _finite(value: Any) -> bool:
@@ -79,7 +79,7 @@ def _finite(value: Any) -> bool:
 def _refused(path: str, value: Any, what_it_is: str, where: str) -> ModelError:
     shown = repr(value)
     return ModelError(what=f"config.json says {path}: {shown if len(shown) < 40 else shown[:36] + '...'}", where=where,
-                      why=what_it_is, fix="get the model's own config.json")
+                      why=what_it_is, fix="restore the model's original config.json")
 
 
 def require_consistent(config: Any, where: str) -> None:
@@ -91,17 +91,17 @@ def require_consistent(config: Any, where: str) -> None:
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if isinstance(kv_heads, int) and heads % kv_heads:
         raise ModelError(what=f"config.json says {heads} attention heads and {kv_heads} key/value heads", where=where,
-                         why="each key/value head serves the same number of attention heads",
-                         fix="get the model's own config.json")
+                         why="the number of attention heads must be a multiple of the number of key/value heads",
+                         fix="restore the model's original config.json")
     chosen = getattr(text, "num_experts_per_tok", None)
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     if isinstance(chosen, int) and isinstance(experts, int) and chosen > experts > 0:
-        raise ModelError(what=f"config.json says {chosen} experts a token out of {experts}", where=where,
-                         fix="get the model's own config.json")
+        raise ModelError(what=f"config.json says {chosen} experts per token out of {experts}", where=where,
+                         fix="restore the model's original config.json")
     types, layers = getattr(text, "layer_types", None), getattr(text, "num_hidden_layers", None)
     if isinstance(types, list | tuple) and isinstance(layers, int) and len(types) != layers:
-        raise ModelError(what=f"config.json says {counted(layers, 'layer')} and lists the types of {len(types)}", where=where,
-                         fix="get the model's own config.json")
+        raise ModelError(what=f"config.json says {counted(layers, 'layer')} but lists {len(types)} layer types", where=where,
+                         fix="restore the model's original config.json")
 
 
 def require_weights_for(config: Any, stored: Stored | None, where: str) -> None:
@@ -112,9 +112,9 @@ def require_weights_for(config: Any, stored: Stored | None, where: str) -> None:
     text = config.get_text_config()
     layers, there = getattr(text, "num_hidden_layers", None), stored.layers()
     if isinstance(layers, int) and there and layers > there:
-        raise ModelError(what=f"config.json says {counted(layers, 'layer')}, the weight files hold {there}", where=where,
+        raise ModelError(what=f"config.json says {counted(layers, 'layer')}, but the weight files have {there}", where=where,
                          why="the weights do not belong to config.json",
-                         fix="get the model's complete files, all from the same version")
+                         fix="download all files of the model, in the same version")
     vocabulary, width = getattr(text, "vocab_size", None), getattr(text, "hidden_size", None)
     if isinstance(vocabulary, int) and isinstance(width, int):
         require_room(vocabulary * width, stored, where)
@@ -122,9 +122,9 @@ def require_weights_for(config: Any, stored: Stored | None, where: str) -> None:
 
 def require_room(parameters: int, stored: Stored | None, where: str) -> None:
     if stored is not None and stored.tensors and parameters > VALUES_A_BYTE * stored.bytes:
-        raise ModelError(what=f"config.json asks for {parameters:,} weights, the weight files have {stored.bytes:,} bytes",
+        raise ModelError(what=f"config.json needs {parameters:,} weights, but the weight files have {stored.bytes:,} bytes",
                          where=where, why="the weights do not belong to config.json",
-                         fix="get the model's complete files, all from the same version")
+                         fix="download all files of the model, in the same version")
 
 
 def require_generation_numbers(content: Mapping[str, Any], file: str, where: str) -> None:
@@ -136,8 +136,8 @@ def require_generation_numbers(content: Mapping[str, Any], file: str, where: str
             key in SWITCHES and not isinstance(value, bool))
         if value is not None and wrong:
             raise ModelError(what=f"{file} says {key}: {str(value)[:40]!r}", where=where,
-                             why="it is true or false" if key in SWITCHES else "no answer can be generated with it",
-                             fix=f"get the model's own {file}")
+                             why="it must be true or false" if key in SWITCHES else "it makes generation impossible",
+                             fix=f"restore the model's original {file}")
 
 
 def require_token_ids(content: Mapping[str, Any], file: str, where: str) -> None:
@@ -146,6 +146,6 @@ def require_token_ids(content: Mapping[str, Any], file: str, where: str) -> None
         if key.endswith("_token_id") and value is not None:
             ids = value if isinstance(value, list) else [value]
             if not all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < VOCABULARY for one in ids):
-                raise ModelError(what=f"{file} says {key}: {str(value)[:40]!r}", where=where, why="it is a token's number",
-                                 fix=f"get the model's own {file}")
+                raise ModelError(what=f"{file} says {key}: {str(value)[:40]!r}", where=where, why="it must be a token id",
+                                 fix=f"restore the model's original {file}")
 

@@ -94,11 +94,11 @@ def unknown_key(config: Any) -> str:
             continue
         if key not in fields:
             if value is not None and _may_count(key, value):
-                return f"the config's key {key} belongs to no {config.model_type} that the fast layers know"
+                return f"the fast layers do not support the config key {key} of {config.model_type}"
             continue
         usual = getattr(default, key, None)
         if value != usual and (value or usual):
-            return f"the config's {key} is {value}, and the fast layers know {usual} only"
+            return f"the fast layers do not support {key}: {value} in the config, only {usual}"
     return ""
 
 

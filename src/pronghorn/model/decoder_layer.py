@@ -477,8 +477,8 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
         left = ctx.left
         if left is None:
-            raise RuntimeError("a layer gave away what it had kept in a first backward: compute the loss again, or ask the "
-                               "first backward for retain_graph=True")
+            raise RuntimeError("backward was already called, and it released the saved activations: recompute the loss, or "
+                               "call the first backward with retain_graph=True")
         if keeps_graph():
             left = copied(left)  # gradients take the place of what was kept
         else:

@@ -88,9 +88,9 @@ class Adapted:
         if len(wrapper.active_adapters) > 1:
             return "several adapters are active"
         if wrapper.active_adapters[0] not in wrapper.lora_A:
-            return "the active adapter is not on every layer it was asked for"
+            return "the active adapter is not on every layer that it targets"
         if getattr(self.module(), parameter).requires_grad:
-            return "a weight is trained beside its adapter"
+            return "a weight is trained in addition to its adapter"
         return ""
 
     copy_jobs: tuple[CopyJob, ...] = ()  # adapters are read by `prepare`
@@ -130,7 +130,7 @@ class Router(Adapted):
     def why_not_fused(self) -> str:
         module = self.module()
         if not isinstance(getattr(module, "weight", None), nn.Parameter) or type(module).__module__.startswith("peft."):
-            return f"{type(module).__name__} is not a router we know"
+            return f"the router {type(module).__name__} is not supported"
         if why := self.why_not_adapted("weight"):
             return why
         self._look()
@@ -194,12 +194,12 @@ class ExpertStack(Adapted):
     def why_not_fused(self) -> str:
         module = self.module()
         if self.stored() is None and not isinstance(getattr(module, self.parameter, None), nn.Parameter):
-            return f"{type(module).__name__} has no {self.parameter} we know"
+            return f"{type(module).__name__} has no supported {self.parameter}"
         if why := self.why_not_adapted(self.parameter):
             return why
         wrapper = self.wrapper(self.parameter)
         if wrapper is not None and wrapper._did_swap_in_out_features == self.transposed:
-            return "PEFT takes the experts' inputs for their outputs"
+            return "PEFT swaps the experts' input and output dimensions"
         self._look()
         return ""
 
@@ -254,7 +254,7 @@ class ExpertStack(Adapted):
         if stack.format != "fp8":
             return QuantizedExpertGroup(stack, adapter, dtype)
         if why := why_16_bit_products(stack, dtype):
-            say_once(f"experts stay stored in FP8 and are multiplied in 16 bits: {why}")
+            say_once(f"experts are stored in FP8 but multiplied in 16 bits: {why}")
             return QuantizedExpertGroup(stack, adapter, dtype)
         group = Fp8ExpertGroup(stack.values, stack.scales, adapter, dtype)
         self.turned.reserve(group.turned_bytes)
@@ -394,7 +394,7 @@ def why_16_bit_products(stack: QuantizedStack, dtype: torch.dtype) -> str:
     if why := fp8_grouped_supported(device):
         return why
     if device.type == "cuda" and dtype != torch.bfloat16:
-        return f"FP8 products give bf16, and this model computes in {str(dtype).removeprefix('torch.')}"
+        return f"FP8 GEMMs return bf16, but this model computes in {str(dtype).removeprefix('torch.')}"
     if any(width % WIDTH_MULTIPLE for width in stack.shape[1:]):
-        return f"an expert's weight is {stack.shape[1]} x {stack.shape[2]}, and FP8 products take multiples of {WIDTH_MULTIPLE}"
+        return f"an expert's weight is {stack.shape[1]} x {stack.shape[2]}, but FP8 GEMMs need multiples of {WIDTH_MULTIPLE}"
     return ""

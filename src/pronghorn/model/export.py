@@ -37,11 +37,11 @@ def export(checkpoint: Path, recipe: Recipe, target: Path, to: Literal["adapter"
     try:
         target = target.resolve()  # `.` has no name that a temporary sibling could be called after
     except RuntimeError as error:  # Python's word, until 3.12, for a link to itself
-        raise CommandError(what="cannot write there: a loop of links", where=str(target),
+        raise CommandError(what="cannot write there: the path is a loop of symbolic links", where=str(target),
                            fix="choose another folder with --target") from error
     _refuse_existing(target)
     if to == "adapter" and recipe.method == "full":
-        raise CommandError(what="this run has no adapter", why="method: full trains the whole model", fix="use --to merged")
+        raise CommandError(what="the run has no adapter", why="method: full trains the whole model", fix="use --to merged")
     if recipe.method != "full":
         require_adapter(checkpoint)
     with _beside(target) as beside:
@@ -55,13 +55,13 @@ def export(checkpoint: Path, recipe: Recipe, target: Path, to: Literal["adapter"
             beside.replace(target)
         except (OSError, SafetensorError) as error:
             why = getattr(error, "strerror", None) or str(error).removeprefix("Error while serializing: ")
-            raise EnvironmentFault(what="the export could not be written", where=str(target), why=why,
+            raise EnvironmentFault(what="cannot write the export", where=str(target), why=why,
                                    fix="free some disk space, or choose another folder with --target") from error
 
 
 def _refuse_existing(target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CommandError(what="the target exists already", where=str(target), why="an export never overwrites",
+        raise CommandError(what="the target folder already exists", where=str(target), why="an export never overwrites files",
                            fix="choose another folder, or remove this one")
 
 
@@ -82,7 +82,8 @@ def _beside(target: Path) -> Iterator[Path]:
             os.close(lock)  # its holder has just put it in place
     except BlockingIOError as error:
         os.close(lock)
-        raise CommandError(what="another export is writing this target", where=str(target), why="two would mix their files",
+        raise CommandError(what="another export is writing to this folder", where=str(target),
+                           why="two exports would mix their files",
                            fix="wait for it, or choose another folder with --target") from error
     except OSError as error:
         raise CommandError(what=f"cannot write there: {error.strerror}", where=str(target),
@@ -144,7 +145,7 @@ def adapter_files(model: PeftModel, tokenizer: Any, folder: Path) -> AdapterFile
     }
     tensors = {name: parameters[place] for name, place in places.items() if place in parameters}
     if strange := (names | places.keys()) - (names & tensors.keys()):
-        raise RuntimeError(f"PEFT stores tensors that are not parameters of the model: {sorted(strange)}")
+        raise RuntimeError(f"PEFT stores tensors that are not model parameters: {sorted(strange)}")
     return AdapterFiles(ADAPTER_WEIGHTS, tensors, metadata, small)
 
 
@@ -163,13 +164,13 @@ def savable(what: str, model: str) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise EnvironmentFault(what=f"{what} could not be saved", where=str(getattr(error, "filename", None) or ""), why=why,
-                               fix="free some disk space, or fix what the system reports; then run the same command again"
+        raise EnvironmentFault(what=f"cannot save {what}", where=str(getattr(error, "filename", None) or ""), why=why,
+                               fix="free some disk space, or fix the reported system error; then run the same command again"
                                ) from error
     except Exception as error:
         if type(error) is not Exception and not isinstance(error, (ValueError, TypeError, KeyError, AttributeError)):
             raise  # tokenizers has no error of its own: all it raises are plain ones
-        raise ModelError(what=f"{what} cannot be saved, so no checkpoint could be written", where=model,
+        raise ModelError(what=f"cannot save {what}, so no checkpoint could be written", where=model,
                          why=str(error).strip().split("\n")[0] or type(error).__name__,
                          fix="repair the model's files (tokenizer_config.json, config.json, generation_config.json)") from error
 

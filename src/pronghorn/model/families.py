@@ -143,21 +143,21 @@ def why_not_fast(config: Any) -> str:
     """Why a model of this config trains on its own layers; empty if the fast ones serve it."""
     whole, config = config, text_config(config)
     if whole is not config and whole.model_type not in WRAPPERS:
-        return f"model type {whole.model_type} has more than a text model, in a way that is not in the table of families"
+        return f"the multimodal model type {whole.model_type} is not supported by the fast layers"
     if config.model_type not in FAMILIES:
-        return f"model type {config.model_type} has no row in the table of families"
+        return f"the fast layers do not support the model type {config.model_type}"
     family = FAMILIES[config.model_type]
     if activation_name(config) not in ACTIVATIONS:
-        return f"activation {activation_name(config)} has no kernel"
+        return f"the fast layers do not support the activation {activation_name(config)}"
     if family.experts and ACTIVATIONS[activation_name(config)] != "silu":
-        return f"activation {activation_name(config)} has no kernel for experts"
+        return f"the fast layers do not support the activation {activation_name(config)} for experts"
     for name in DROPOUTS:
         if getattr(config, name, 0.0):
             return f"{name} is not zero"
     if why := why_not_routed(config):
         return why
     if getattr(config, "use_bidirectional_attention", False):
-        return "its attention looks ahead"
+        return "its attention is not causal"
     if float(getattr(config, "residual_multiplier", 1.0)) != 1.0:
         if family.experts:
             return "residual_multiplier is not 1 and the layers have experts"
@@ -172,17 +172,17 @@ def why_not_routed(config: Any) -> str:
     if experts is None:
         return ""
     if not num_experts(config) or not config.num_experts_per_tok:
-        return "the config does not say how many experts there are, or how many a token has"
+        return "the config does not say how many experts there are or how many each token uses"
     if not experts.sigmoid:
         return ""
     groups, kept = expert_groups(config)
     size, rest = divmod(num_experts(config), groups)
     if rest or (groups > 1 and size < 2) or not 1 <= kept <= groups:
-        return f"{num_experts(config)} experts are not {kept} of {groups} groups of two or more"
+        return f"{num_experts(config)} experts do not form {groups} groups of two or more experts, {kept} of them selected"
     if config.num_experts_per_tok > kept * size:
-        return f"{config.num_experts_per_tok} experts a token are more than {kept} of {groups} groups have"
+        return f"{config.num_experts_per_tok} experts per token are more than {kept} of {groups} groups have"
     if getattr(config, "output_router_logits", False):
-        return "output_router_logits: the auxiliary loss of experts that are chosen by sigmoids has no kernel"
+        return "output_router_logits: the auxiliary loss of sigmoid routers is not supported"
     return ""
 
 
@@ -200,7 +200,7 @@ def why_not_rope(config: Any) -> str:
             return "its RoPE depends on the longest document of a batch (rope_type dynamic)"
         known = ROPE_KEYS | ({QUERY_SCALE} if family.query_scale else set())
         if unknown := sorted(key for key, value in parameters.items() if value is not None and key not in known):
-            return f"the RoPE parameter {unknown[0]} is not known to the fast layers"
+            return f"the fast layers do not support the RoPE parameter {unknown[0]}"
     return ""
 
 

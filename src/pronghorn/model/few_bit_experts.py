@@ -84,8 +84,8 @@ class FewBitExperts(nn.Module):
         self.stored[name] = stored
         self.stacks[name] = stack = self._stack(stored)
         if stack.values.is_cuda and stack.shape[2] % DEPTH:
-            raise ModelError(what=f"{name}: experts whose rows have {stack.shape[2]} values cannot be kept in few bits",
-                             why=f"their products on a GPU take blocks of {DEPTH} values", fix="set method: lora")
+            raise ModelError(what=f"{name}: experts with rows of {stack.shape[2]} values cannot be quantized",
+                             why=f"the GPU kernels need a multiple of {DEPTH} values", fix="set method: lora")
         shape = self._parameters[name].shape  # type: ignore[union-attr]
         nothing = torch.zeros((), dtype=stored.dtype, device=stack.values.device).expand(shape)
         self._parameters[name] = nn.Parameter(nothing, requires_grad=False)
@@ -222,7 +222,7 @@ def read_stack(shards: Shards, key: str, experts: FewBitExperts, dtype: torch.dt
         names = _single(shards, key, expert)
         if not names:
             raise ModelError(what=f"expert {expert} of {key} is not in its files", why="the files are not complete",
-                             fix="get the model's complete files, all from the same version")
+                             fix="download all files of the model, in the same version")
         for number, one in enumerate(names):
             part = _checked(shards.get(one), (shape[1] // len(names), shape[2]), one)
             if whole is None:
@@ -234,11 +234,12 @@ def read_stack(shards: Shards, key: str, experts: FewBitExperts, dtype: torch.dt
 
 def _checked(weight: Tensor, shape: tuple[int, ...], key: str) -> Tensor:
     if not weight.is_floating_point() or weight.itemsize == 1:
-        raise ModelError(what=f"{key} is stored in few bits, as {str(weight.dtype).removeprefix('torch.')}",
-                         why="of quantized experts only gpt-oss's MXFP4 is read", fix="use the 16-bit model")
+        raise ModelError(what=f"{key} is quantized, as {str(weight.dtype).removeprefix('torch.')}",
+                         why="the only supported quantized experts are gpt-oss's MXFP4", fix="use the 16-bit model")
     if tuple(weight.shape) != shape:
         raise ModelError(what=f"{key} has the shape {tuple(weight.shape)} instead of {shape}",
-                         why="the weights do not belong to config.json", fix="get the model's files, all from the same version")
+                         why="the weights do not belong to config.json",
+                         fix="download all files of the model, in the same version")
     return weight
 
 

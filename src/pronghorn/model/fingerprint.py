@@ -41,7 +41,7 @@ def fingerprint(name: str) -> str:
         try:
             digest.update(f"{file.name}\0{file_digest(file)}\0".encode())
         except OSError as error:
-            raise EnvironmentFault(what="a weight file cannot be read", where=str(file), why=error.strerror or str(error),
+            raise EnvironmentFault(what="cannot read a weight file", where=str(file), why=error.strerror or str(error),
                                    fix="check the disk, then run the same command again") from error
     return EVERY_BYTE + digest.hexdigest() if files else ""
 
@@ -86,27 +86,28 @@ def require_same_base(name: str, then: dict[str, Any], checkpoint: str) -> list[
     if weights:
         now = fingerprint(name) if weights.startswith(EVERY_BYTE) else _sampled(name)
         if now and now != weights:
-            raise _another("the model's weights are not those", name, checkpoint,
-                           "an adapter fits the weights it was trained on, and no others")
+            raise _another("the model's weights differ from those", name, checkpoint,
+                           "an adapter works only with the weights it was trained on")
     if config and (changed := _changes(config, settings(name, "config.json"))):
-        raise _another("the model's config.json is not that", name, checkpoint,
-                       f"{changed}; with other settings the same weights compute other numbers")
+        raise _another("the model's config.json differs from that", name, checkpoint,
+                       f"{changed}; with these settings the same weights give different results")
     if generation is not None and (changed := _changes(generation, settings(name, "generation_config.json"))):
-        return [f"generation_config.json of {name} changed since {checkpoint} ({changed}): answers may end or read otherwise"]
+        return [f"generation_config.json of {name} changed since {checkpoint} ({changed}): generated answers may differ"]
     return []
 
 
 def _changes(then: dict[str, str], now: dict[str, str]) -> str:
     """`rope_theta 10000.0 -> 500000.0`, some of them; empty where nothing changed, or nothing is known now."""
     changed = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)] if now else []
-    shown = [f"{key} {then.get(key, 'not there')[:40]} -> {now.get(key, 'not there')[:40]}" for key in changed[:MOST_SHOWN]]
+    shown = [f"{key} {then.get(key, 'unset')[:40]} -> {now.get(key, 'unset')[:40]}" for key in changed[:MOST_SHOWN]]
     return ", ".join(shown) + ", ..." * (len(changed) > MOST_SHOWN)
 
 
 def _another(what: str, name: str, checkpoint: str, why: str) -> CheckpointError:
     return CheckpointError(
         what=f"{what} of {checkpoint}", where=name, why=why,
-        fix="put the model's files back, or start over: pronghorn train RECIPE --fresh (the old folder is only renamed)")
+        fix="restore the model's files, or start over: pronghorn train RECIPE --fresh (the old folder is renamed, not "
+            "deleted)")
 
 
 def local_files(name: str) -> Path | None:

@@ -53,7 +53,7 @@ def require_fp8(device: torch.device) -> None:
     """Before anything is loaded to be trained in FP8."""
     if why := fp8_supported(device):
         raise EnvironmentFault(what="this device cannot train in FP8", where=str(device), why=why,
-                               fix="method: lora, or method: qlora if memory is short, trains on any GPU")
+                               fix="set method: lora, or method: qlora if memory is short: both train on any GPU")
 
 
 class _DequantizedProduct(torch.autograd.Function):
@@ -178,7 +178,8 @@ def refuse_quantized(config: Any, where: str) -> None:
     """FP8 is made of 16 bits."""
     refuse_other_quantization(config, where)
     if getattr(config, "quantization_config", None):
-        raise ModelError(what="the checkpoint is stored in 4 bits", where=where, why="they are trained on as they are",
+        raise ModelError(what="the checkpoint is stored in 4 bits", where=where,
+                         why="4-bit weights cannot be converted to FP8",
                          fix="set method: qlora, or use the 16-bit model")
 
 
@@ -195,7 +196,7 @@ def load_fp8(folder: Path, dtype: torch.dtype, device: torch.device, *, skip: Co
                if not is_beside(full, beside)}
     if not linears:
         raise ModelError(what="no linear layer of this model can be stored in FP8", where=str(folder),
-                         why=f"{config.model_type} has other layers", fix="method: lora")
+                         why=f"{config.model_type} has no supported linear layers", fix="set method: lora")
     keys = dict.fromkeys([key for key, _ in model.named_parameters()])
     keys |= dict.fromkeys(key for key, _ in model.named_buffers() if key in model.state_dict())
     tied = _tied(model)

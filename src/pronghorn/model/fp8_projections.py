@@ -116,13 +116,13 @@ class Fp8Projections(Projections):
             linear = module.get_base_layer() if isinstance(module, LoraLinear) else module
             kinds.add(type(linear))
             if type(linear) not in (Fp8Linear, NF4Linear) and not trains_whole(module):
-                return f"{type(linear).__name__} is not a linear stored in FP8 or 4 bits"
+                return f"{type(linear).__name__} is not a linear layer stored in FP8 or 4 bits"
             if not fits(linear):
-                return f"FP8 products do not take a weight of {linear.out_features} x {linear.in_features}"
+                return f"FP8 GEMMs do not support a weight of {linear.out_features} x {linear.in_features}"
             if isinstance(module, LoraLinear) and (why := why_only_peft(module)):
                 return why
         self._look()
-        return "the linears that share an input are not all stored in the same form" if len(kinds) > 1 else ""
+        return "linear layers that share an input are stored in different formats" if len(kinds) > 1 else ""
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class Fp8Projections(Projections):
         require_fp8(device)
         if device.type == "cuda" and dtype != torch.bfloat16:
             raise RecipeError(what=f"FP8 layers cannot compute in {str(dtype).removeprefix('torch.')}",
-                              why="the library's FP8 products give bf16", fix="set precision: bf16")
+                              why="cuBLAS FP8 GEMMs return bf16", fix="set precision: bf16")
         self._turned = None
         if isinstance(self.linears[0], NF4Linear):
             weights = [linear.nf4 for linear in self.linears if isinstance(linear, NF4Linear)]
@@ -164,7 +164,7 @@ class Fp8Projections(Projections):
 
     @property
     def group(self) -> Fp8Group:
-        assert self._group is not None, "`prepare` comes first"
+        assert self._group is not None, "call `prepare` first"
         return self._group
 
     @property

@@ -72,7 +72,7 @@ def generate(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, ma
                 found = None
             if found is None:  # outside the handler, which holds on to the tensors of what failed
                 _empty_cache(device)
-                say_once(f"no memory for {len(chosen)} answers at a time: they are generated in halves")
+                say_once(f"not enough memory to generate {len(chosen)} answers at once: the batch is halved")
                 half = len(chosen) // 2
                 waiting[:0] = [chosen[:half], chosen[half:]]
                 continue

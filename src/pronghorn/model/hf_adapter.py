@@ -40,17 +40,19 @@ def with_adapter(model: Any, *, target_modules: Sequence[str] | str, modules_to_
     for name in whole:
         found = [module for path, module in model.named_modules() if path.split(".")[-1] == name]
         if not found:
-            raise ModelError(what=f"modules_to_save: this model has no module `{name}`", why="it would train nothing")
+            raise ModelError(what=f"modules_to_save: the model has no module `{name}`", why="it would train nothing")
         if stored := next((inner for module in found for inner in module.modules() if isinstance(inner, QUANTIZED)), None):
             bits = 4 if isinstance(stored, NF4Linear) else 8
-            raise ModelError(what=f"modules_to_save: `{name}` is stored in {bits} bits", why="they have no gradient",
-                             fix="give it an adapter (target_modules), or load with load_in_16bit=True")
+            raise ModelError(what=f"modules_to_save: `{name}` is stored in {bits} bits",
+                             why="quantized weights have no gradient",
+                             fix="give it an adapter with target_modules, or load with load_in_16bit=True")
     targets = linears
     if linears == "all-linear" and (layers is not None or beside_text(model)):
         targets = _linear_names(model)  # PEFT wants names to choose layers; a vision tower's are not meant
     if stacks and (option := next((name for name in ("use_dora", "lora_dropout") if config.get(name)), "")):
-        raise CommandError(what=f"{option} does not go with an adapter on experts", why="PEFT has no such adapters for experts",
-                           fix=f"leave {option} out, or the experts")
+        raise CommandError(what=f"{option} cannot be combined with an adapter on experts",
+                           why="PEFT does not support this for experts",
+                           fix=f"remove {option}, or remove experts from the targets")
     torch.manual_seed(seed)
     adapted: PeftModel = get_peft_model(model, LoraConfig(
         task_type="CAUSAL_LM", target_modules=targets, target_parameters=stacks or None, modules_to_save=whole or None,
@@ -70,9 +72,9 @@ def refuse_merging(adapted: PeftModel) -> None:
 
 def _refuse_to_merge(*_: Any, **__: Any) -> None:
     """PEFT would add to the bytes."""
-    raise ModelError(what="an adapter cannot be merged into weights in 4 or 8 bits",
-                     why="rounding them again would undo much of the training",
-                     fix="model.save_pretrained_merged(folder): the merged model, in 16 bits")
+    raise ModelError(what="an adapter cannot be merged into quantized weights",
+                     why="quantizing the merged weights again would undo much of the training",
+                     fix="call model.save_pretrained_merged(folder), which writes the merged model in 16 bits")
 
 
 def _targets(model: Any, asked: Sequence[str] | str) -> tuple[list[str] | str, list[str], list[str]]:
@@ -80,7 +82,7 @@ def _targets(model: Any, asked: Sequence[str] | str) -> tuple[list[str] | str, l
     stacks = expert_stacks(model)
     if isinstance(asked, str):
         if asked != "all-linear":
-            raise CommandError(what=f"target_modules={asked!r}", fix='give a list of names, or "all-linear"')
+            raise CommandError(what=f"target_modules={asked!r}", fix='use a list of names, or "all-linear"')
         return linear_names(model, beside_experts=True) if stacks else asked, [], []
     known, names, whole = _linear_names(model), [], []
     taken = taken_for_experts(model, sorted({*GATED, *known}))
@@ -91,18 +93,18 @@ def _targets(model: Any, asked: Sequence[str] | str) -> tuple[list[str] | str, l
             adapted += inside
             continue
         if name in TRAINED_WHOLE:
-            say_once(f"target_modules: {name} is trained as a whole, without an adapter")
+            say_once(f"target_modules: {name} is fully trained, without an adapter")
             whole.append(name)
         elif name in known:
             names.append(name)
         elif FUSED.get(name) in known:
-            say_once(f"target_modules: this model stores {name} inside {FUSED[name]}, whose adapter covers all of it")
+            say_once(f"target_modules: the model stores {name} inside {FUSED[name]}, and the adapter covers all of it")
             names.append(FUSED[name])
         else:
             close = difflib.get_close_matches(name, known, n=1)
-            raise ModelError(what=f"target_modules: `{name}` matches no linear layer of this model",
+            raise ModelError(what=f"target_modules: `{name}` matches no linear layer of the model",
                              why="an adapter there would train nothing",
-                             fix=(f"did you mean `{close[0]}`? " if close else "") + f"this model has: {', '.join(known)}")
+                             fix=(f"did you mean `{close[0]}`? " if close else "") + f"available: {', '.join(known)}")
     return list(dict.fromkeys(names)), whole, sorted(set(adapted))
 
 
@@ -187,7 +189,7 @@ def _with_deltas(weight: Tensor, module: Any) -> Tensor:
     for adapter in active:
         dora = module.use_dora.get(adapter, False)
         if (dora and len(active) > 1) or (adapter in module.lora_variant and not dora):
-            raise ModelError(what="this adapter is a variant of LoRA, not a sum", why="it merges in a way of its own",
+            raise ModelError(what="this adapter is a LoRA variant that is not a plain sum", why="it needs its own merge",
                              fix="model.merge_and_unload().save_pretrained(folder)")
         total = total + module.get_delta_weight(adapter).float()
         if dora:  # the sum gives each row's direction, the magnitude its length

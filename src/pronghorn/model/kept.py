@@ -128,15 +128,14 @@ def leave(kept: Kept | Input, level: Level, layer: int, elsewhere: Elsewhere | N
 def come_back(left: Left, layer: int, elsewhere: Elsewhere | None) -> Kept | Input:
     if not isinstance(left, Away):
         return left
-    assert elsewhere is not None, "what left needs the place it went to"
+    assert elsewhere is not None, "offloaded tensors need their pool"
     return _with_tensors(left.shape, elsewhere.back(layer))
 
 
 def copied(left: Left) -> Left:
     """The same in memory of its own; parts of one buffer (q, k, v) stay parts of one."""
     if isinstance(left, Away):
-        raise RuntimeError("what a layer kept waits in host memory and comes back once: compute the loss again for a second "
-                           "backward")
+        raise RuntimeError("offloaded activations are restored only once: recompute the loss for a second backward")
     memo: dict[int, Any] = {}
     tensors = [None if tensor is None else tensor.detach() for tensor in _tensors(left)]
     return _with_tensors(left, [copy.deepcopy(tensor, memo) for tensor in tensors])

@@ -60,8 +60,8 @@ def resolve_precision(asked: Literal["auto"] | Precision, device: torch.device) 
     if asked == "auto":
         return "bf16" if has_bf16 else "fp32"
     if asked == "bf16" and device.type == "cuda" and not has_bf16:
-        raise RecipeError(what=f"precision: bf16 is not there on {torch.cuda.get_device_name(device)}",
-                          why="the chip has no bf16 arithmetic", fix="set precision: fp16 or fp32")
+        raise RecipeError(what=f"precision: bf16 is not supported by {torch.cuda.get_device_name(device)}",
+                          why="the GPU has no bf16 arithmetic", fix="set precision: fp16 or fp32")
     return asked
 
 
@@ -69,7 +69,7 @@ def require_fp8_precision(device: torch.device, precision: Precision) -> None:
     """Before anything is loaded: whether linears can be multiplied in FP8 here. A CPU can, in float32 products: for tests."""
     require_fp8(device)
     if device.type == "cuda" and precision != "bf16":
-        raise RecipeError(what=f"FP8 layers cannot compute in {precision}", why="a GPU's FP8 products give bf16",
+        raise RecipeError(what=f"FP8 layers cannot compute in {precision}", why="FP8 GEMMs return bf16",
                           fix="set precision: bf16 (in Python: dtype=torch.bfloat16)")
 
 
@@ -78,10 +78,10 @@ def require_fp8_products(recipe: Recipe, facts: ModelFacts) -> None:
     family = FAMILIES.get(facts.text_type)
     if recipe.compute != "fp8" or recipe.method == "fp8" or family is None or family.experts is None:
         return
-    why = "experts in 4 bits" if recipe.method == "qlora" else "experts that are trained"
-    instead = ", or set method: fp8, which stores the experts in FP8 and multiplies them so" if recipe.method == "qlora" else ""
+    why = "4-bit experts" if recipe.method == "qlora" else "trained experts"
+    instead = ", or set method: fp8, which stores and multiplies experts in FP8" if recipe.method == "qlora" else ""
     raise RecipeError(what=f"compute: fp8 cannot be combined with method: {recipe.method} for {facts.model_type}",
-                      why=f"{why} are multiplied in 16 bits", fix=f"leave compute out{instead}")
+                      why=f"{why} are multiplied in 16 bits", fix=f"remove compute{instead}")
 
 
 def inspect_model(name: str, lora: Lora | None = None, *, four_bit: bool = False, fp8: bool = False) -> ModelFacts:
@@ -156,7 +156,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, four_bit:
     model, found = constructed(name, "cannot load the model", from_files)
     _refuse_made_up_weights(name, found)
     if unused := sorted(found["unexpected_keys"]):
-        say_once(f"{name}: {counted(len(unused), 'weight')} in its files without a place in the model: {unused[0]}"
+        say_once(f"{name}: the model does not use {counted(len(unused), 'weight')} of its files: {unused[0]}"
                  + ", ..." * (len(unused) > 1))
     if method == "mxfp4":
         _forget_mxfp4(model, dtype)
@@ -190,7 +190,7 @@ def _config(name: str, four_bit: bool) -> Any:
     if not four_bit and (found := getattr(config, "quantization_config", None)) is not None:
         facts = found if isinstance(found, dict) else found.to_dict()
         if facts.get("load_in_4bit"):
-            raise ModelError(what="the checkpoint is stored in 4 bits", where=name, why="they are trained on as they are",
+            raise ModelError(what="the checkpoint is stored in 4 bits", where=name, why="4-bit weights stay 4-bit in training",
                              fix="set method: qlora (in Python: load_in_4bit=True), or use the 16-bit model")
     return config
 
@@ -222,9 +222,9 @@ def without_load_report(name: str) -> Iterator[None]:
     except RuntimeError as error:
         if "conversion of the weights" not in str(error):
             raise
-        raise ModelError(what="the weights do not fit together", where=name,
-                         why="they cannot be stacked as the model keeps them: experts of one layer may have several shapes",
-                         fix="get the model's complete files, all from the same version") from error
+        raise ModelError(what="the weights do not match each other", where=name,
+                         why="they cannot be stacked: experts of one layer may have different shapes",
+                         fix="download all files of the model, in the same version") from error
     finally:
         logger.removeFilter(errors_only)
 
@@ -234,9 +234,9 @@ def require_tokenizer_fits(tokenizer: Any, vocabulary: int, name: str) -> None:
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocabulary:
         raise ModelError(
-            what=f"the tokenizer has ids up to {largest:,}, the model has embeddings for {vocabulary:,} tokens",
+            what=f"the tokenizer has ids up to {largest:,}, but the model has embeddings for {vocabulary:,} tokens only",
             where=name, why="tokens without an embedding cannot be trained",
-            fix="use the tokenizer the model was published with, or a model whose embeddings were resized to it",
+            fix="use the tokenizer published with the model, or a model with resized embeddings",
         )
 
 
@@ -248,7 +248,7 @@ def _refuse_made_up_weights(name: str, found: dict[str, Any]) -> None:
         first = min(spoilt)
         others = f" (and {counted(len(spoilt) - 1, 'more weight')})" if len(spoilt) > 1 else ""
         raise ModelError(what=f"{first} {spoilt[first]}{others}", where=name, why="the weights do not belong to config.json",
-                         fix="get the model's complete files, all from the same version")
+                         fix="download all files of the model, in the same version")
 
 
 def _refuse_unreadable_folder(name: str) -> None:
@@ -256,8 +256,8 @@ def _refuse_unreadable_folder(name: str) -> None:
         _refuse_folder_without_weights(name)
     except (OSError, RuntimeError) as error:  # no right to enter it, a name that is too long; the `~` of nobody
         why = str(getattr(error, "strerror", "") or error)
-        raise ModelError(what="the model folder cannot be looked into", where=name, why=why,
-                         fix="check the path in `model:`, and your right to read what is there") from error
+        raise ModelError(what="cannot open the model folder", where=name, why=why,
+                         fix="check the path in `model:` and its permissions") from error
 
 
 def _refuse_folder_without_weights(name: str) -> None:
@@ -268,18 +268,19 @@ def _refuse_folder_without_weights(name: str) -> None:
     if not folder.is_dir():
         if "/" not in name:
             return  # an old-style hub name: gpt2
-        raise ModelError(what="no such model folder", where=name, why="it is no folder here, and no hub name (org/name)",
-                         fix="check the path in `model:`, or give a hub name")
+        raise ModelError(what="no such model folder",
+                         where=name, why="it is neither a local folder nor a Hub name (org/name)",
+                         fix="check the path in `model:`, or use a Hub name")
     if not (folder / "config.json").is_file():
-        raise ModelError(what="this folder holds no config.json", where=name, why="it is not a Hugging Face model folder",
-                         fix="point `model:` at the folder that holds config.json and model.safetensors")
+        raise ModelError(what="the folder has no config.json", where=name, why="it is not a Hugging Face model folder",
+                         fix="set `model:` to the folder with config.json and model.safetensors")
     if any(folder.glob("*.safetensors")):
         return
     pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLED)
     if pickled:
         raise ModelError(
             what=f"the weights are pickled ({pickled[0]})", where=name,
-            why="a pickle can run any code when it is opened, so it is never opened",
-            fix="get the model's safetensors files, or convert them where you trust their origin",
+            why="a pickle can run arbitrary code when it is opened, so Pronghorn never opens one",
+            fix="download the model's safetensors files, or convert them if you trust their origin",
         )
-    raise ModelError(what="this folder holds no *.safetensors", where=name, fix="download the model's weights into it")
+    raise ModelError(what="the folder has no *.safetensors files", where=name, fix="download the model's weights into it")

@@ -106,7 +106,7 @@ def restore_adapter(model: PeftModel, folder: Path) -> None:
         raise _not_this_adapter(folder, " ".join(str(error).split())[:300]) from error
     absent = [name for name in found.missing_keys if "lora_" in name]
     if strange := [f"{name} is not in the file" for name in absent] or [
-            f"{name} has no place in the model" for name in found.unexpected_keys]:
+            f"{name} does not exist in the model" for name in found.unexpected_keys]:
         raise _not_this_adapter(folder, strange[0])
 
 
@@ -114,14 +114,14 @@ def require_adapter(folder: Path) -> None:
     """Refuses a checkpoint whose adapter is not there, or pickled."""
     if not (folder / ADAPTER_WEIGHTS).is_file():
         pickled = sorted(found.name for found in folder.glob("adapter_model.*") if found.suffix in PICKLED)
-        why = f"there is {pickled[0]}, a pickle, which can run any code when it is opened" if pickled else ""
-        raise CheckpointError(what=f"{ADAPTER_WEIGHTS} is not there", where=str(folder), why=why,
-                              fix="use a checkpoint that was written by Pronghorn; --checkpoint chooses another one")
+        why = f"the folder has {pickled[0]}, a pickle, which can run arbitrary code when it is opened" if pickled else ""
+        raise CheckpointError(what=f"{ADAPTER_WEIGHTS} is missing", where=str(folder), why=why,
+                              fix="use a checkpoint written by Pronghorn; --checkpoint selects another one")
 
 
 def _not_this_adapter(folder: Path, why: str) -> CheckpointError:
-    return CheckpointError(what=f"{ADAPTER_WEIGHTS} does not hold the recipe's adapter", where=str(folder), why=why,
-                           fix="use a checkpoint that was written by Pronghorn; --checkpoint chooses another one")
+    return CheckpointError(what=f"{ADAPTER_WEIGHTS} does not contain the recipe's adapter", where=str(folder), why=why,
+                           fix="use a checkpoint written by Pronghorn; --checkpoint selects another one")
 
 
 def _refuse_unmatched_targets(model: torch.nn.Module, lora: Lora) -> None:
@@ -130,8 +130,9 @@ def _refuse_unmatched_targets(model: torch.nn.Module, lora: Lora) -> None:
     stacks = expert_stacks(model)
     if EXPERTS in lora.targets and stacks and (lora.dropout or lora.dora):
         option = "lora.dropout" if lora.dropout else "lora.dora"
-        raise RecipeError(what=f"{option} does not go with lora.targets: experts", why="PEFT has no such adapters for experts",
-                          fix=f"leave {option} out, or the experts")
+        raise RecipeError(what=f"{option} cannot be combined with lora.targets: experts",
+                          why="PEFT does not support this for experts",
+                          fix=f"remove {option}, or remove experts from the targets")
     names = text_linears(model)
     known = linear_names(model) + ([EXPERTS] if stacks else [])
     for target in lora.targets:
@@ -139,13 +140,13 @@ def _refuse_unmatched_targets(model: torch.nn.Module, lora: Lora) -> None:
             continue
         last = target.rsplit(".", 1)[-1]
         if stacks and last in taken_for_experts(model, sorted({*GATED, last})):
-            raise RecipeError(what=f"lora.targets: PEFT takes `{target}` for a part of this model's experts",
-                              why="an adapter of a dense MLP or a shared expert has no name of its own there",
-                              fix="leave it out, or set lora.targets: [all-linear, experts]")
+            raise RecipeError(what=f"lora.targets: PEFT interprets `{target}` as part of this model's experts",
+                              why="PEFT has no separate name for the dense MLP or the shared expert",
+                              fix="remove it, or set lora.targets: [all-linear, experts]")
         if not any(name == target or name.endswith(f".{target}") for name in names):
             close = difflib.get_close_matches(target, known, n=1)
             raise RecipeError(
-                what=f"lora.targets: `{target}` matches no linear layer of this model",
+                what=f"lora.targets: `{target}` matches no linear layer of the model",
                 why="an adapter there would train nothing",
-                fix=(f"did you mean `{close[0]}`? " if close else "") + f"this model has: {', '.join(known)}",
+                fix=(f"did you mean `{close[0]}`? " if close else "") + f"available: {', '.join(known)}",
             )

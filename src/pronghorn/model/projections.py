@@ -73,13 +73,13 @@ class Projections:
                 if type(module.get_base_layer()) not in PLAIN:
                     return f"the base layer is {type(module.get_base_layer()).__name__}"
             elif type(module) not in PLAIN:
-                return f"{type(module).__name__} is not a linear layer we know"
+                return f"{type(module).__name__} is not a supported linear layer"
         self._look()
         if any(linear.weight.requires_grad for linear in self.linears):
             if self.adapters:
-                return "a weight is trained beside its adapter"
+                return "a weight is trained in addition to its adapter"
             if self._in_4_bits():
-                return "a weight is trained beside one in 4 bits"
+                return "a weight is trained next to a 4-bit weight"
         return ""
 
     def _in_4_bits(self) -> NF4Linear | None:
@@ -375,7 +375,7 @@ def why_only_peft(module: LoraLinear) -> str:
         return "several adapters are active"
     for name in active:
         if name not in module.lora_A:
-            return "the active adapter is not on every layer it was asked for"
+            return "the active adapter is not on every layer that it targets"
         if module.use_dora.get(name, False) or name in module.lora_variant:
             return "DoRA or another LoRA variant"
         if module.training and getattr(module.lora_dropout[name], "p", 0.0) > 0:

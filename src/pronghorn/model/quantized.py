@@ -167,23 +167,23 @@ def stored_weight(packed: Tensor, parts: Mapping[str, Tensor], *, where: str) ->
     """The weight from what a checkpoint holds, refused where it is another 4-bit format."""
     kinds = [name.removeprefix(STATE) for name in parts if name.startswith(STATE)]
     if kinds != ["nf4"]:
-        raise ModelError(what=f"the weight is stored as {kinds[0] if kinds else 'something'} and not as nf4", where=where,
-                         why="only NF4 of the 4-bit formats is read", fix="use the 16-bit model with method: qlora")
+        raise ModelError(what=f"the weight is stored as {kinds[0] if kinds else 'something'}, not as nf4", where=where,
+                         why="NF4 is the only supported 4-bit format", fix="use the 16-bit model with method: qlora")
     facts = json.loads(bytes(parts[f"{STATE}nf4"].cpu().tolist()))
     if facts["blocksize"] != BLOCK or facts.get("nested_blocksize", NESTED_BLOCK) != NESTED_BLOCK:
         raise ModelError(what=f"the weight is quantized in blocks of {facts['blocksize']}", where=where,
-                         why=f"only blocks of {BLOCK} are read", fix="use the 16-bit model with method: qlora")
+                         why=f"only blocks of {BLOCK} are supported", fix="use the 16-bit model with method: qlora")
     device = packed.device
     if not torch.equal(parts["quant_map"].float().cpu(), nf4_code()):
-        raise ModelError(what="the weight has levels other than NF4's", where=where, why="they would be read wrongly",
+        raise ModelError(what="the weight's code table is not NF4's", where=where, why="it would be dequantized wrongly",
                          fix="use the 16-bit model with method: qlora")
     rows, columns = facts["shape"]
     if packed.dtype != torch.uint8:  # bnb_4bit_quant_storage: the same bytes under another name
         packed = packed.contiguous().view(torch.uint8)
     q = NF4Tensor(packed.reshape(-1, 1), parts["absmax"].to(device), (rows, columns), FLOATS[facts["dtype"]], nf4_code(device))
     if q.packed.numel() != (rows * columns + 1) // 2 or q.absmax.numel() != -(-rows * columns // BLOCK):
-        raise ModelError(what=f"the weight's bytes do not fit its shape {rows} x {columns}", where=where,
-                         why="the file is damaged or comes from another version", fix="get the model's files again")
+        raise ModelError(what=f"the weight's bytes do not match its shape {rows} x {columns}", where=where,
+                         why="the file is damaged or comes from a different version", fix="download the model's files again")
     if "nested_absmax" not in parts:
         return q
     code = parts["nested_quant_map"].to(device)
@@ -215,7 +215,7 @@ def refuse_other_quantization(config: Any, where: str) -> None:
         kind = str(facts.get("bnb_4bit_quant_type", "fp4"))
     if kind not in ("nf4", "mxfp4"):
         raise ModelError(what=f"the checkpoint is quantized as {kind}", where=where,
-                         why="of quantized checkpoints only bitsandbytes' NF4 and gpt-oss's MXFP4 are read",
+                         why="the only supported quantized checkpoints are bitsandbytes' NF4 and gpt-oss's MXFP4",
                          fix="use the 16-bit model, with method: qlora if memory is short")
 
 
@@ -297,7 +297,7 @@ class _Shards:
                 self.files[name] = safe_open(folder / name, framework="pt", device=str(device))
             except (OSError, SafetensorError) as error:
                 raise ModelError(what=f"cannot read {name}", where=str(folder), why=str(error).splitlines()[0][:200],
-                                 fix="get the model's complete files") from error
+                                 fix="download all files of the model") from error
             self.file_of |= dict.fromkeys(self.files[name].keys(), name)
         self.stored_as = stored_names(model, self.file_of)
 
@@ -369,7 +369,8 @@ def load_nf4(
             progress("loading 4-bit weights", done + 1, len(keys))
     if not experts and not any(True for _ in _linears(model, NF4Linear, ())):
         raise ModelError(what="no linear layer of this model can be stored in 4 bits", where=str(folder),
-                         why=f"{config.model_type} has other layers", fix="method: lora, or load_in_4bit=False in Python")
+                         why=f"{config.model_type} has no supported linear layers",
+                         fix="set method: lora, or load_in_4bit=False in Python")
     model.tie_weights()
     _fill_computed_buffers(model, device)
     if (generation := generation_config(str(folder), folder)) is not None:
@@ -385,8 +386,8 @@ def _refuse_missing(keys: Collection[str], stacks: Collection[str], shards: _Sha
     if missing:
         others = f" (and {counted(len(missing) - 1, 'more weight')})" if len(missing) > 1 else ""
         raise ModelError(what=f"{missing[0]} is not in its files{others}", where=str(folder),
-                         why="the weights do not belong to config.json, or are stored under other names",
-                         fix="get the model's complete files, all from the same version")
+                         why="the weights do not belong to config.json, or have different names",
+                         fix="download all files of the model, in the same version")
 
 
 def _one_weight(
@@ -395,15 +396,16 @@ def _one_weight(
     if parts:
         return stored_weight(stored, parts, where=f"{where}: {key}")
     if not stored.is_floating_point():
-        raise ModelError(what=f"{key} is stored as {stored.dtype} with nothing that says how to read it", where=where,
-                         why="it is quantized in a form that is not known here", fix="use the 16-bit model")
+        raise ModelError(what=f"{key} is stored as {stored.dtype} without quantization metadata", where=where,
+                         why="its quantization format is not supported", fix="use the 16-bit model")
     return nf4_quantize(stored.to(dtype), nested=nested)
 
 
 def _require_shape(found: Any, asked: Any, key: str, folder: Path) -> None:
     if tuple(found) != tuple(asked):
         raise ModelError(what=f"{key} has the shape {tuple(found)} instead of {tuple(asked)}", where=str(folder),
-                         why="the weights do not belong to config.json", fix="get the model's files, all from the same version")
+                         why="the weights do not belong to config.json",
+                         fix="download all files of the model, in the same version")
 
 
 def _place(model: nn.Module, owner: str, leaf: str, tensor: Tensor, dtype: torch.dtype, folder: Path) -> None:
@@ -459,8 +461,8 @@ def _fill_computed_buffers(model: PreTrainedModel, device: torch.device) -> None
             if any(bool(_is_unset(module._buffers[key]).any()) for key in empty):  # type: ignore[arg-type]
                 raise ModelError(what=f"{name}.{next(iter(empty))} is in no file and cannot be computed",
                                  where=model.config.model_type,
-                                 why="this family fills it in a way that is not known here", fix="use method: lora")
+                                 why="this model family initializes it in an unsupported way", fix="use method: lora")
     left = [key for key, parameter in model.named_parameters() if parameter is not None and parameter.is_meta]
     if left:
         raise ModelError(what=f"{left[0]} was not loaded", where=model.config.model_type,
-                         why="this family ties its weights in a way that is not known here", fix="use method: lora")
+                         why="this model family ties its weights in an unsupported way", fix="use method: lora")

@@ -77,8 +77,8 @@ def as_at_forward(weights: Weights | None, then: Stamp | None, now: Callable[[],
 
 def require_same(then: Stamp, now: Sequence[Tensor], where: str) -> None:
     if len(then.weights) != len(now) or not all(map(is_, then.weights, now)):
-        raise RuntimeError(f"{where} does not have the weights that its forward was computed with: call "
-                           "backward before they are replaced, or adapters switched")
+        raise RuntimeError(f"the weights of {where} changed between forward and backward: call backward before replacing "
+                           "weights or switching adapters")
     versions = list(map(VERSION, now))
     if versions != then.versions:
         shape, was, found = next((list(weight.shape), was, found) for weight, was, found

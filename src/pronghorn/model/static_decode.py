@@ -29,11 +29,11 @@ def why_not_static(model: Any) -> str:
     """Why a model's answers are left to transformers' `generate`; nothing where they need not be."""
     base = base_of(model)
     if not getattr(base, "_can_compile_fullgraph", False):
-        return f"{type(base).__name__} has no step of fixed shape"
+        return f"{type(base).__name__} has no fixed-shape decoding"
     if base.config._attn_implementation not in ("sdpa", "eager"):
         return f"attention is {base.config._attn_implementation}"
     if any(type(layer) is not StaticLayer for layer in StaticCache(config=base.config, max_cache_len=1).layers):
-        return "some layers have a window, and count their steps on the host"
+        return "sliding-window layers count their steps on the host"
     return ""
 
 
@@ -93,7 +93,7 @@ class StaticDecoding:
         if not graphs.captures:
             return self.step
         if not self._agrees(replay, before):
-            say_once("answers are generated without a CUDA graph: its tokens differ from those of the plain path")
+            say_once("answers are generated without a CUDA graph: its tokens differ from those of eager generation")
             return self.step
         return replay
 

@@ -48,7 +48,7 @@ def base_name(folder: Path) -> str:
     name = _config(folder).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise ModelError(what=f"{ADAPTER} names no base model", where=str(folder), why="base_model_name_or_path is not set",
-                         fix="set it to the model that the adapter was trained on")
+                         fix="set it to the model the adapter was trained on")
     return name
 
 
@@ -56,7 +56,7 @@ def _config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / ADAPTER, str(folder))
     if config.get("peft_type") != "LORA":
         raise ModelError(what=f"{ADAPTER} describes {str(config.get('peft_type'))[:80]!r}", where=str(folder),
-                         why="only LoRA adapters are loaded here", fix="peft.PeftModel.from_pretrained(model, folder)")
+                         why="Pronghorn loads LoRA adapters only", fix="use peft.PeftModel.from_pretrained(model, folder)")
     return config
 
 
@@ -65,13 +65,13 @@ def attach_adapter(model: torch.nn.Module, folder: Path) -> PeftModel:
     config = _config(folder)
     for key, value in config.items():
         if key not in (*HONOURED, *SAYS_NOTHING, INIT) and not (value is None or value is False):  # {} asks for defaults
-            raise ModelError(what=f"{ADAPTER} sets `{key}`", where=str(folder), why="an adapter of that kind is not known here",
-                             fix="peft.PeftModel.from_pretrained(model, folder)")
+            raise ModelError(what=f"{ADAPTER} sets `{key}`", where=str(folder), why="this adapter type is not supported",
+                             fix="use peft.PeftModel.from_pretrained(model, folder)")
     began = config.get(INIT)
     if not any(type(began) is type(one) and began == one for one in (*BEGAN_BESIDE, *TAKEN_OUT)) or (
             began in TAKEN_OUT and any(isinstance(module, QUANTIZED) for module in model.modules())):
         raise ModelError(what=f"{ADAPTER} sets `{INIT}` to {str(began)[:80]!r}", where=str(folder),
-                         why="what it took out of the base model's weights cannot be taken out again",
+                         why="this initialization changed the base model's weights, which cannot be repeated",
                          fix="load_in_4bit=False" if began in TAKEN_OUT else "convert the adapter with PEFT, or merge it")
     weights = _weights(folder)
     kept = {key: config[key] for key in HONOURED if config.get(key) not in (None, {})}
@@ -98,7 +98,7 @@ def _require_ranks(config: dict[str, Any], weights: dict[str, torch.Tensor], fol
     pattern = config.get("rank_pattern", {})
     ranks = [config.get("r", 8), *(pattern.values() if isinstance(pattern, dict) else (pattern,))]
     if strange := [rank for rank in ranks if type(rank) is not int or not 1 <= rank <= largest]:
-        raise _does_not_fit(folder, f"a rank of {str(strange[0])[:40]}, where the largest of its weights is {largest}")
+        raise _does_not_fit(folder, f"a rank of {str(strange[0])[:40]}, but the largest rank in its weights is {largest}")
 
 
 def replace_weights(model: PeftModel, folder: Path) -> None:
@@ -117,22 +117,22 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     file = folder / ADAPTER_WEIGHTS
     if not file.is_file():
         pickled = sorted(found.name for found in folder.glob("adapter_model.*") if found.suffix in PICKLED)
-        why = f"there is {pickled[0]}, a pickle, which can run any code when it is opened" if pickled else ""
-        raise ModelError(what=f"{ADAPTER_WEIGHTS} is not there", where=str(folder), why=why,
-                         fix="save the adapter as safetensors, where you trust its origin" if pickled else "check the folder")
+        why = f"the folder has {pickled[0]}, a pickle, which can run arbitrary code when it is opened" if pickled else ""
+        raise ModelError(what=f"{ADAPTER_WEIGHTS} is missing", where=str(folder), why=why,
+                         fix="save the adapter as safetensors, if you trust its origin" if pickled else "check the folder")
     try:
         return load_file(file)  # type: ignore[no-any-return]
     except (SafetensorError, OSError) as error:
-        raise ModelError(what=f"{ADAPTER_WEIGHTS} cannot be read", where=str(folder), why=str(error)[:300],
-                         fix="get the adapter's files again") from error
+        raise ModelError(what=f"cannot read {ADAPTER_WEIGHTS}", where=str(folder), why=str(error)[:300],
+                         fix="download the adapter's files again") from error
 
 
 def _misfits(found: Any) -> Iterator[str]:
     yield from (f"{name} is not in the file" for name in found.missing_keys if "lora_" in name or ".modules_to_save." in name)
-    yield from (f"{name} has no place in the model" for name in found.unexpected_keys)
-    yield from (f"{name[0]} has another shape" for name in getattr(found, "mismatched_keys", None) or ())
+    yield from (f"{name} does not exist in the model" for name in found.unexpected_keys)
+    yield from (f"{name[0]} has a different shape" for name in getattr(found, "mismatched_keys", None) or ())
 
 
 def _does_not_fit(folder: Path, why: str) -> ModelError:
     return ModelError(what="the adapter does not belong to this model", where=str(folder), why=why,
-                      fix=f"the model that {ADAPTER} names, as the adapter was trained on it")
+                      fix=f"use the base model named in {ADAPTER}, in the version the adapter was trained on")

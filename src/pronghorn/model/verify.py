@@ -78,7 +78,7 @@ class Verdict:
         return asdict(self) | {"loss_difference": self.loss_difference, "wrong": self.wrong()}
 
     def table(self) -> Table:
-        table = Table(title=f"fast layers against the family's own, {self.dtype}")
+        table = Table(title=f"fast layers compared with the transformers layers, {self.dtype}")
         for column in ("", "own", "fast", "difference"):
             table.add_column(column)
         table.add_row("loss", f"{self.loss_own:.6f}", f"{self.loss_fast:.6f}", f"{self.loss_difference:.1e}")
@@ -91,8 +91,8 @@ class Verdict:
 def verify(model: Any, seed: int = 0) -> Verdict:
     """Raises ModelError that names what is wrong. The model's own gradients are put back as they were."""
     if why := install(model):
-        raise ModelError(what="there is nothing to verify: this model trains on its own layers", why=why,
-                         fix="train it as it is; README.md lists the model types that have fast layers")
+        raise ModelError(what="nothing to verify: this model trains on the transformers layers", why=why,
+                         fix="README.md lists the model types with fast layers")
     engine = engine_of(model)
     assert engine is not None
     config = base_of(model).config.get_text_config()
@@ -114,7 +114,7 @@ def verify(model: Any, seed: int = 0) -> Verdict:
     in_fp8 = any(isinstance(layer, Fp8Attention) for layer in engine.layers)
     verdict = _compare(own, fast, dtype, FP8_TOLERANCE if in_fp8 else TOLERANCES[dtype])
     if wrong := verdict.wrong():
-        raise ModelError(what=f"the fast layers do not compute what this model computes: {wrong[0]}",
+        raise ModelError(what=f"the fast layers differ from the transformers layers: {wrong[0]}",
                          why="; ".join(wrong[1:4]) or "everything else agrees",
                          fix="train with layers: own, and report the model type")
     return verdict
@@ -143,9 +143,9 @@ def _require_windows(engine: FastCausalLM, config: Any) -> None:
     for layer in engine.layers:
         ours, theirs = layer.attention_options["window"], window(config, layer.index)
         if ours != theirs:
-            raise ModelError(what=f"the fast layers do not compute what this model computes: layer {layer.index} looks back "
-                                  f"{ours or 'without end'}, and the config says {theirs or 'without end'}",
-                             why="the config changed after the layers were made", fix="load the model again")
+            raise ModelError(what=f"the fast layers differ from the transformers layers: layer {layer.index} has the window "
+                                  f"{ours or 'none'}, but the config says {theirs or 'none'}",
+                             why="the config changed after the layers were built", fix="load the model again")
 
 
 class _NarrowWindows:

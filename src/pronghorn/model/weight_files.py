@@ -31,17 +31,17 @@ def require_whole_weights(name: str, *, any_name: bool = False) -> None:
     if folder is None:
         return
     from_hub = folder_of(name) is None
-    again = f"delete {folder}, and it is downloaded again" if from_hub else "download it again"
+    again = f"delete {folder}; the next run downloads it again" if from_hub else "download it again"
     files = files_to_load(folder)
     if files and not (any_name or from_hub or (folder / SINGLE).is_file() or (folder / INDEX).is_file()):
-        others = f"all that there is: {', '.join(file.name for file in files[:3])}" + ", ..." * (len(files) > 3)
-        raise ModelError(what=f"neither {SINGLE} nor {INDEX} is there", where=str(folder), why=others,
+        others = f"found only: {', '.join(file.name for file in files[:3])}" + ", ..." * (len(files) > 3)
+        raise ModelError(what=f"neither {SINGLE} nor {INDEX} found", where=str(folder), why=others,
                          fix=f"download {INDEX} into the folder" if len(files) > 1 else f"rename the file to {SINGLE}")
     for file in files:
         if not file.is_file():
             if from_hub:
                 continue
-            raise ModelError(what=f"{file.name} is missing", where=str(folder), why=f"{INDEX} names it",
+            raise ModelError(what=f"{file.name} is missing", where=str(folder), why=f"{INDEX} lists it",
                              fix=f"download {file.name} into the folder")
         try:
             why = _damage(file)
@@ -50,7 +50,7 @@ def require_whole_weights(name: str, *, any_name: bool = False) -> None:
                              fix="change its permissions so that you can read it") from error
         if why:
             fix = "fetch the large files (git lfs pull)" if "Git LFS" in why else again
-            raise ModelError(what=f"{file.name} is not whole", where=str(folder), why=why, fix=fix)
+            raise ModelError(what=f"{file.name} is incomplete", where=str(folder), why=why, fix=fix)
 
 
 def files_to_load(folder: Path) -> list[Path]:
@@ -63,12 +63,12 @@ def files_to_load(folder: Path) -> list[Path]:
         with (folder / INDEX).open("rb") as file:
             names = set(json.loads(file.read(LONGEST_HEADER))["weight_map"].values())
         if not names:
-            raise ValueError("it names no file")
+            raise ValueError("it lists no file")
         if strange := [name for name in names if not (isinstance(name, str) and FILE_NAME.fullmatch(name))]:
-            raise ValueError(f"{str(strange[0])[:80]!r} is no safetensors file of this folder")  # a pickle, or another folder's
+            raise ValueError(f"{str(strange[0])[:80]!r} is not a safetensors file in this folder")  # or a pickle
         return [folder / name for name in sorted(names)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(what=f"{INDEX} does not say which file holds which weight", where=str(folder),
+        raise ModelError(what=f"{INDEX} does not map weights to files", where=str(folder),
                          why=f"{type(error).__name__}: {error}"[:200], fix="download it again") from error
 
 
@@ -80,20 +80,20 @@ def _damage(file: Path) -> str:
         if start == LFS_POINTER:
             return "it is a Git LFS pointer, not the weights"
         if size < 8:
-            return "the file is empty" if not size else f"the file has {counted(size, 'byte')}, and no header"
+            return "the file is empty" if not size else f"the file has {counted(size, 'byte')} and no header"
         length = int.from_bytes(start[:8], "little")
         if length > LONGEST_HEADER:
-            return "it does not begin as a safetensors file does"
+            return "it does not start like a safetensors file"
         if length > size - 8:
             return f"the file ends within its header, at least {counted(length + 8 - size, 'byte')} early"
         opened.seek(8)
         end = _end_of_tensors(opened.read(length))
     if end is None:
-        return "its header is not that of a safetensors file"
+        return "its header is not a safetensors header"
     missing = 8 + length + end - size
     if missing > 0:
         return f"the file ends {counted(missing, 'byte')} early"
-    return f"the file has {counted(-missing, 'byte')} behind its last tensor" if missing < 0 else ""
+    return f"the file has {counted(-missing, 'byte')} after its last tensor" if missing < 0 else ""
 
 
 def _end_of_tensors(header: bytes) -> int | None:
