@@ -253,7 +253,7 @@ def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_a_hub_that_never_answers_is_given_up(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "PATIENCE", 0.2)
-    with pytest.raises(EnvironmentFault, match="the hub does not answer") as caught:
+    with pytest.raises(EnvironmentFault, match="the Hub does not answer") as caught:
         model_folder("somebody/tiny")
     assert silent in caught.value.why
     assert hub.TRIES * 10 < 60
@@ -262,7 +262,7 @@ def test_a_hub_that_never_answers_is_given_up(silent: str, monkeypatch: pytest.M
 def test_a_download_that_stands_still_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "SILENCE", 0.1)
     over = threading.Event()
-    with pytest.raises(EnvironmentFault, match="stopped sending"):
+    with pytest.raises(EnvironmentFault, match="the download stalled"):
         hub._watched(lambda: over.wait(60), tmp_path, "somebody/tiny")
     over.set()
     assert hub._watched(lambda: 7, tmp_path, "somebody/tiny") == 7
@@ -293,10 +293,10 @@ def test_a_data_set_has_a_page_of_its_own() -> None:
 
 
 def test_who_is_offline_by_choice_and_who_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelError, match="not in the hub cache"):
+    with pytest.raises(ModelError, match="not in the Hub cache"):
         model_folder("somebody/no-such-model")
     monkeypatch.setenv(hub.SILENT, "Connection refused")
-    with pytest.raises(EnvironmentFault, match="the hub cannot be reached") as caught:
+    with pytest.raises(EnvironmentFault, match="the Hub cannot be reached") as caught:
         model_folder("somebody/no-such-model")
     assert caught.value.why == "Connection refused"
 

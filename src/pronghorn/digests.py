@@ -136,7 +136,7 @@ def read_sealed(path: Path) -> str:
     """The text; ValueError when it is not what was written."""
     seal, _, text = path.read_text(encoding="utf-8").partition("\n")
     if seal != text_digest(text):
-        raise ValueError("its checksum does not fit")
+        raise ValueError("its checksum does not match")
     return text
 
 

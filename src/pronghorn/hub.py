@@ -43,8 +43,8 @@ def model_folder(name: str, *, weights: bool = False, token: str | None = None) 
     if folder := folder_of(name):
         return folder
     if not REPOSITORY.fullmatch(name):
-        raise ModelError(what="no such model folder", where=name, why="it is no folder here, and no hub name (org/name)",
-                         fix="check the path in `model:`, or give a hub name")
+        raise ModelError(what="no such model folder", where=name, why="it is neither a local folder nor a Hub name (org/name)",
+                         fix="check the path in `model:`, or use a Hub name")
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -80,9 +80,9 @@ def adapter_folder(name: str, *, token: str | None = None) -> Path | None:
         except _IsAdapterError as adapter:
             if ADAPTER_WEIGHTS not in adapter.files:
                 pickled = [file for file in adapter.files if file.startswith("adapter_model.") and file.endswith(PICKLED)]
-                why = "a pickle can run any code when it is opened, so it is never opened" if pickled else ""
-                raise ModelError(what=f"{ADAPTER_WEIGHTS} is not there", where=name, why=why,
-                                 fix="use a repository that has the adapter as safetensors") from adapter
+                why = "a pickle can run arbitrary code when it is opened, so Pronghorn never opens one" if pickled else ""
+                raise ModelError(what=f"{ADAPTER_WEIGHTS} is missing", where=name, why=why,
+                                 fix="use a repository with the adapter as safetensors") from adapter
             folder = _download(name, ADAPTER, None, token).parent
             for file in adapter.files:
                 if file.endswith(SMALL) or file == ADAPTER_WEIGHTS:
@@ -109,7 +109,7 @@ def require_data_set(name: str) -> None:
         except hub_errors() as error:
             told = refusal(error, name, kind="data set")
             if isinstance(told, EnvironmentFault):
-                told.fix += "; with HF_HUB_OFFLINE=1 a data set that was loaded before is taken from the cache"
+                told.fix += "; with HF_HUB_OFFLINE=1, a dataset loaded before is read from the cache"
             raise told from error
 
 
@@ -118,8 +118,8 @@ def data_set_revision(name: str) -> str:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        raise DataError(what="a data set is streamed from the hub, and HF_HUB_OFFLINE is set", where=name,
-                        fix="unset it, or give the data set's files")
+        raise DataError(what="streaming a dataset needs the Hub, but HF_HUB_OFFLINE is set", where=name,
+                        fix="unset HF_HUB_OFFLINE, or use the dataset's files")
     with quiet():
         try:
             return str(_tried(lambda: _api(None).dataset_info(name, timeout=PATIENCE)).sha)
@@ -131,10 +131,11 @@ def _from_cache(name: str) -> Path:
     if (folder := _whole_in_cache(name)) is not None:
         return folder
     if why := os.environ.get(SILENT):
-        raise EnvironmentFault(what="the model is not in the hub's cache, and the hub cannot be reached", where=name, why=why,
-                               fix="check the network and the spelling, or give a local folder")
-    raise ModelError(what="the model is not in the hub cache", where=name, why="HF_HUB_OFFLINE is set, so the hub is not asked",
-                     fix="check the name; without a network, the model must be a folder or already in the hub cache")
+        raise EnvironmentFault(what="the model is not in the Hub cache, and the Hub cannot be reached", where=name, why=why,
+                               fix="check the network and the spelling, or use a local folder")
+    raise ModelError(what="the model is not in the Hub cache", where=name,
+                     why="HF_HUB_OFFLINE is set, so nothing is downloaded",
+                     fix="check the name; without network access, the model must be a folder or already in the Hub cache")
 
 
 def _whole_in_cache(name: str, file: str = CONFIG) -> Path | None:
@@ -156,10 +157,10 @@ def _ask(name: str, token: str | None) -> tuple[str, list[str]]:
         if CONFIG not in files:
             if ADAPTER in files:
                 adapter = _IsAdapterError(what="this is an adapter, not a model", where=name,
-                                          fix="name the base model it was trained on")
+                                          fix="use the base model it was trained on")
                 adapter.files = tuple(files)
                 raise adapter
-            raise ModelError(what="this hub repository holds no config.json", where=name, fix="check the name in `model:`")
+            raise ModelError(what="the Hub repository has no config.json", where=name, fix="check the name in `model:`")
         # Without a commit, so that the cache knows later which one the name stood for.
         _answered[name, token] = (_download(name, CONFIG, None, token).parent.name, files)
     return _answered[name, token]
@@ -196,9 +197,9 @@ def _weight_files(name: str, folder: Path, files: list[str]) -> list[str]:
         return found
     if pickled := [file for file in files if file.endswith(PICKLED)]:
         raise ModelError(what=f"the weights are pickled ({pickled[0]})", where=name,
-                         why="a pickle can run any code when it is opened, so it is never opened",
-                         fix="use a repository that has the model's safetensors files")
-    raise ModelError(what="this hub repository holds no *.safetensors", where=name, fix="check the name in `model:`")
+                         why="a pickle can run arbitrary code when it is opened, so Pronghorn never opens one",
+                         fix="use a repository with safetensors files")
+    raise ModelError(what="the Hub repository has no *.safetensors files", where=name, fix="check the name in `model:`")
 
 
 def _download(name: str, file: str, commit: str | None, token: str | None) -> Path:
@@ -235,8 +236,8 @@ def _watched(work: Callable[[], Any], folder: Path, name: str) -> Any:
         if (size := _bytes_below(folder)) != seen:
             seen, since = size, time.monotonic()
         elif time.monotonic() - since > SILENCE:
-            raise EnvironmentFault(what="the hub stopped sending", where=name, why=f"no byte came for {SILENCE:.0f} s",
-                                   fix="run the same command again: what has come is kept")
+            raise EnvironmentFault(what="the download stalled", where=name, why=f"no data received for {SILENCE:.0f} s",
+                                   fix="run the same command again: it continues the download")
 
 
 def _bytes_below(folder: Path) -> int:
@@ -275,23 +276,23 @@ def refusal(error: Exception, name: str, *, token: str | None = None, kind: str 
     status = int(getattr(answer, "status_code", 0) or 0)
     if isinstance(error, GatedRepoError) or status == 403:
         return wrong(what=f"access to this {kind} is restricted ({status or 403})", where=name,
-                     why=f"its licence has to be accepted on {page}, by the owner of the token ({given})",
+                     why=f"the owner of the token ({given}) must accept the licence on {page}",
                      fix=f"accept it there, then set HF_TOKEN to a token from {constants.ENDPOINT}/settings/tokens")
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
-        return wrong(what=f"the hub has no such {kind}, or it is private ({status or 404})", where=name,
-                     why=f"without access the hub does not say which; {page} is its page",
-                     fix=f"check the spelling; if it is private or has a licence to accept, set HF_TOKEN to a token from"
-                         f" {constants.ENDPOINT}/settings/tokens")
+        return wrong(what=f"the Hub has no such {kind}, or it is private ({status or 404})", where=name,
+                     why=f"without access the Hub does not say which; see {page}",
+                     fix="check the spelling; if it is private or gated, set HF_TOKEN to a token from "
+                         f"{constants.ENDPOINT}/settings/tokens")
     first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     if status in BUSY or status >= 500:
-        why = "it asks to come back later" if status == 429 else "it has a fault of its own"
-        return EnvironmentFault(what=f"the hub answers with {status}", where=name, why=why,
-                                fix="run the same command again later, or give a local folder")
+        why = "it asks to retry later" if status == 429 else "it is a server error"
+        return EnvironmentFault(what=f"the Hub answers with status {status}", where=name, why=why,
+                                fix="run the same command again later, or use a local folder")
     if status:
-        return wrong(what=f"the hub refuses the request ({status})", where=name, why=first,
+        return wrong(what=f"the Hub refuses the request ({status})", where=name, why=first,
                      fix="check the name and HF_TOKEN")
-    return EnvironmentFault(what=f"the hub does not answer, and the {kind} is not in its cache", where=name,
-                            why=f"{constants.ENDPOINT}: {first}", fix="check the network, or give a local folder")
+    return EnvironmentFault(what=f"the Hub does not answer, and the {kind} is not in the cache", where=name,
+                            why=f"{constants.ENDPOINT}: {first}", fix="check the network, or use a local folder")
 
 
 def hub_errors() -> tuple[type[Exception], ...]:

@@ -42,23 +42,23 @@ class NamedCode:
 
 
 NAMED_CODE = (
-    *(NamedCode(CONFIG, f"{dash}attn_implementation{internal}", OWN_ATTENTION, "attention kernels from a hub repository")
+    *(NamedCode(CONFIG, f"{dash}attn_implementation{internal}", OWN_ATTENTION, "attention kernels from a Hub repository")
       for dash in ("", "_") for internal in ("", "_internal")),
-    *(NamedCode(CONFIG, f"{dash}experts_implementation{internal}", OWN_EXPERTS, "expert kernels from a hub repository")
+    *(NamedCode(CONFIG, f"{dash}experts_implementation{internal}", OWN_EXPERTS, "expert kernels from a Hub repository")
       for dash in ("", "_") for internal in ("", "_internal")),
-    NamedCode(CONFIG, "kernel_config", NOT_SET, "kernels from a hub repository"),
-    NamedCode(CONFIG, "use_kernels", NOT_SET, "kernels from a hub repository"),
-    NamedCode(CONFIG, "fusion_config", NOT_SET, "other classes in the place of transformers' own"),
+    NamedCode(CONFIG, "kernel_config", NOT_SET, "kernels from a Hub repository"),
+    NamedCode(CONFIG, "use_kernels", NOT_SET, "kernels from a Hub repository"),
+    NamedCode(CONFIG, "fusion_config", NOT_SET, "classes that replace those of transformers"),
     NamedCode(CONFIG, "transformers_weights", NOT_SET, "another weight file, which may be a pickle"),
-    NamedCode(CONFIG, "configuration_files", NOT_SET, "another config file, which nobody looked at"),
-    NamedCode(CONFIG, "custom_generate", NOT_SET, "a hub repository's own generate"),
-    NamedCode(GENERATION, "custom_generate", NOT_SET, "a hub repository's own generate"),
+    NamedCode(CONFIG, "configuration_files", NOT_SET, "another config file, which is not checked"),
+    NamedCode(CONFIG, "custom_generate", NOT_SET, "a custom generate function from a Hub repository"),
+    NamedCode(GENERATION, "custom_generate", NOT_SET, "a custom generate function from a Hub repository"),
     NamedCode(GENERATION, "constraints", NOT_SET, "the repository transformers-community/constrained-beam-search"),
     NamedCode(GENERATION, "force_words_ids", NOT_SET, "the repository transformers-community/constrained-beam-search"),
     NamedCode(GENERATION, "dola_layers", NOT_SET, "the repository transformers-community/dola"),
     NamedCode(GENERATION, "penalty_alpha", (*NOT_SET, 0), "the repository transformers-community/contrastive-search"),
     NamedCode(GENERATION, "num_beam_groups", (*NOT_SET, 1), "the repository transformers-community/group-beam-search"),
-    NamedCode(TOKENIZER, "gguf_file", NOT_SET, "another file, also of a hub repository"),
+    NamedCode(TOKENIZER, "gguf_file", NOT_SET, "another file, possibly from a Hub repository"),
 )
 
 
@@ -66,23 +66,23 @@ def read_json(file: Path, where: str) -> dict[str, Any]:
     """One JSON object; ModelError names the file and what is wrong with it. `where`: the model, as the user calls it."""
 
     def broken(why: str, error: Exception | None = None) -> ModelError:
-        told = ModelError(what=f"{file.name} cannot be read", where=where, why=why, fix="get the model's files again")
+        told = ModelError(what=f"cannot read {file.name}", where=where, why=why, fix="download the model's files again")
         told.__cause__ = error
         return told
 
     try:
         if (size := file.stat().st_size) > LARGEST:
-            raise broken(f"it has {size:,} bytes; {LARGEST:,} are the most such a file may have")
+            raise broken(f"it has {size:,} bytes; the limit is {LARGEST:,} bytes")
         found = json.loads(file.read_bytes())
         json.dumps(found, ensure_ascii=False).encode()  # as a checkpoint will have it
     except OSError as error:
         raise broken(error.strerror or str(error), error) from error
     except UnicodeEncodeError as error:
-        raise broken("a text in it has half of a character (a lone surrogate)", error) from error
+        raise broken("a string in it contains half a character (a lone surrogate)", error) from error
     except UnicodeDecodeError as error:
         raise broken("it is not UTF-8 text", error) from error
     except RecursionError as error:
-        raise broken("its brackets are nested too deep", error) from error
+        raise broken("it is nested too deeply", error) from error
     except ValueError as error:
         raise broken(f"it is not valid JSON: {error}", error) from error
     if not isinstance(found, dict):
@@ -95,9 +95,9 @@ def require_safe_files(folder: Path, where: str) -> dict[str, Any]:
     where there is none (a folder with a tokenizer only)."""
     found = {name: read_json(folder / name, where) for name in FILES if (folder / name).is_file()}
     if CONFIG in found and (folder / ADAPTER).is_file():
-        raise ModelError(what=f"there is an {ADAPTER} beside {CONFIG}", where=where,
-                         why="the model would be loaded with an adapter that nobody asked for, from whatever file holds it",
-                         fix="merge the adapter into the model, or move its files into a folder of their own")
+        raise ModelError(what=f"the folder has {ADAPTER} next to {CONFIG}", where=where,
+                         why="transformers would also load this adapter, from an unchecked file",
+                         fix="merge the adapter into the model, or move its files to a separate folder")
     for name, content in found.items():
         _refuse_named_code(name, content, where)
     _refuse_tokenizer_tricks(found.get(TOKENIZER, {}), where)
@@ -113,8 +113,8 @@ def _refuse_named_code(file: str, content: dict[str, Any], where: str) -> None:
         named = list(value.values()) if isinstance(value, dict) and value else [value]  # one name a part of the model
         if strange := [name for name in named if not _among(name, rule.allowed)]:
             raise ModelError(what=f"{file} sets `{path}` to {str(strange[0])[:80]!r}", where=where,
-                             why=f"it leads to {rule.leads_to}, and no file can make Pronghorn run code",
-                             fix=f"take `{path}` out of {file}")
+                             why=f"it leads to {rule.leads_to}, and Pronghorn runs no code from model files",
+                             fix=f"remove `{path}` from {file}")
 
 
 def _among(value: Any, allowed: tuple[Any, ...]) -> bool:
@@ -125,8 +125,8 @@ def _among(value: Any, allowed: tuple[Any, ...]) -> bool:
 def _entries(content: Any, file: str, where: str, path: str = "", depth: int = 0) -> Iterator[tuple[str, str, Any]]:
     """Every key at any depth, with its path and value."""
     if depth > DEEPEST:
-        raise ModelError(what=f"{file} cannot be read", where=where, why=f"objects are nested more than {DEEPEST} deep",
-                         fix="get the model's files again")
+        raise ModelError(what=f"cannot read {file}", where=where, why=f"objects are nested more than {DEEPEST} levels deep",
+                         fix="download the model's files again")
     if isinstance(content, dict):
         for key, value in content.items():
             here = f"{path}.{key}" if path else str(key)
@@ -141,8 +141,8 @@ def _entries(content: Any, file: str, where: str, path: str = "", depth: int = 0
 def _refuse_tokenizer_tricks(content: dict[str, Any], where: str) -> None:
     name = content.get("tokenizer_class")
     if name is not None and not (isinstance(name, str) and TOKENIZER_CLASS.fullmatch(name)):
-        raise ModelError(what=f"{TOKENIZER} names {str(name)[:80]!r} as tokenizer_class", where=where,
-                         why="it is no name of a tokenizer's class", fix="get the model's files again")
+        raise ModelError(what=f"{TOKENIZER} sets tokenizer_class to {str(name)[:80]!r}", where=where,
+                         why="that is not the name of a tokenizer class", fix="download the model's files again")
     templates = content.get("chat_template")
     if isinstance(templates, list):
         if not all(isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("template"), str)
@@ -152,13 +152,13 @@ def _refuse_tokenizer_tricks(content: dict[str, Any], where: str) -> None:
         require_template_names([one["name"] for one in templates], where)
     elif templates is not None and not isinstance(templates, str):
         raise ModelError(what=f"chat_template in {TOKENIZER} is a {type(templates).__name__}", where=where,
-                         fix="make it a text, or a list of named templates")
+                         fix="make it a string, or a list of named templates")
 
 
 def require_template_names(names: list[str], where: str) -> None:
     """A checkpoint stores each named template as a file of that name."""
     for name in names:
         if not TEMPLATE_NAME.fullmatch(name):
-            raise ModelError(what=f"the tokenizer names a chat template {name[:80]!r}", where=where,
-                             why="templates are saved as files of that name, and this is none",
-                             fix=f"rename the template in {TOKENIZER}: letters, digits, `_`, `-` and `.`")
+            raise ModelError(what=f"invalid chat template name {name[:80]!r} in the tokenizer", where=where,
+                             why="templates are saved as files, and this is not a valid file name",
+                             fix=f"rename the template in {TOKENIZER}; use letters, digits, `_`, `-` and `.`")

@@ -72,7 +72,7 @@ def offline_without_hub(model: str) -> str:
         return ""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ[SILENT] = why
-    return f"{endpoint} cannot be reached ({why}): of models with a hub name, only those in the hub's cache are found"
+    return f"cannot reach {endpoint} ({why}): only models in the Hub cache are available"
 
 
 def _why_silent(endpoint: str) -> str:

@@ -272,7 +272,7 @@ def test_wrong_tensors_are_told(device: str) -> None:
         AdamWTensors([param], [torch.randn(6, 4, device=device).t()], [param], [param], [step], weight_decays=[0.0])
     with pytest.raises(ValueError, match="shadow"):
         AdamWTensors([param], [param], [param], [param], [step], weight_decays=[0.0], shadows=[Shadow(torch.zeros(6, 4))])
-    with pytest.raises(ValueError, match="as many"):
+    with pytest.raises(ValueError, match="one tensor of each kind"):
         AdamWTensors([param], [param], [param], [param], [step], weight_decays=[])
     optimizer = FusedAdamW([{"params": [torch.nn.Parameter(param)], "eps": 1e-6}, {"params": parameters(device)}])
     for group in optimizer.param_groups:

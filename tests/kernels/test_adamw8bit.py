@@ -299,7 +299,7 @@ def test_wrong_tensors_are_told(device: str) -> None:
     with pytest.raises(ValueError, match="without absmax"):
         AdamW8bitTensors(*columns, absmaxes=[None], **settings)
     short = torch.zeros(1, device=device)
-    with pytest.raises(ValueError, match="one fp32 for each 256"):
+    with pytest.raises(ValueError, match="one fp32 value per 256"):
         AdamW8bitTensors(*columns, absmaxes=[(short, short)], **settings)
     floats = [torch.zeros(300, device=device)]
     with pytest.raises(ValueError, match="with absmax"):

@@ -263,7 +263,7 @@ def test_spans_by_hand() -> None:
 
 def test_heads_must_lie_side_by_side(where: str) -> None:
     (_, q, k, v), cu, options = make(where, torch.float32)
-    with pytest.raises(ValueError, match="side by side"):
+    with pytest.raises(ValueError, match="adjacent"):
         attention_forward(q.transpose(0, 1).contiguous().transpose(0, 1), k, v, cu, 90, backend="short", **options)
 
 

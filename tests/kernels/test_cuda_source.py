@@ -294,7 +294,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, object]
 def test_where_there_is_no_compiler_it_is_said_once(opened: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
     assert not available()
     assert not available()
-    assert [line.split(";")[0] for line in capsys.readouterr().err.splitlines()] == ["libnvrtc.so.13 is not at hand"]
+    assert [line.split(";")[0] for line in capsys.readouterr().err.splitlines()] == ["libnvrtc.so.13 not found"]
 
 
 @pytest.mark.parametrize("beside", [False, True])

@@ -65,9 +65,9 @@ def test_a_bias(device: str) -> None:
     hidden, weight, labels = sample(torch.float32, device)
     bias = torch.randn(VOCABULARY, device=device) * 0.01
     check(hidden, weight, labels, bias_V=bias)
-    with pytest.raises(ValueError, match="needs its logits"):
+    with pytest.raises(ValueError, match="needs the logits"):
         linear_log_probs(hidden, weight, labels, bias_V=bias, entropy=True)
-    with pytest.raises(ValueError, match="needs its logits"):
+    with pytest.raises(ValueError, match="needs the logits"):
         linear_log_probs(hidden, weight.requires_grad_(), labels)
 
 

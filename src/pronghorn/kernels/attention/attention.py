@@ -109,7 +109,7 @@ class _Case:
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         told = f"{kind}, head width {self.head_width}" + ", soft-cap" * self.softcap + ", sinks" * self.sinks
-        return told + {"short": ", short documents", "middle": ", documents of middle length", "long": ""}[self.length]
+        return told + {"short": ", short documents", "middle": ", documents of medium length", "long": ""}[self.length]
 
 
 @cache
@@ -124,27 +124,27 @@ def _pick(case: _Case, chip: Chip | None) -> Backend:
                 say_once(f"attention on a GPU: {BACKENDS[backend].title} for {case}{because}")
             return backend
         reasons.append(f"{BACKENDS[backend].title}: {reason}")
-    raise AssertionError("plain torch takes every case")
+    raise AssertionError("plain torch supports every case")
 
 
 def _no_short(case: _Case) -> str | None:
     if not on_gpu(case.device) or not HAS_TRITON:
-        return "it needs an NVIDIA GPU and Triton"
+        return "needs an NVIDIA GPU and Triton"
     if case.dtype not in (*HALF, torch.float32) or case.head_width > attention_short.MAX_WIDTH:
-        return f"it takes bf16, fp16 and fp32, and heads up to {attention_short.MAX_WIDTH} wide"
+        return f"supports bf16, fp16 and fp32, and head widths up to {attention_short.MAX_WIDTH}"
     if case.dtype not in HALF or case.length == "short":
         return None  # fp32 whatever the documents are: the flash kernels do not compute in fp32
     faster_than_flash2 = case.length == "middle" and cuda_capability(case.device) == (9, 0)
-    return None if faster_than_flash2 and _no_flash4(case) else "the documents are long"
+    return None if faster_than_flash2 and _no_flash4(case) else "the documents are too long for it"
 
 
 def _no_flash(case: _Case) -> str | None:
     if case.device.type != "cuda":
-        return "it needs an NVIDIA GPU"
+        return "needs an NVIDIA GPU"
     if case.dtype not in HALF:
-        return "it computes in bf16 and fp16 only"
+        return "supports bf16 and fp16 only"
     if case.head_width % 8 or case.head_width > MAX_FLASH_WIDTH:
-        return f"its heads are multiples of 8, up to {MAX_FLASH_WIDTH} wide"
+        return f"supports head widths that are multiples of 8, up to {MAX_FLASH_WIDTH}"
     return None
 
 
@@ -153,10 +153,10 @@ def _no_flash4(case: _Case) -> str | None:
         return reason
     major, _ = cuda_capability(case.device)
     if major not in (9, 10, 11):
-        return "it is for Hopper and data-centre Blackwell chips"
+        return "supports Hopper and data-center Blackwell GPUs only"
     # Blackwell's own kernels end at 128; its separate one for 256 knows neither soft-caps nor sinks backward.
     if major > 9 and case.head_width > 128 and (case.head_width != 256 or case.softcap or case.sinks):
-        return "on Blackwell it has no such case"
+        return "does not support this case on Blackwell"
     return attention_flash.why_no_flash4()
 
 
@@ -164,14 +164,14 @@ def _no_flash2(case: _Case) -> str | None:
     if reason := _no_flash(case):
         return reason
     if case.softcap:
-        return "it has no soft-cap"
+        return "does not support soft-caps"
     if cuda_capability(case.device) < (8, 0) or not torch.backends.cuda.is_flash_attention_available():
-        return "this chip is older than Ampere, or this torch was built without"
+        return "the GPU is older than Ampere, or this torch build lacks it"
     return None
 
 
 def _no_flex(case: _Case) -> str | None:
-    return None if case.device.type == "cuda" and HAS_TRITON else "it needs an NVIDIA GPU and Triton"
+    return None if case.device.type == "cuda" and HAS_TRITON else "needs an NVIDIA GPU and Triton"
 
 
 # In order of preference: None where the backend computes a case, else the reason it does not.
@@ -272,8 +272,8 @@ def _backend_for(q_TNH: Tensor, packed: Packed, typical: int | None) -> Backend:
     backend = pick_backend(q_TNH.device, q_TNH.dtype, q_TNH.shape[-1], softcap=softcap, sinks=sinks, typical=typical)
     if backend == "torch" and q_TNH.is_cuda and torch.cuda.is_current_stream_capturing():
         raise EnvironmentFault(
-            what="this attention cannot run inside a CUDA graph",
-            why="only the plain-torch backend computes it here, and that one needs the documents' lengths on the host",
+            what="this attention cannot be captured in a CUDA graph",
+            why="only the plain-torch backend supports it here, and it needs the document lengths on the host",
             fix="install triton, or train without CUDA graphs",
         )
     return backend

@@ -30,9 +30,9 @@ def _flash4() -> tuple[Any, str | None]:
     try:
         module = import_module("flash_attn.cute.interface")
     except ImportError as error:
-        return None, f"the package flash-attn-4 cannot be imported: {error}"
+        return None, f"cannot import the package flash-attn-4: {error}"
     if not (hasattr(module, "_flash_attn_fwd") and hasattr(module, "_flash_attn_bwd")):
-        return None, "this version of flash-attn-4 has other raw functions than 4.0"
+        return None, "this version of flash-attn-4 has a different low-level interface than 4.0"
     return module, None
 
 

@@ -375,13 +375,13 @@ def _dkdv_kernel(  # type: ignore[no-untyped-def]
 
 
 class Short:
-    title: ClassVar[str] = "our kernel for short documents"
+    title: ClassVar[str] = "Pronghorn's kernel for short documents"
 
     @staticmethod
     def _options(q_TNH: Tensor, k_TKH: Tensor, packed: Packed) -> dict[str, Any]:
         _, heads, width = q_TNH.shape
         if any(x.stride()[1:] != (width, 1) for x in (q_TNH, k_TKH)):
-            raise ValueError(f"heads must lie side by side in a row; strides are {q_TNH.stride()} and {k_TKH.stride()}")
+            raise ValueError(f"heads must be adjacent in a row; strides are {q_TNH.stride()} and {k_TKH.stride()}")
         return {
             "H": width, "HP": _padded(width), "HEADS": heads, "GROUP": heads // k_TKH.shape[1],
             "WINDOW": packed.window or 0, "HAS_SOFTCAP": packed.softcap is not None,

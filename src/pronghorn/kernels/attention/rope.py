@@ -316,7 +316,7 @@ def _widths(head_width: int, cos_TP: torch.Tensor) -> dict[str, int]:
     """Of a head: pairs, and the rest that does not turn, with the powers of two that hold them."""
     half, rest = cos_TP.shape[-1], head_width - 2 * cos_TP.shape[-1]
     if rest < 0:
-        raise ValueError(f"cos and sin turn {2 * half} of {head_width} columns")
+        raise ValueError(f"cos and sin rotate {2 * half} of {head_width} columns")
     round_up = triton.next_power_of_2
     return {"H": head_width, "HALF": half, "BLOCK": round_up(half), "REST": round_up(rest) if rest else 0}
 
@@ -406,7 +406,7 @@ def _turn_backward_torch(
 
 def _both(q_norm_H: torch.Tensor | None, k_norm_H: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
     if (q_norm_H is None) != (k_norm_H is None):
-        raise ValueError("QK-norm has a weight for queries and one for keys, or none")
+        raise ValueError("QK-norm needs a weight for queries and one for keys, or none")
     return None if q_norm_H is None or k_norm_H is None else (q_norm_H, k_norm_H)
 
 
@@ -421,7 +421,7 @@ def qk_rope_forward(
     """
     norms = _both(q_norm_H, k_norm_H)
     if in_place and norms is not None:
-        raise ValueError("with QK-norm, backward needs the values that rotating in place would overwrite")
+        raise ValueError("with QK-norm, backward needs the values that rotating in place overwrites")
     q, k, v = _parts(qkv_TX, heads, kv_heads, head_width)
     if norms is not None and norm_kind == "full":
         q_flat, _, q_rstd = rms_norm_forward(q.flatten(1), norms[0], eps, one_plus=one_plus)

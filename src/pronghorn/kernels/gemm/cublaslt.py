@@ -158,7 +158,7 @@ class _Library:
 
     def call(self, name: str, *arguments: Any) -> None:
         if code := getattr(self.functions, name)(*arguments):
-            raise OSError(f"{name} of cuBLASLt says {code}")
+            raise OSError(f"cuBLASLt: {name} failed with status {code}")
 
     def made(self, create: str, *arguments: Any) -> ctypes.c_void_p:
         made = ctypes.c_void_p()
@@ -193,7 +193,7 @@ def _library(device: int) -> _Library | None:
         with torch.cuda.device(device):
             return _Library(functions)
     except (OSError, AttributeError) as error:
-        say_once(f"cuBLASLt is not at hand ({error}); products run as torch chooses, a few percent slower on this GPU")
+        say_once(f"cuBLASLt is not available ({error}): GEMMs use torch's heuristics, a few percent slower on this GPU")
         return None
 
 

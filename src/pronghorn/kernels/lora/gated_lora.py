@@ -52,21 +52,21 @@ MOST_RANK = 64  # of each adapter: the sums of three are in registers
 def why_not(*ranks: int) -> str:
     """Why adapters of these ranks go by products of their own; empty if they can go this way."""
     largest = max(ranks, default=0)
-    return f"rank {largest} is above {MOST_RANK}" if largest > MOST_RANK else ""
+    return f"rank {largest} exceeds {MOST_RANK}" if largest > MOST_RANK else ""
 
 
 def why_not_thin(gu_TG: Tensor, down_rank: int, gate: slice | None, up: slice | None) -> str:
     """Why dgu sB is a product of its own; empty if the kernel that makes dgu can make it as well. `gate` and `up`: columns of
     their adapters in sB."""
     if _thin_tile() is None:
-        return "it is not asked for"
+        return "it is not requested"
     if gu_TG.dtype != torch.bfloat16 or not use_triton(gu_TG):
-        return "its partial sums in fp16 are precise enough for bf16 only, and a kernel is needed"
+        return "its fp16 partial sums are precise enough for bf16 only, and it needs a kernel"
     if gate is None or up is None or gate == up:
-        return "gate and up have not an adapter each"
+        return "gate and up do not both have an adapter"
     ranks = down_rank, gate.stop - gate.start, up.stop - up.start
     if max(ranks) > WIDTH // 2 or ranks[1] != ranks[2] or max(gate.stop, up.stop) > WIDTH:
-        return f"ranks {ranks} are above {WIDTH // 2}, or gate's and up's differ"
+        return f"ranks {ranks} exceed {WIDTH // 2}, or those of gate and up differ"
     return ""
 
 

@@ -148,10 +148,11 @@ def _check(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Ten
     if hidden_ND.ndim != 2 or weight_VD.ndim != 2 or hidden_ND.shape[1] != weight_VD.shape[1]:
         raise ValueError(f"hidden {tuple(hidden_ND.shape)} and weight {tuple(weight_VD.shape)} must be [N, D] and [V, D]")
     if hidden_ND.dtype != weight_VD.dtype:
-        raise ValueError(f"hidden is {hidden_ND.dtype} and weight {weight_VD.dtype}: cast one, the product takes one dtype")
+        raise ValueError(f"hidden is {hidden_ND.dtype} and weight {weight_VD.dtype}: cast one, the GEMM needs one dtype")
     for name, tensor in (("labels", labels_N), ("weights", weights_N)):
         if tensor is not None and (tensor.shape != hidden_ND.shape[:1] or not tensor.is_contiguous()):
-            raise ValueError(f"{name} {tuple(tensor.shape)} must be contiguous, one for each of {hidden_ND.shape[0]} rows")
+            raise ValueError(f"{name} {tuple(tensor.shape)} must be contiguous, with one value for each of "
+                             f"{hidden_ND.shape[0]} rows")
 
 
 def _run_chunks(
@@ -285,8 +286,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("linear_cross_entropy gave its gradients away in a first backward: compute the loss again, or "
-                               "ask the first backward for retain_graph=True")
+            raise RuntimeError("linear_cross_entropy: backward was already called and released its gradients: recompute the "
+                               "loss, or call the first backward with retain_graph=True")
         gradients = ctx.gradients
         if keeps_graph():
             gradients = tuple(None if gradient is None else gradient.clone() for gradient in gradients)

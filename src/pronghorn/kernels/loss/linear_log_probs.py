@@ -48,7 +48,7 @@ def linear_log_probs(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, 
                      logit_scale: float = 1.0, chunk_share: int = 1, entropy: bool = False, top: bool = False) -> LogProbs:
     """Differentiable once in hidden. A bias moves the logits, and so the entropy asks for none."""
     if weight_VD.requires_grad or (bias_V is not None and (bias_V.requires_grad or entropy)):
-        raise ValueError("a head that trains, or the entropy under a head with a bias, needs its logits")
+        raise ValueError("a trained LM head, or the entropy with a bias in the LM head, needs the logits")
     terms = Terms(logit_scale=logit_scale, chunk_share=chunk_share)
     wanted = entropy or top or (torch.is_grad_enabled() and hidden_ND.requires_grad)
     return LogProbs(*_LinearLogProbs.apply(hidden_ND, weight_VD, bias_V, labels_N, terms, wanted, entropy, top))  # type: ignore[no-untyped-call]
@@ -72,13 +72,13 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         of_log_probs, of_entropy, _ = incoming
         if of_entropy is not None:
-            raise RuntimeError("the entropy of the fused head has no gradient: detach it, or compute it from logits")
+            raise RuntimeError("the entropy of the fused LM head has no gradient: detach it, or compute it from logits")
         if of_log_probs is None:
             return (None,) * 8
         gradient = ctx.gradient
         if gradient is None:
-            raise RuntimeError("linear_log_probs gave its gradient away in a first backward: compute the loss again, or ask "
-                               "the first backward for retain_graph=True")
+            raise RuntimeError("linear_log_probs: backward was already called and released its gradient: recompute the loss, "
+                               "or call the first backward with retain_graph=True")
         if keeps_graph():
             gradient = gradient.clone()
         else:

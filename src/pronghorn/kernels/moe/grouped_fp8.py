@@ -48,7 +48,7 @@ def fp8_grouped_supported(device: torch.device | str) -> str | None:
     major, minor = cuda_capability(device)
     if major in (9, 10):
         return None
-    return f"grouped FP8 products need compute capability 9 or 10 (Hopper, datacenter Blackwell), this GPU has {major}.{minor}"
+    return f"grouped FP8 GEMMs need compute capability 9 or 10 (Hopper, data-center Blackwell); this GPU has {major}.{minor}"
 
 
 def fp8_cast_grad_rows_reference(

@@ -52,7 +52,7 @@ def dequantize_part(stack: QuantizedStack, out: Tensor, first_output: int = 0, f
         whole = stack.dequantized_reference(out.dtype)
         return out.copy_(whole[:, first_output : first_output + rows, first_column : first_column + columns])
     assert first_column % DEPTH == 0
-    assert columns % DEPTH == 0, f"a part of {columns} columns is not made of blocks of {DEPTH}"
+    assert columns % DEPTH == 0, f"a part of {columns} columns is not a multiple of {DEPTH}"
     _part_kernel[(triton.cdiv(E * rows, ROWS) * (columns // DEPTH),)](
         *_stored(stack), out, out.stride(0), out.stride(1), outputs, D, first_output, rows, first_column // DEPTH,
         columns // DEPTH, E=E, ROWS=ROWS, FORMAT=stack.format, NESTED=stack.nf4 is not None and stack.nf4.nested,
@@ -71,7 +71,7 @@ def scratch_values(group: QuantizedExpertGroup, parts: int) -> int:
 def _pieces(width: int, room: int) -> Iterator[tuple[int, int]]:
     """(first, number) of parts of equal size but for the last, as large as the room allows."""
     size = room // DEPTH * DEPTH
-    assert size > 0, "the scratch buffer has no room for 64 outputs"
+    assert size > 0, "the scratch buffer is too small for 64 outputs"
     parts = -(-width // size)
     size = DEPTH * -(-width // (DEPTH * parts))
     for first in range(0, width, size):

@@ -115,23 +115,25 @@ class AdamWTensors:
         columns = (self.params, self.grads, self.exp_avgs, self.exp_avg_sqs)
         others = (self.steps, self.weight_decays, self.lr_groups, self.shadows)
         if not self.params or any(len(column) != len(self.params) for column in (*columns, *others)):
-            raise ValueError("AdamW needs at least one tensor, and as many of each kind as there are parameters")
+            raise ValueError("AdamW needs at least one parameter, and one tensor of each kind per parameter")
         device = self.params[0].device
         if any(step.dtype != torch.float32 or step.device != device for step in self.steps):
-            raise ValueError("step counters must be fp32, beside the parameters")
+            raise ValueError("step counters must be fp32 and on the parameters' device")
         for param, grad, m, v, shadow in zip(*columns, self.shadows, strict=True):
             for tensor in (param, grad, m, v):
                 on_host = self.host_shift is not None and tensor.device.type == "cpu" and (tensor is m or tensor is v)
                 if tensor.shape != param.shape or not (on_host or tensor.device == device) or not tensor.is_contiguous():
-                    raise ValueError(f"a tensor of shape {tuple(tensor.shape)} for a parameter of {tuple(param.shape)}: "
-                                     "shapes and devices must agree, and all be contiguous")  # fmt: skip
+                    raise ValueError(f"a tensor of shape {tuple(tensor.shape)} for a parameter of shape "
+                                     f"{tuple(param.shape)}: shapes and devices must match, and all must be "
+                                     "contiguous")  # fmt: skip
             if shadow is not None:
                 rows_columns = _as_matrix(param).shape
                 wanted = rows_columns[::-1] if shadow.transposed else rows_columns
                 fits = shadow.tensor.shape == wanted and shadow.tensor.device == device and param.numel() < 2**31
                 if not fits or shadow.tensor.stride(1) != 1:
-                    raise ValueError(f"a shadow of shape {tuple(shadow.tensor.shape)} where {tuple(wanted)} is wanted: "
-                                     "shapes and devices must agree, and columns be contiguous")  # fmt: skip
+                    raise ValueError(f"a shadow of shape {tuple(shadow.tensor.shape)}, expected "
+                                     f"{tuple(wanted)}: shapes and devices must match, and columns must be "
+                                     "contiguous")  # fmt: skip
 
     def read_moments(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """In fp32 (fp64 for fp64), beside the parameter."""

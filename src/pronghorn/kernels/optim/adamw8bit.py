@@ -104,16 +104,16 @@ class AdamW8bitTensors(AdamWTensors):
     def _check(self) -> None:
         super()._check()
         if len(self.absmaxes) != len(self.params):
-            raise ValueError("AdamW in 8 bits needs absmax, or None, for each of the parameters")
+            raise ValueError("8-bit AdamW needs absmax, or None, for each parameter")
         device = self.params[0].device
         for m, v, absmax in zip(self.exp_avgs, self.exp_avg_sqs, self.absmaxes, strict=True):
             if not (m.dtype == torch.uint8) == (v.dtype == torch.uint8) == (absmax is not None):
-                raise ValueError(f"moments of {m.dtype} and {v.dtype} {'with' if absmax else 'without'} absmax: "
-                                 "both are uint8 with absmax, or neither is")
+                raise ValueError(f"moments of {m.dtype} and {v.dtype} {'with' if absmax else 'without'} absmax: both must be "
+                                 "uint8 with absmax, or neither")
             for one in absmax or ():
                 if one.dtype != torch.float32 or one.shape != (blocks_of(m.numel()),) or one.device != device:
-                    raise ValueError(f"an absmax of shape {tuple(one.shape)} for {m.numel()} values: one fp32 for each "
-                                     f"{BLOCK}, beside the parameter")
+                    raise ValueError(f"an absmax of shape {tuple(one.shape)} for {m.numel()} values: it must have one fp32 "
+                                     f"value per {BLOCK}, on the parameter's device")
 
     def read_moments(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         absmax = self.absmaxes[i]

@@ -30,11 +30,11 @@ def fp8_supported(device: torch.device | str) -> str | None:
     """Why this device cannot multiply in FP8; None where it can. The CPU can, slowly: it multiplies in fp32, for tests."""
     device = torch.device(device)
     if not on_gpu(device):
-        return None if device.type == "cpu" else f"FP8 products need an NVIDIA GPU, this is {device.type}"
+        return None if device.type == "cpu" else f"FP8 GEMMs need an NVIDIA GPU, this is {device.type}"
     if device.type == "cuda" and torch.version.cuda is None:
-        return "FP8 products need a CUDA build of torch: the e4m3 format of other GPUs differs"
+        return "FP8 GEMMs need a CUDA build of torch: the e4m3 format of other GPUs differs"
     if (have := cuda_capability(device)) < (8, 9):
-        return f"FP8 products need compute capability 8.9 (Ada, Hopper, Blackwell), this GPU has {have[0]}.{have[1]}"
+        return f"FP8 GEMMs need compute capability 8.9 (Ada, Hopper, Blackwell), this GPU has {have[0]}.{have[1]}"
     return None
 
 

@@ -61,7 +61,7 @@ def _compiler() -> Any:
             return ctypes.CDLL(place)
         except OSError:
             continue
-    say_once(f"{name} is not at hand; products run without what follows them inside, a few percent slower on this GPU")
+    say_once(f"{name} not found: fused GEMM epilogues are off, a few percent slower on this GPU")
     return None
 
 
@@ -111,7 +111,7 @@ def _made(compiler: Any, file: str, text: str, options: Sequence[str]) -> bytes:
         given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if compiler.nvrtcCompileProgram(program, len(options), given):
             said = _bytes_of(compiler, program, "ProgramLog").decode(errors="replace").rstrip("\0\n")
-            raise NotCompiled(f"{file} does not compile here, products run without what follows them inside:\n{said}")
+            raise NotCompiled(f"{file} does not compile: fused GEMM epilogues are off\n{said}")
         return _bytes_of(compiler, program, "CUBIN")
     finally:
         compiler.nvrtcDestroyProgram(ctypes.byref(program))
@@ -127,7 +127,7 @@ def _bytes_of(compiler: Any, program: ctypes.c_void_p, what: str) -> bytes:
 
 def _check(code: int, call: str) -> None:
     if code:
-        raise RuntimeError(f"{call} says {code}")
+        raise RuntimeError(f"{call} failed with status {code}")
 
 
 # ---- launching ---------------------------------------------------------------------------------------------------------------
