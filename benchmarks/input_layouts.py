@@ -100,8 +100,8 @@ def _wrong_refusal(layout: Layout, error: PronghornError) -> str:
 def _wrong_rows(layout: Layout, rows: list[str], remarks: list[str]) -> str:
     if rows != list(layout.trained):
         return f"trained {rows}, expected {list(layout.trained)}"
-    unused = [remark for remark in remarks if remark.startswith("columns not used: ")]
-    if len(unused) != bool(layout.unused) or not all(f"used: {layout.unused} (" in remark for remark in unused):
+    unused = [remark for remark in remarks if remark.startswith("unused columns: ")]
+    if len(unused) != bool(layout.unused) or not all(f"columns: {layout.unused} (" in remark for remark in unused):
         return f"unused columns {unused}, expected {layout.unused!r}"
     return "" if any(layout.told in remark for remark in [*remarks, ""] if layout.told or not remark) else (
         f"told {remarks}, expected {layout.told!r}")

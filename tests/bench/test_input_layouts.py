@@ -36,8 +36,8 @@ def test_the_table_has_them_all() -> None:
     (Layout("x", {"x.txt": b"hi"}, ("«hi<end>»",), unused="id"), "unused columns []"),
     (Layout("x", {"x.txt": b"hi"}, ("«hi<end>»",), told="nothing"), "told ["),
     (Layout("x", {"x.txt": b"hi"}, what="no", fix="no"), "trained"),
-    (Layout("x", {"x.txt": b""}, ("",)), "refused: x.txt: there is no row"),
-    (Layout("x", {"x.txt": b""}, what="there is no row", fix="no such words"), "not in the refusal: ['no such words']"),
+    (Layout("x", {"x.txt": b""}, ("",)), "refused: x.txt: the file has no rows"),
+    (Layout("x", {"x.txt": b""}, what="the file has no rows", fix="no such words"), "not in the refusal: ['no such words']"),
     (Layout("x", {"x.txt": b""}), "not in the refusal"),
 ])
 def test_the_judge_sees_what_is_wrong(changed: Layout, wrong: str, tokenizer: Any, tmp_path: Path) -> None:

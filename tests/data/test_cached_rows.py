@@ -114,7 +114,7 @@ def test_killed_with_its_workers_at_work(data: Data, tokenizer: Any, tmp_path: P
     child.join()
     assert child.exitcode == -signal.SIGKILL
     rows = rows_of(data, tokenizer, tmp_path / "killed", monkeypatch)
-    assert "went on behind the first" in rows.remarks[0]
+    assert "resumed after the first" in rows.remarks[0]
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
 
 

@@ -71,9 +71,9 @@ def test_what_stands_beside_a_call_stays() -> None:
 
 
 @table(("message", "why"), [
-    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x=1"}}]}, "no JSON object: x=1"),
-    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}, "no JSON object: []"),
-    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}]}, "no JSON object"),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x=1"}}]}, "not a JSON object: x=1"),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}, "not a JSON object: []"),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}]}, "not a JSON object"),
     ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}, "without a name"),
     ({"role": "assistant", "tool_calls": "f()"}, "`tool_calls` is not a list"),
     ({"role": "assistant", "tool_calls": CALL}, "`tool_calls` is not a list"),
@@ -83,9 +83,9 @@ def test_what_stands_beside_a_call_stays() -> None:
     ({"role": "user", "from": "gpt", "content": "a"}, "two roles"),
     ({"role": "user", "content": "a", "value": "b"}, "they differ"),
     ({"role": "user", "content": {"text": "a"}}, "not text"),
-    ({"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}]}, "thinks after"),
-    ({"role": "assistant", "content": [{"type": "thinking"}]}, "without a text"),
-    ({"role": "assistant", "reasoning_content": "c", "content": [{"type": "thinking", "thinking": "b"}]}, "another one"),
+    ({"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}]}, "after its text"),
+    ({"role": "assistant", "content": [{"type": "thinking"}]}, "part without text"),
+    ({"role": "assistant", "reasoning_content": "c", "content": [{"type": "thinking", "thinking": "b"}]}, "a different one"),
     ({"role": "user", "content": [{"type": "tool_result", "content": "2"}]}, "a part of type `tool_result`"),
     ({"role": "assistant", "content": "a", "train_detail": []}, "`train_detail`"),
 ])

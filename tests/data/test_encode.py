@@ -138,7 +138,7 @@ def test_a_decoder_that_drops_the_first_space() -> None:
     row = Encoder(tokenizer).encode(chat(ask, answer))
     assert row.ids[slice(*row.runs[0])].tolist() == [5, 1]
     # A word without a token cannot be learned: its row is refused, with its place.
-    with pytest.raises(RowError, match="do not spell") as caught:
+    with pytest.raises(RowError, match="do not decode") as caught:
         Encoder(tokenizer).encode(chat(ask, {"role": "assistant", "content": "zebra"}))
     assert caught.value.where == "a.jsonl:1"
 

@@ -82,7 +82,7 @@ def test_stopped_workers_end_in_a_sentence_and_are_ended(monkeypatch: pytest.Mon
             list(pool.give(ROWS[8:16]))
             list(pool.rest())
 
-    with pytest.raises(EnvironmentFault, match="tokenizing stands still: process") as caught:
+    with pytest.raises(EnvironmentFault, match="tokenizing hangs: process") as caught:
         stop_and_go_on()
     assert f"process {workers[0]} is stopped, by a signal" in str(caught.value)
     assert (caught.value.where, caught.value.exit_code) == ("row 8 to row 15", 3)

@@ -110,7 +110,7 @@ def test_text_parts_are_joined() -> None:
     ("[NaN]", "`messages` is not a list of objects"),
     (r'[{"role": "assistant", "content": "\ud800"}]', "`messages` is not a list of objects"),
     (["hello"], "`messages` is not a list of objects"),
-    ([USER], "no assistant turn: nothing to learn from"),
+    ([USER], "no assistant turn: nothing carries loss"),
     ([USER, {"role": "asistant", "content": "a"}], "message 2 has the role `asistant`; did you mean `assistant`?"),
     ([{"role": "xyz", "content": "q"}], "message 1 has the role `xyz`; known are system, developer, user, assistant, tool"),
     ([{"role": ["user"], "content": "q"}], "message 1 has the role `['user']`"),
@@ -135,7 +135,7 @@ def test_other_rows_that_do_not_fit() -> None:
     assert why_not("completion", prompt="q") == "no column `prompt` or no column `completion`"
     assert why_not("completion", prompt="q", completion=[ASSISTANT]).startswith("`completion` is a list of messages")
     no_answer = why_not("completion", prompt=[USER, ASSISTANT], completion=[USER])
-    assert no_answer == "no assistant turn in the completion: nothing to learn from"
+    assert no_answer == "no assistant turn in the completion: nothing carries loss"
     assert why_not("sharegpt", text="t") == "no column `messages`"
     assert why_not("sharegpt", conversations=[{"from": "humn", "value": "q"}]).endswith("did you mean `human`?")
     assert why_not("sharegpt", conversations=[{"from": ["human"], "value": "q"}]).startswith("message 1 has the role")
@@ -170,7 +170,7 @@ def test_unknown_columns_are_one_error_with_a_suggestion(columns: dict[str, Any]
 def test_a_forced_format_must_fit() -> None:
     assert detect_format([row(messages=[USER, ASSISTANT], text="t")], "x", "text") == "text"
     error = refused({"text": "t"}, "messages")
-    assert "the columns do not fit the format `messages`" in error.what
+    assert "the columns do not match the format `messages`" in error.what
     assert "data.format: auto" in error.fix
     assert "instead of `promt`" in refused({"promt": "q", "completion": "a"}, "completion").fix
 
@@ -182,5 +182,5 @@ def test_most_rows_decide_and_the_others_are_bad() -> None:
 
 
 def test_no_rows_have_no_format() -> None:
-    with pytest.raises(DataError, match="no row could be read"):
+    with pytest.raises(DataError, match="no row can be read"):
         detect_format([], "x.jsonl")

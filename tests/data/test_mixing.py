@@ -89,7 +89,7 @@ def test_a_source_has_names_of_its_own(model: Path, tmp_path: Path) -> None:
     found = prepared(model, "a.jsonl", odd)
     assert asked(found)[-1] == "odd"
     assert found.counts.format == "messages, alpaca"
-    with pytest.raises(DataError, match="there is no column `q`"):
+    with pytest.raises(DataError, match="no column `q`"):
         prepared(model, {"path": "a.jsonl", "columns": {"instruction": "q"}})
     write_rows(tmp_path / "who.jsonl", [{"messages": [{"who": "Q", "says": "odd"}, {"who": "A", "says": "ho"}]}])
     keys = {"message_fields": {"role": "who", "content": "says"}, "roles": {"user": "Q", "assistant": "A"}}

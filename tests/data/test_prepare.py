@@ -123,7 +123,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(model: Path, tmp_path: 
         write_rows(path, chat_rows(21))
 
     monkeypatch.setattr(module_of_rows.sources, "read", changing)
-    with pytest.raises(DataError, match="changed while it was read"):
+    with pytest.raises(DataError, match="changed while it was being read"):
         prepared(model, path)
     assert not list(cache.glob("*.arrow"))
 
@@ -143,7 +143,7 @@ def test_empty_answers_are_told_of_and_dropped_as_junk(model: Path, tmp_path: Pa
 def test_a_cache_that_cannot_be_written(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PRONGHORN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(EnvironmentFault, match="could not be written"):
+    with pytest.raises(EnvironmentFault, match="cannot write"):
         prepared(model, write_rows(tmp_path / "a.jsonl", chat_rows(3)))
 
 
@@ -176,7 +176,7 @@ def test_bad_rows_are_set_aside(model: Path, tmp_path: Path) -> None:
         aside = [json.loads(line) for line in found.bad_rows_file.read_text().splitlines()]
         assert {bad["where"] for bad in aside} == {f"{path}:2", f"{path}:3"}
         assert str(found.bad_rows_file) in " ".join(found.remarks)
-    with pytest.raises(DataError, match="does not write the call") as caught:
+    with pytest.raises(DataError, match="drops the call") as caught:
         prepared(model, write_rows(tmp_path / "b.jsonl", [refused, row("a", "b")]))
     assert caught.value.where == f"{tmp_path / 'b.jsonl'}:1"
 

@@ -27,15 +27,15 @@ DOUBLING = "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set
 
 
 @pytest.mark.parametrize(("template", "said"), [
-    (LOOPS, "does not end"),
-    ("{{ 9 ** (9 ** 8) % 7 }}", "does not end"),
-    ("{{ (10 ** 4000) ** (10 ** 4000) }}", "does not end|too much memory"),
+    (LOOPS, "does not terminate"),
+    ("{{ 9 ** (9 ** 8) % 7 }}", "does not terminate"),
+    ("{{ (10 ** 4000) ** (10 ** 4000) }}", "does not terminate|too much memory"),
     (DOUBLING, "too much memory"),
     ("{{ '%9999999999d' % 1 }}", "too much memory"),
     ("{{ 'a'.center(9999999999) }}", "too much memory"),
     ("{{ 'a' | center(9999999999) }}", "too much memory"),
     ("{{ 'x' * 10 ** 11 }}", "too much memory"),
-    ("{{ 'x' * 10 ** 5 }}", "writes far too much"),
+    ("{{ 'x' * 10 ** 5 }}", "produces too much text"),
 ])
 def test_a_template_without_measure_is_stopped(template: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendering, "SECONDS", 0.3)
@@ -69,7 +69,7 @@ def test_only_one_row_makes_it_run_away(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rendering, "SECONDS", 0.3)
     encoder = Encoder(make_tokenizer("{% if messages[0].content == 'run' %}" + LOOPS + "{% endif %}" + CHATML))
     assert len(encoder.encode(Example("chat", "row 0", messages=tuple(TALK))).ids)
-    with pytest.raises(DataError, match="does not end") as caught:
+    with pytest.raises(DataError, match="does not terminate") as caught:
         encoder.encode(Example("chat", "row 1", messages=({"role": "user", "content": "run"}, TALK[1])))
     assert caught.value.where == "row 1"
 

@@ -74,7 +74,7 @@ def test_rows_without_an_answer_are_left_out(capsys: pytest.CaptureFixture[str])
     data = datasets.Dataset.from_list([{"input_ids": cut}, {"input_ids": whole}, {"input_ids": cut}])
     trainer = train_on_responses_only(FakeTrainer(data, tokenizer))
     assert [spoken(tokenizer, row) for row in trainer.train_dataset] == ["a1<|im_end|>\n"]
-    assert "train_dataset: 2 of 3 rows have no answer, or it was cut off, and are left out" in capsys.readouterr().err
+    assert "train_dataset: 2 of 3 rows have no answer or a truncated one, and are removed" in capsys.readouterr().err
 
 
 @table(("options", "words"), [
@@ -113,7 +113,7 @@ def test_markers_that_match_nothing_and_collators_that_ignore_labels() -> None:
     with pytest.raises(DataError, match="not tokenized"):
         train_on_responses_only(FakeTrainer(datasets.Dataset.from_list([{"text": "x"}]), tokenizer), "Q", "A")
     collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
-    with pytest.raises(CommandError, match="labels of its own"):
+    with pytest.raises(CommandError, match="creates its own labels"):
         train_on_responses_only(FakeTrainer(data, tokenizer, collator), "Q", "A")
     with pytest.raises(CommandError, match="no tokenizer"):
         train_on_responses_only(FakeTrainer(data, None), "Q", "A")

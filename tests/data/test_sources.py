@@ -142,7 +142,7 @@ BAD_LINES = {
     r'{"text": "half \ud83d of a smile"}': "half of a surrogate pair",
     '["text"]': "not an object",
     '"text"': "not an object",
-    '{"text": ' + "[" * 100_000 + "}": "nested too deep",
+    '{"text": ' + "[" * 100_000 + "}": "nested too deeply",
     '{"text": ' + "1" * 5000 + "}": "4,300 digits",
 }
 
@@ -241,7 +241,7 @@ def test_one_damaged_row_of_a_utf8_file_is_a_bad_row(here: Path) -> None:
     rows, bad = read_all("x.jsonl")
     assert len(rows) == 4
     shown = '{"text": "sch\N{REPLACEMENT CHARACTER}n"}'
-    assert bad == [BadRow("x.jsonl:4", "bytes that are not UTF-8", shown, "write these characters again, as UTF-8")]
+    assert bad == [BadRow("x.jsonl:4", "invalid UTF-8", shown, "write these characters as UTF-8")]
     (here / "x.csv").write_bytes("text\nschön\nschön\n".encode() + b"sch\xf6n\n")
     rows, bad = read_all("x.csv")
     assert len(rows) == 2
@@ -278,7 +278,7 @@ def test_csv_holds_long_documents_and_needs_a_header_with_commas(here: Path) -> 
     (here / "semicolons.csv").write_text("prompt;completion\na;b\n")
     assert "separated by ';'" in refused("semicolons.csv").what
     (here / "twice.csv").write_text("text,text\na,b\n")
-    assert "two columns are called `text`" in refused("twice.csv").what
+    assert "two columns are named `text`" in refused("twice.csv").what
 
 
 @table(("content", "line"), [
@@ -297,7 +297,7 @@ def test_broken_json_names_its_line(here: Path, content: str, line: int) -> None
 def test_json_of_another_shape_is_refused(here: Path) -> None:
     for content, reason in [
         ('{"train": [{}], "test": [{}]}', "exactly one list"), ('{"a": 1}', "exactly one list"), ("3", "neither a list"),
-        ("[" * 100_000, "nested too deep"),
+        ("[" * 100_000, "nested too deeply"),
     ]:
         (here / "x.json").write_text(content)
         assert reason in refused("x.json").what
@@ -343,12 +343,12 @@ def test_a_missing_file_suggests_its_neighbours(here: Path) -> None:
     (here / "data/train.jsonl").write_text("{}")
     assert refused("data/trian.jsonl").fix == "did you mean data/train.jsonl?"
     assert refused("./data/train.json").fix == "did you mean ./data/train.jsonl?"
-    assert "nothing there has a similar name" in refused("data/zzz.csv").fix
+    assert "no similar name found" in refused("data/zzz.csv").fix
     assert "folder dta does not exist" in refused("dta/train.jsonl").fix
     (here / "data/model.safetensors").write_text("x")
     assert ".jsonl" in refused("data/model.safetensors").why
     (here / "empty").mkdir()
-    assert "no data file" in refused("empty").what
+    assert "no data files" in refused("empty").what
 
 
 def test_a_file_that_vanishes(here: Path) -> None:
@@ -447,7 +447,7 @@ def test_a_hub_data_set_is_read_from_the_cache_without_a_network(here: Path) -> 
     assert whole == "True " + str([(f"someone/tiny[{i}]", row) for i, row in enumerate(table.to_pylist())])
     assert slice_ == "True " + str([("someone/tiny:default:train[1:][0]", {"prompt": "c", "completion": "d"})])
     assert split.startswith("someone/tiny:test | neither a file nor a hub data set whose split `test` loads | Unknown spl")
-    assert missing.startswith("someone/else | neither a file nor a hub data set")
+    assert missing.startswith("someone/else | neither a file nor a Hub dataset")
 
 
 @table(("content", "said"), [
@@ -511,7 +511,7 @@ def test_splits_of_a_folder(here: Path) -> None:
     (here / "d/dev/x.jsonl").rename(here / "e/dev/x.jsonl")
     with pytest.raises(DataError) as caught:
         resolve("e")
-    assert caught.value.fix == "name the one that is meant: e/dev"
+    assert caught.value.fix == "name the right one: e/dev"
 
 
 @table(("name", "wish", "hub", "shown"), [
@@ -522,7 +522,7 @@ def test_splits_of_a_folder(here: Path) -> None:
 def test_what_a_source_says_of_a_hub_data_set(here: Path, name: str, wish: Any, hub: Any, shown: str) -> None:
     (source,) = resolve(name, Wish(**wish))
     assert (source.hub, source.name) == (hub, shown)
-    with pytest.raises(DataError, match="two answers"):
+    with pytest.raises(DataError, match="two values"):
         resolve(f"{hub[0]}:other", Wish(split="test"))
 
 
@@ -578,9 +578,8 @@ def test_a_hub_data_set_is_streamed_without_a_copy(here: Path) -> None:
     assert sliced.startswith("a slice of a split cannot be streamed | name the whole split, and set max_rows")
     assert "does not fit on the disk" in full
     assert "stream: true" in full
-    assert local.startswith("`stream` is for data sets of the hub")
-    assert broken == ("3 the hub stopped sending | gone | run the same command again: it goes on behind the rows that are"
-                      " tokenized")
+    assert local.startswith("`stream` applies to Hub datasets only")
+    assert broken == "3 the download stalled | gone | run the same command again: it continues after the tokenized rows"
     assert not list((here / "home").rglob("*.arrow"))
 
 

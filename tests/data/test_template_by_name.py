@@ -61,7 +61,7 @@ def test_an_end_of_turn_that_the_vocabulary_lacks() -> None:
     assert text == "<start_of_turn>user\nhi<|endoftext|>\n"
     assert changed.eos_token == "<|endoftext|>"
     assert "no <end_of_turn>, so turns end with its <|endoftext|>" in notices[0]
-    assert "no <start_of_turn>, so it is several tokens" in notices[1]
+    assert "no <start_of_turn>, so it is encoded as several" in notices[1]
     for options in ({"map_eos_token": False, "say": notices.append}, {}):
         with pytest.raises(CommandError, match="no token <start_of_turn>") as caught:
             with_template(tokenizer, "gemma-3", **options)
@@ -73,7 +73,7 @@ def test_names_that_do_not_exist_or_do_not_fit() -> None:
     with pytest.raises(CommandError) as caught:
         with_template(tokenizer, "chatlm")
     assert "did you mean 'chatml'" in caught.value.fix
-    with pytest.raises(CommandError, match="does not come from such a model"):
+    with pytest.raises(CommandError, match="does not belong to such a model"):
         with_template(tokenizer, "gpt-oss")
     tokenizer.add_tokens(list(TEMPLATES["gpt-oss"].tokens))
     assert with_template(tokenizer, "gpt-oss").chat_template == CHATML

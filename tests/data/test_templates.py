@@ -200,7 +200,7 @@ def test_calls_are_said_up_to_their_end_token() -> None:
     later = [*CALLING, {"role": "user", "content": "Thanks"}, {"role": "assistant", "content": "Bye"}]
     with pytest.raises(RowError, match="does not write its reasoning in message 2") as caught:
         said(QWEN3, later)
-    assert "only behind the last question" in caught.value.why
+    assert "only after the last question" in caught.value.why
     assert "data.lost: allow" in caught.value.fix
     assert said(QWEN3, later, allow_lost=True) == [call, "Rain.<|im_end|>", "<think>\n\n</think>\n\nBye<|im_end|>"]
 
@@ -252,7 +252,7 @@ def test_a_rewritten_content_is_told() -> None:
 )
 def test_what_cannot_be_derived_is_an_error(messages: str) -> None:
     template = CHATML.replace("in messages", f"in {messages}")
-    with pytest.raises(RowError, match="cannot tell which tokens the assistant says") as caught:
+    with pytest.raises(RowError, match="cannot determine which tokens are the assistant's") as caught:
         render_chat(tokenizer_for(template), TALK, where="a.jsonl:7")
     assert caught.value.where == "a.jsonl:7"
     assert "generation" in caught.value.fix

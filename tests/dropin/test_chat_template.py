@@ -20,6 +20,6 @@ def test_the_call_of_scripts_for_a_base_model(capsys: pytest.CaptureFixture[str]
     assert changed.apply_chat_template(chat, tokenize=False) == (
         "<start_of_turn>user\nhi<|endoftext|>\n<start_of_turn>model\nho<|endoftext|>\n"
     )
-    assert "turns end with its <|endoftext|>" in capsys.readouterr().err
+    assert "turns end with <|endoftext|>" in capsys.readouterr().err
     assert get_chat_template(make_tokenizer()).eos_token == "<|im_end|>"
     assert CHAT_TEMPLATES["phi-4"] == (TEMPLATES["phi-4"].template, "<|im_end|>")

@@ -99,7 +99,7 @@ def tokenized_rows(
         try:
             cached = _open(path, found)
         except DamagedError as damage:
-            cached, remarks = None, (f"the cached tokens were damaged ({damage}) and are made again: {path}",)
+            cached, remarks = None, (f"the cached tokens are damaged ({damage}) and are created again: {path}",)
     if cached is not None:
         return replace(cached, remarks=tuple(told_of(found)))
     with stage("load"):
@@ -114,14 +114,15 @@ def tokenized_rows(
         write_note(path.with_suffix(".json"), json.dumps(meta))
         partial.publish(aside)
     if work.went_on:
-        remarks += (f"went on behind the first {counted(work.went_on, 'row')}, tokenized before the last interruption",)
+        remarks += (f"resumed after the first {counted(work.went_on, 'row')}, which were tokenized before the interruption",)
     try:
         rows = _open(path, found)
     except DamagedError as error:
-        raise EnvironmentFault("the tokenized rows cannot be read back", where=str(path), why=str(error),
+        raise EnvironmentFault("cannot read back the tokenized rows", where=str(path), why=str(error),
                                fix="check the disk") from error
     if rows is None:
-        raise EnvironmentFault("the tokenized rows are gone again", where=str(path), fix="check who else uses the cache")
+        raise EnvironmentFault("the tokenized rows disappeared", where=str(path),
+                               fix="check which other program uses the cache")
     return replace(rows, remarks=(*remarks, *told_of(found)))
 
 
@@ -138,7 +139,7 @@ def _open(path: Path, found: Sequence[Part]) -> Rows | None:
         return None
     meta = json.loads(note)
     if meta["bad"] and bytes_digest(path.with_suffix(".bad.jsonl")) != meta["aside"]:
-        raise DamagedError("the file of bad rows is not what was written")
+        raise DamagedError("the file of bad rows was changed")
     # JSON has lists where a count has tuples; how often rows come is the recipe's to say, and not kept here
     given = zip(meta["sources"], found, strict=True)
     counts = tuple(SourceCount(**source | {"unused": tuple(source["unused"]), "weight": part.weight}) for source, part in given)
@@ -240,5 +241,5 @@ class _Tokenizing:
             return False
         self._skip -= 1
         self._skipped += chunk.read
-        self._tell("reading what is tokenized already", self._skipped, self.went_on)
+        self._tell("reading cached tokens", self._skipped, self.went_on)
         return True

@@ -63,18 +63,19 @@ def to_message(message: dict[str, Any], number: int) -> dict[str, Any]:
     else:
         calls = _calls(message, name)
     if calls and role != "assistant":
-        raise UnfitError(f"{name} ({role}) calls a tool", "only an assistant calls tools: correct the role, or drop the call")
+        raise UnfitError(f"{name} ({role}) calls a tool", "only an assistant can call tools: fix the role, or remove the call")
     if not isinstance(content, str) and not (content is None and calls):
         if content is None:
-            raise UnfitError(f"{name} ({role}) has no `content`", 'give it a text ("" where nothing is said), a call in'
-                             " `tool_calls`, or take the message out")
+            raise UnfitError(f"{name} ({role}) has no `content`",
+                             'add a text ("" for none), a call in `tool_calls`, or remove the message')
         raise UnfitError(f"{name} ({role}) has a `content` that is not text", "write it as text (an object as JSON text)")
     # Templates ask `'tool_calls' in message`, so a null that only fills a column must not stand there.
     taken = {"role", "from", "tool_calls", "function_call", key}
     made = {key: item for key, item in message.items() if item is not None and key not in taken}
     if thinking:
         if made.get("reasoning_content", thinking) != thinking:
-            raise UnfitError(f"{name} has thinking in its parts and another one in `reasoning_content`", "keep one of them")
+            raise UnfitError(f"{name} has thinking in its parts and a different one in `reasoning_content`",
+                             "keep one of them")
         made["reasoning_content"] = thinking
     return {"role": role, "content": content} | made | ({"tool_calls": calls} if calls else {})
 
@@ -85,7 +86,7 @@ def _speaker(message: dict[str, Any], name: str) -> tuple[str, str]:
     word, other = (other, None) if word is None else (word, other)
     if word is None:
         raise UnfitError(f"{name} has no `role`; its keys are {', '.join(message)}",
-                         "name the keys of a message: data.message_fields: {role: KEY, content: KEY}")
+                         "set the key names of a message: data.message_fields: {role: KEY, content: KEY}")
     role = _role(word, name)
     if other is not None and _role(other, name) != role:
         raise UnfitError(f"{name} has two roles: `{word}` and `{other}`", "keep one of them")
@@ -98,10 +99,10 @@ def _role(word: Any, name: str) -> str:
     if plain in known:
         return known[plain]
     close = difflib.get_close_matches(str(word).lower(), list(known), n=1, cutoff=0.7)
-    hint = f"did you mean `{close[0]}`?" if close else f"known are {', '.join(ROLES)}, human and gpt"
+    hint = f"did you mean `{close[0]}`?" if close else f"known roles: {', '.join(ROLES)}, human and gpt"
     ours = known[close[0]] if close else "user"
-    raise UnfitError(f"{name} has the role `{word}`; {hint}", "correct it, or say who that is (system, user, assistant, tool):"
-                     f" data.roles: {{{ours}: [{word}]}}")
+    raise UnfitError(f"{name} has the role `{word}`; {hint}",
+                     f"fix it, or map it to system, user, assistant or tool: data.roles: {{{ours}: [{word}]}}")
 
 
 def _content(message: dict[str, Any], name: str) -> tuple[str, Any]:
@@ -121,14 +122,14 @@ def _require_marks(message: dict[str, Any], name: str) -> None:
     if not marks and message.get(PARTS_KEY) is None:
         return
     if marks.get("weight", 1) not in (0, 1):
-        raise UnfitError(f"{name} has the weight {marks['weight']!r}; a turn is trained on (1) or not (0)", "make it 0 or 1")
+        raise UnfitError(f"{name} has the weight {marks['weight']!r}; a turn carries loss (1) or not (0)", "set it to 0 or 1")
     for key in TRAIN_KEYS:
         if not isinstance(marks.get(key, True), bool):
-            raise UnfitError(f"{name} has `{key}` {marks[key]!r}; a turn is trained on (true) or not (false)",
-                             "make it true or false")
+            raise UnfitError(f"{name} has `{key}` {marks[key]!r}; a turn carries loss (true) or not (false)",
+                             "set it to true or false")
     if message.get(PARTS_KEY) is not None:
-        raise UnfitError(f"{name} has `{PARTS_KEY}`; parts of a turn cannot be marked here, only a whole one: `train`",
-                         f"take `{PARTS_KEY}` out, and mark whole turns with `train`")
+        raise UnfitError(f"{name} has `{PARTS_KEY}`; only whole turns can be marked, with `train`",
+                         f"remove `{PARTS_KEY}`, and mark whole turns with `train`")
     if len({bool(mark) for mark in marks.values()}) > 1:
         raise UnfitError(f"{name} contradicts itself: " + ", ".join(f"`{key}` {mark!r}" for key, mark in marks.items()),
                          "keep one of the marks")
@@ -145,7 +146,7 @@ def _parts(parts: list[Any], name: str) -> tuple[str, str]:
         kind = part.get("type", "text") if isinstance(part, dict) else None
         if kind in THINKING_PARTS:
             if said:
-                raise UnfitError(f"{name} thinks after it has spoken", "put the thinking before the text, or leave it out")
+                raise UnfitError(f"{name} has thinking after its text", "put the thinking before the text, or remove it")
             thought.append(_thought(part, name))
         else:
             said.append(_part(part, name))
@@ -157,7 +158,7 @@ def _thought(part: dict[str, Any], name: str) -> str:
     if isinstance(inner, list):  # Mistral's are text parts again
         return "".join(_part(one, name) for one in inner)
     if not isinstance(inner, str):
-        raise UnfitError(f"{name} has a part of thinking without a text", 'write {"type": "thinking", "thinking": "..."}')
+        raise UnfitError(f"{name} has a thinking part without text", 'write {"type": "thinking", "thinking": "..."}')
     return inner
 
 
@@ -166,9 +167,9 @@ def _part(part: Any, name: str) -> str:
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         fix = {"tool_use": f"write the call as `tool_calls`: [{CALL_FORM}]",
-               "tool_result": "write the result as a message of its own, with the role `tool`"}
-        raise UnfitError(f"{name} has a part of type `{kind}`; only text can be trained on",
-                         fix.get(str(kind), "take the part out, or leave the row out"))
+               "tool_result": "write the result as a separate message with the role `tool`"}
+        raise UnfitError(f"{name} has a part of type `{kind}`; Pronghorn trains on text only",
+                         fix.get(str(kind), "remove the part, or remove the row"))
     return text
 
 
@@ -216,8 +217,8 @@ def _call(call: dict[str, Any], name: str) -> dict[str, Any]:
     if isinstance(given, str):  # as OpenAI writes them; templates would write that text as a text, in quotes
         arguments = from_json(given) if given.strip() else {}
     if not isinstance(arguments, dict):
-        raise UnfitError(f"{name}: the arguments of the call of `{function['name']}` are no JSON object:"
-                         f" {excerpt(str(given))}", 'write them as an object, or as the JSON text of one: {"city": "Oslo"}')
+        raise UnfitError(f"{name}: the arguments of the call of `{function['name']}` are not a JSON object: "
+                         f"{excerpt(str(given))}", 'write them as an object, or as JSON text: {"city": "Oslo"}')
     wrapping = call if function is not call else {key: item for key, item in call.items() if key in ("id", "type")}
     inner = {key: item for key, item in function.items()
              if item is not None and key not in ("arguments", "parameters", "function") and key not in wrapping}
@@ -240,8 +241,8 @@ def _tool(tool: dict[str, Any], column: str) -> dict[str, Any]:
     if isinstance(function, dict) and isinstance(function.get("parameters"), str):
         parameters = from_json(function["parameters"])
         if not isinstance(parameters, dict):
-            raise UnfitError(f"`{column}`: the parameters of `{function.get('name')}` are no JSON object",
-                             "write them as an object, or as the JSON text of one")
+            raise UnfitError(f"`{column}`: the parameters of `{function.get('name')}` are not a JSON object",
+                             "write them as an object, or as JSON text")
         return wrapped | {"function": function | {"parameters": parameters}}
     return wrapped
 
@@ -262,7 +263,7 @@ def objects(value: Any, column: str) -> list[dict[str, Any]]:
         fix = f"write `{column}` as [{form}, ...]"
         raise UnfitError(f"`{column}` is not a list of objects", fix)
     if not items:
-        raise UnfitError(f"`{column}` is empty", "give it a conversation, or leave the row out")
+        raise UnfitError(f"`{column}` is empty", "add a conversation, or remove the row")
     return items
 
 

@@ -105,8 +105,8 @@ class Encoder:
             return self._chat_text(example)
         if example.kind == "text" and self._loss_on not in {"auto", "all"}:
             raise DataError(
-                f"loss on the {self._loss_on} is asked for, and the rows are plain text", where=example.where,
-                why="a plain text has no turns and no completion", fix="set data.loss_on: all, or leave it out",
+                f"data.loss_on: {self._loss_on} does not apply to plain text", where=example.where,
+                why="plain text has no turns and no completion", fix="set data.loss_on: all, or remove it",
             )  # fmt: skip
         said = example.prompt + example.completion if example.kind == "completion" else example.text
         end = self._end_token(example.where)
@@ -131,9 +131,9 @@ class Encoder:
         literal = self._chat.control_tokens(rendered, messages)
         if literal and self._controls == "refuse":
             raise RowError(
-                f"a message holds the control token {rendered.text[slice(*literal[0])]}", where=example.where,
-                why="in a text it would open or end a turn, as if the template had written it",
-                fix="take it out of the row, or set data.control_tokens: escape (it stays text) or keep",
+                f"a message contains the control token {rendered.text[slice(*literal[0])]}", where=example.where,
+                why="inside a text it would start or end a turn",
+                fix="remove it from the row, or set data.control_tokens: escape (train on it as text) or keep",
             )  # fmt: skip
         spans: list[Span] = []
         for turn in trained:  # a template may write two turns in a row as one
@@ -144,7 +144,7 @@ class Encoder:
     def _end_token(self, where: str) -> str:
         if not self._tokenizer.eos_token:
             raise DataError(
-                "the tokenizer has no end token", where=where, why="a model trained on this would never stop",
+                "the tokenizer has no end-of-sequence token", where=where, why="a model trained on this would never stop",
                 fix="set eos_token in the model folder's tokenizer_config.json",
             )  # fmt: skip
         return str(self._tokenizer.eos_token)
@@ -161,13 +161,13 @@ class Encoder:
                 return found
             ids, runs = self._tokens_of_text(text, spans)
             if found is not None and (found[0].tolist(), found[1]) != (ids.tolist(), runs):
-                raise RuntimeError(f"{where}: the tokens of its words are not those of the text")
+                raise RuntimeError(f"{where}: the tokens of its words differ from those of the text")
         wrong = self._first_wrong(ids, runs, text, spans)
         if wrong is not None:
             start, stop = spans[wrong]
             decoded = self._decode(ids[slice(*runs[wrong])])
             raise RowError(
-                "the tokens that would carry loss do not spell what is said", where=where,
+                "the tokens that would carry loss do not decode to the answer", where=where,
                 why=f"the text is {excerpt(text[start:stop])!r}, its tokens decode to {excerpt(decoded)!r}",
                 fix="drop the row (data.bad_rows: skip), or set data.loss_on: all",
             )  # fmt: skip
@@ -228,8 +228,9 @@ def _refuse_others_trained(example: Example) -> None:
     for number, message in enumerate(example.messages, start=1):
         if message["role"] != "assistant" and asks_to_train(message):
             raise RowError(
-                f"message {number} ({message['role']}) asks to be trained on", where=example.where,
-                why="only what the assistant says can be (or everything: data.loss_on: all)", fix="write train: false there",
+                f"message {number} ({message['role']}) is marked as carrying loss", where=example.where,
+                why="only assistant turns can carry loss (or everything: data.loss_on: all)",
+                fix="set train: false in this message",
             )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ ROWS_WORTH_A_POOL = 2000  # 2,000 rows take about a second in one process; start
 LOOK_EVERY = 1.0  # seconds
 STANDING_STILL = 60  # looks in a row without any CPU time of any worker. Looks, not the clock: a parent that was stopped with
 # its workers, by Ctrl-Z, has not looked meanwhile
-STATES = {"T": "stopped, by a signal", "t": "stopped, by a debugger", "D": "waiting for a disk", "Z": "ended", "S": "waiting"}
+STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting for disk I/O", "Z": "ended", "S": "waiting"}
 
 Encoded = tuple[Any, list[BadRow], Told]  # a record batch, the rows that are not in it, and how many are not as they were
 
@@ -124,8 +124,8 @@ class EncodingPool:
         pid, state = [*stopped, *states.items(), (0, "?")][0]
         seconds = STANDING_STILL * LOOK_EVERY
         return EnvironmentFault(
-            f"tokenizing stands still: process {pid} is {STATES.get(state, 'in the state ' + state)}", where=rows,
-            why=f"none of {len(self._workers)} workers did anything for {seconds:.0f} s", fix="run the same command again",
+            f"tokenizing hangs: process {pid} is {STATES.get(state, 'in the state ' + state)}", where=rows,
+            why=f"none of {len(self._workers)} workers made progress for {seconds:.0f} s", fix="run the same command again",
         )  # fmt: skip
 
     def _ended(self) -> list[tuple[int | None, int | None]]:
@@ -139,10 +139,10 @@ class EncodingPool:
                 break
             time.sleep(0.01)
             ended = self._ended()
-        who = f"process {ended[0][0]}, which tokenizes, was ended by {_signal_name(ended[0][1])}" if ended else (
-            "a process that tokenizes was killed")
-        rows = f"{self._waiting[0][1]} and what follows" if self._waiting else ""
-        return EnvironmentFault(who, where=rows, why="most often the machine ran out of memory",
+        who = f"tokenizer process {ended[0][0]} was ended by {_signal_name(ended[0][1])}" if ended else (
+            "a tokenizer process was killed")
+        rows = f"{self._waiting[0][1]} and following rows" if self._waiting else ""
+        return EnvironmentFault(who, where=rows, why="the usual cause is too little memory",
                                 fix="free memory and run the same command again")
 
 

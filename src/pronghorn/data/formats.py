@@ -77,11 +77,11 @@ def detect_format(rows: Sequence[RawRow], where: str, asked: str = "auto") -> Fo
         plain = (row.fields for row in rows if isinstance(row.fields.get("prompt"), str))
         return "completion as chat" if found == "completion" and any(map(_beside, plain)) else found
     if not rows:
-        raise DataError(what="no row could be read, so no format can be detected", where=where, fix="repair the rows")
+        raise DataError(what="no row can be read, so the format cannot be detected", where=where, fix="fix the rows")
     columns = list(dict.fromkeys(column for row in rows for column in row.fields))
     formats = KNOWN if asked == "auto" else {name: needs for name, needs in KNOWN.items() if name == asked}
-    unmet = "unrecognised data format" if asked == "auto" else f"the columns do not fit the format `{asked}`"
-    named = "name the columns that are meant: data.fields: {prompt: COLUMN, completion: COLUMN}, or rename them"
+    unmet = "unknown data format" if asked == "auto" else f"the columns do not match the format `{asked}`"
+    named = "name the columns: data.fields: {prompt: COLUMN, completion: COLUMN}, or rename them"
     raise DataError(
         what=f"{unmet}; found " + ", ".join(f"`{column}`" for column in columns),
         where=where,
@@ -134,8 +134,8 @@ def _require_one(rows: Sequence[RawRow]) -> None:
             continue
         ways = [f"data.format: {'messages' if name in CHAT_COLUMNS[:1] else name}" if name not in CHAT_COLUMNS[1:]
                 else f"data.fields: {{messages: {name}}}" for name in sets]
-        raise DataError(f"rows can be read in {len(sets)} ways: " + "; ".join(sets.values()), where=row.where,
-                        why="they need not say the same, and only one of them is trained on", fix=f"set {' or '.join(ways)}")
+        raise DataError(f"the rows match {len(sets)} formats: " + "; ".join(sets.values()), where=row.where,
+                        why="their contents may differ, and only one of them is used", fix=f"set {' or '.join(ways)}")
 
 
 def _better_names(columns: Sequence[str]) -> str:
@@ -206,7 +206,7 @@ def _history(row: RawRow) -> list[dict[str, Any]]:
     pairs = from_json(value) if isinstance(value, str) and value.strip() else value or []
     if not isinstance(pairs, list) or not all(
             isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in pairs):
-        raise UnfitError("`history` is not a list of pairs of texts", 'write [["question", "answer"], ...], or take it out')
+        raise UnfitError("`history` is not a list of pairs of strings", 'write [["question", "answer"], ...], or remove it')
     return [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
 
 
@@ -214,8 +214,8 @@ def _from_completion(row: RawRow) -> Example:
     prompt, completion = _pair(row)
     if isinstance(prompt, str) and isinstance(completion, str):
         if beside := _beside(row.fields):
-            raise UnfitError(f"`{beside}` beside a plain prompt, where the rows before have none",
-                             "make all rows conversations: data.fields: {instruction: prompt, output: completion}")
+            raise UnfitError(f"`{beside}` with a plain prompt, which earlier rows do not have",
+                             "convert all rows to conversations: data.fields: {instruction: prompt, output: completion}")
         return Example("completion", row.where, prompt=prompt, completion=completion)
     if isinstance(prompt, str):
         raise UnfitError("`completion` is a list of messages, and `prompt` is text", "write both as text or both as messages")
@@ -223,7 +223,7 @@ def _from_completion(row: RawRow) -> Example:
     answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     said = to_messages(answer, "completion")
     if not any(message["role"] == "assistant" for message in said):
-        raise UnfitError("no assistant turn in the completion: nothing to learn from", "give the completion an answer")
+        raise UnfitError("no assistant turn in the completion: nothing carries loss", "add an answer to the completion")
     return _chat(row, before + said, prompt_messages=len(before))
 
 
@@ -256,11 +256,11 @@ def _from_text(row: RawRow) -> Example:
 
 def _chat(row: RawRow, messages: list[dict[str, Any]], prompt_messages: int = 0) -> Example:
     if not any(message["role"] == "assistant" for message in messages):
-        raise UnfitError("no assistant turn: nothing to learn from", "end the conversation with an answer")
+        raise UnfitError("no assistant turn: nothing carries loss", "end the conversation with an answer")
     system = _system(row)
     if system and messages[0]["role"] in ("system", "developer"):
         if messages[0]["content"] != system[0]["content"]:
-            raise UnfitError("two system texts that differ: one in a column of its own, one in message 1", "keep one of them")
+            raise UnfitError("two different system messages: one in its own column, one in message 1", "keep one of them")
         system = []
     return Example("chat", row.where, messages=tuple(system + messages), tools=_tools(row),
                    prompt_messages=prompt_messages + len(system) if prompt_messages else 0)
@@ -297,7 +297,7 @@ def _text(row: RawRow, column: str, *, optional: bool = False) -> str:
         raise UnfitError(f"no column `{column}`", _other_format(row))
     kinds = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
     shown = "empty (null)" if value is None else kinds.get(type(value), f"a {type(value).__name__}")
-    fix = f'put it in quotes: "{value}"' if isinstance(value, int | float) else f"give every row a text in `{column}`"
+    fix = f'put it in quotes: "{value}"' if isinstance(value, int | float) else f"set a text in `{column}` in every row"
     raise UnfitError(f"`{column}` is not text, but {shown}", fix)
 
 
@@ -305,8 +305,8 @@ def _other_format(row: RawRow) -> str:
     """For a row that has other columns than the rows before it."""
     other = _row_format(row.fields)
     if other:
-        return f"rows of one file have one format, and this one is `{other}`: move such rows to a file of their own"
-    return _better_names(list(row.fields)) or "give the row the columns that the others have, or take it out"
+        return f"a file has one format, and this row has the format `{other}`: move such rows to a separate file"
+    return _better_names(list(row.fields)) or "give the row the same columns as the others, or remove it"
 
 
 BUILDERS: dict[Format, Callable[[RawRow], Example]] = {

@@ -59,7 +59,7 @@ def read_jsonl(source: Source) -> Iterator[RawRow | BadRow]:
                 continue
             where = f"{source.name}:{number}"
             if first and (stripped in (b"[", b"{") or (stripped.startswith(b"[{") and not _is_conversation(stripped))):
-                raise DataError(what="JSON, but not one object a line", where=where, fix="give the file the ending .json")
+                raise DataError(what="JSON, but not one object per line", where=where, fix="rename the file to .json")
             first = False
             yield _json_row(where, stripped.decode()) if decodes(stripped, "utf-8") else not_utf8(source, where, stripped)
 
@@ -87,18 +87,18 @@ def _json_row(where: str, text: str) -> RawRow | BadRow:
     except json.JSONDecodeError as error:
         return BadRow(where, _not_json(error), excerpt(text, error.pos), "write the row again as one JSON object")
     except _NotAllowedError as error:
-        return BadRow(where, str(error), excerpt(text), "correct the value")
+        return BadRow(where, str(error), excerpt(text), "fix the value")
     except (RecursionError, ValueError) as error:
-        why = "nested too deep" if isinstance(error, RecursionError) else "a whole number of over 4,300 digits"
-        return BadRow(where, why, excerpt(text), "write a plain row")
+        why = "nested too deeply" if isinstance(error, RecursionError) else "an integer with more than 4,300 digits"
+        return BadRow(where, why, excerpt(text), "write a simpler row")
     if _speaks(fields):
         fields = {"messages": fields}
     if not isinstance(fields, dict):
         return BadRow(where, "not an object with columns", excerpt(text), 'write an object, such as {"text": "..."}')
     half = HALF_OF_A_PAIR.search(text)
     if half and not encodes(fields):
-        return BadRow(where, "half of a surrogate pair, which is no character", excerpt(text, half.start()),
-                      "write both halves (\\ud83d\\ude00), or take it out")
+        return BadRow(where, "half of a surrogate pair, which is not a character", excerpt(text, half.start()),
+                      "write both halves (\\ud83d\\ude00), or remove it")
     return RawRow(fields, where)
 
 
@@ -115,30 +115,30 @@ def read_json(source: Source) -> Iterator[RawRow | BadRow]:
         if text.startswith("[", start):
             end = _after_space(text, (yield from _list_rows(source, text, start)))
             if end < len(text):
-                raise json.JSONDecodeError("the list has ended, but there is more", text, end)
+                raise json.JSONDecodeError("content after the end of the list", text, end)
             return
         value, end = LENIENT.raw_decode(text, start)
         if _after_space(text, end) < len(text) and "\n" not in text[start:end]:
             yield from read_jsonl(source)
             return
         if not isinstance(value, dict) or _after_space(text, end) < len(text):
-            raise DataError(what="neither a list of objects nor an object that holds one", where=source.name,
-                            fix='write [{...}, {...}], {"data": [{...}]} or one object a line')
+            raise DataError(what="neither a list of objects nor an object that contains one", where=source.name,
+                            fix='write [{...}, {...}], {"data": [{...}]} or one object per line')
         if value.keys() & ONE_ROW:
             yield _json_row(f"{source.name}:{text.count(chr(10), 0, start) + 1}", text[start:end])
             return
         lists = _lists_inside(text, start)
         if len(lists) != 1:
             found = ", ".join(f"`{key}`" for key in lists) or "none"
-            raise DataError(what="an object must hold exactly one list of rows", where=source.name,
-                            why=f"lists found: {found}", fix="keep one list in the file, or write one file for each")
+            raise DataError(what="the object must contain exactly one list of rows", where=source.name,
+                            why=f"lists found: {found}", fix="keep one list in the file, or write one file per list")
         yield from _list_rows(source, text, next(iter(lists.values())))
     except json.JSONDecodeError as error:
         near = excerpt(text, error.pos)
         raise DataError(what=_not_json(error), where=f"{source.name}:{error.lineno}",
-                        why=f"near: {near}", fix="correct it there; what follows cannot be read") from error
+                        why=f"near: {near}", fix="fix it; the rest of the file cannot be read") from error
     except RecursionError as error:
-        raise DataError(what="the JSON is nested too deep", where=source.name, fix="write plain rows") from error
+        raise DataError(what="the JSON is nested too deeply", where=source.name, fix="write simpler rows") from error
 
 
 def _list_rows(source: Source, text: str, start: int) -> Generator[RawRow | BadRow, None, int]:

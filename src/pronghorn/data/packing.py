@@ -113,8 +113,8 @@ class _Window:
                 return
             if not 0 < length <= self._capacity:
                 raise DataError(
-                    what=f"document {arrival} has {length:,} tokens, a pack holds {self._capacity:,}",
-                    why="documents are packed whole",
+                    what=f"document {arrival} has {length:,} tokens, but a pack holds {self._capacity:,}",
+                    why="documents are not split across packs",
                     fix="lower data.max_length to train.capacity, or raise train.capacity",
                 )
             same = self._by_length.setdefault(length, deque())

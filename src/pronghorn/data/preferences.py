@@ -16,7 +16,7 @@ _KIND = "answer|response|completion|output|messages?|text"
 REJECTED = re.compile(rf"(?:(?:{_KIND})_)?rejected(?:_(?:{_KIND}))?")
 MARKS = ("label", "kto_tag")  # of KTO: whether the answer is a good one
 TRUTHS = (True, False, "true", "false", "True", "False", "TRUE", "FALSE", "0", "1")  # 0 and 1 equal False and True
-WHY = "a supervised loss learns every answer it is given, also the bad ones; preference training (DPO, KTO) has other losses"
+WHY = "a supervised loss trains on every answer, including the bad ones; preference training (DPO, KTO) uses other losses"
 
 
 def preference(fields: dict[str, Any], *, chat: bool) -> tuple[str, str] | None:
@@ -25,14 +25,13 @@ def preference(fields: dict[str, Any], *, chat: bool) -> tuple[str, str] | None:
         if "rejected" in column.lower() and REJECTED.fullmatch(column.lower()) and _holds_answer(worse):
             chosen = next((other for other in fields if other.lower() == column.lower().replace("rejected", "chosen")), None)
             if chosen and _holds_answer(fields[chosen]):
-                told = f"preference data: `{chosen}` is the better of two answers, `{column}` the worse, and no supervised loss"
-                return f"{told} learns which", _take(fields, chosen)
+                told = f"preference data: `{chosen}` is the better of two answers, `{column}` the worse one; a supervised loss"
+                return f"{told} cannot use this", _take(fields, chosen)
     mark = next((column for column in MARKS if chat and _is_truth(fields.get(column))), None)
     if mark:
-        told = f"preference data: `{mark}` says whether an answer is a good one, and a supervised loss learns the bad ones, too"
-        return (told, "write the good ones to a file of their own:"
-                f" jq -c 'select(.{mark}) | del(.{mark})' ROWS.jsonl > good.jsonl; a `{mark}` that means something else needs"
-                " another name")
+        told = f"preference data: `{mark}` marks good answers, and a supervised loss would also train on the bad ones"
+        return (told, f"write the good rows to a separate file: jq -c 'select(.{mark}) | del(.{mark})' ROWS.jsonl > "
+                      f"good.jsonl; if `{mark}` means something else, rename the column")
     return None
 
 
@@ -60,7 +59,7 @@ def _take(fields: dict[str, Any], chosen: str) -> str:
         if not target and "\n\nHuman:" not in answer:
             question = next((column for column in ("question", "query", "input") if column in fields), None)
             if question:
-                return f"to train on the better answers alone, set data.fields: {{prompt: {question}, completion: {chosen}}}"
+                return f"to train on the better answers only, set data.fields: {{prompt: {question}, completion: {chosen}}}"
     if target:
-        return f"to train on the better answers alone, set data.fields: {{{target}: {chosen}}}"
-    return f"to train on the better answers alone, write each conversation with its `{chosen}` answer at the end, as messages"
+        return f"to train on the better answers only, set data.fields: {{{target}: {chosen}}}"
+    return f"to train on the better answers only, write each conversation with its `{chosen}` answer at the end, as messages"

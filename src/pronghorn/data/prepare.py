@@ -100,7 +100,7 @@ def findings(rows: Rows, near: bool, progress: Progress = silent) -> Findings:
     try:
         known = _read_findings(path)
     except DamagedError as damage:
-        known, remark = None, f"the list of duplicates and junk was damaged ({damage}) and is made again: {path}"
+        known, remark = None, f"the list of duplicates and junk is damaged ({damage}) and is created again: {path}"
     if known is not None and (known.near is not None or not near):
         return known
     known = _look(rows.table, near, progress)
@@ -154,13 +154,13 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
     remarks = [*rows.remarks, *told_of_columns(rows.sources), *mixed]
     remarks += [found.remark] if found is not None and found.remark else []
     if rows.empty and spec.junk == "keep":
-        remarks.append(f"{counted(rows.empty, 'row')} with an empty answer: junk, of which only the end is learned;"
-                       " data.junk: drop leaves them out")
+        remarks.append(f"{counted(rows.empty, 'row')} with an empty answer: only the end token carries loss; data.junk: drop "
+                       "removes them")
     if rows.lost:
-        remarks.append(f"{counted(rows.lost, 'row')} of which the chat template leaves something out, trained without it"
-                       " (data.lost: allow)")
+        remarks.append(f"{counted(rows.lost, 'row')} whose content the chat template partly drops, trained without it "
+                       "(data.lost: allow)")
     if rows.controls:
-        fate = "kept as text" if spec.control_tokens == "escape" else "trained as such (data.control_tokens: keep)"
+        fate = "kept as text" if spec.control_tokens == "escape" else "trained as control tokens (data.control_tokens: keep)"
         remarks.append(f"{counted(rows.controls, 'row')} with control tokens inside a message: {fate}")
     limit, affected = spec.max_length, int((table.lengths > spec.max_length).sum())
     if spec.long is None and affected > SILENT_SHARE * len(table):
@@ -173,13 +173,13 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
     no_loss = int((~with_loss).sum())
     kept = cut.select(np.flatnonzero(with_loss)) if no_loss else cut
     if dropped_long and strict:
-        why = "the answer begins after" if spec.long == "truncate" else "longer than"
+        why = "the answer starts after" if spec.long == "truncate" else "longer than"
         remarks.append(f"dropped {dropped_long:,} of {counted(len(table), 'row')}: {why} {limit:,} tokens")
     if no_loss and strict:
         parts = counted(len(cut), "row") + " and pieces" * (split_into > 0)
-        remarks.append(f"dropped {no_loss:,} of {parts}: nothing to train on")
+        remarks.append(f"dropped {no_loss:,} of {parts}: no token carries loss")
     if rows.bad:
-        remarks.append(f"{counted(rows.bad, 'bad row')} set aside in {rows.bad_rows_file}")
+        remarks.append(f"{counted(rows.bad, 'bad row')} written to {rows.bad_rows_file}")
     counts = Counts(
         read=rows.read, bad=rows.bad, exact_duplicates=exact, near_duplicates=near, junk=junk,
         too_long=affected, dropped_long=dropped_long, truncated=truncated, split_into=split_into,
@@ -211,8 +211,8 @@ def _too_many_long(table: TokenTable, limit: int, affected: int) -> DataError:
     return DataError(
         f"{affected:,} of {counted(len(table), 'row')} ({share:.1%}) {'has' if affected == 1 else 'have'} more than"
         f" {limit:,} tokens", where="data.max_length",
-        why=f"the longest has {table.lengths[longest]:,} tokens ({table.where(longest)}), and more than 1 % are not dropped"
-        " without being asked for",
+        why=f"the longest has {table.lengths[longest]:,} tokens ({table.where(longest)}); dropping more than 1 % needs an "
+            "explicit setting",
         fix=f"set data.long: drop, truncate or split, or data.max_length: {enough} or more",
     )  # fmt: skip
 
@@ -221,21 +221,21 @@ def _nothing_left(names: Sequence[Name], counts: Counts, spec: Data) -> DataErro
     where = ", ".join(map(named, names))
     if counts.dropped_long and spec.long == "truncate":
         return DataError(
-            f"no row has anything to learn within its first {spec.max_length:,} tokens", where=where,
-            why="truncated there, the answers are gone", fix="set data.max_length higher, or data.long: split",
+            f"no row has a token with loss within its first {spec.max_length:,} tokens", where=where,
+            why="truncation removes all answers", fix="raise data.max_length, or set data.long: split",
         )  # fmt: skip
     if counts.dropped_long and counts.dropped_long + counts.no_loss >= counts.read - counts.bad - counts.junk:
         return DataError(
             f"all rows are too long: none has {spec.max_length:,} tokens or fewer", where=where,
             why=f"dropped: {counted(counts.dropped_long, 'row')}",
-            fix="set data.max_length higher, or data.long: truncate or split",
+            fix="raise data.max_length, or set data.long: truncate or split",
         )  # fmt: skip
     fates = {
         "too long": counts.dropped_long, "without a token that carries loss": counts.no_loss, "junk": counts.junk,
         "exact duplicates": counts.exact_duplicates, "near duplicates": counts.near_duplicates, "bad": counts.bad,
     }  # fmt: skip
     why = ", ".join(f"{count:,} {fate}" for fate, count in fates.items() if count)
-    return DataError("no row is left to train on", where=where, why=why, fix="look at rows with `pronghorn data show`")
+    return DataError("no row is left to train on", where=where, why=why, fix="inspect rows with `pronghorn data show`")
 
 
 # Evaluation -------------------------------------------------------------------------------------------------------------
@@ -248,9 +248,9 @@ def hold_out(table: TokenTable, fraction: float, seed: int) -> tuple[TokenTable,
     count = max(1, round(fraction * len(different)))
     if count >= len(different):
         raise DataError(
-            f"{fraction:.1%} cannot be held out of {counted(len(different), 'row')}", where="data.eval",
+            f"data.eval: {fraction:.1%} cannot be held out of {counted(len(different), 'row')}", where="data.eval",
             why="none would be left to train on",
-            fix="give more rows, or data.eval: a file of its own",
+            fix="add rows, or set data.eval to a separate file",
         )  # fmt: skip
     shuffled = np.random.Generator(np.random.Philox(key=[seed, 0])).permutation(different)
     held = np.isin(rows, shuffled[:count])

@@ -157,7 +157,7 @@ def bad_rows(first: Sequence[BadRow], bad: int, read: int) -> DataError:
     """`first`: of the bad rows."""
     row, more = first[0], bad - 1
     others = f" ({counted(more, 'more bad row')}: {_some([one.where for one in first[1:]], more)})" if more else ""
-    fix = f"{row.fix or 'correct the row'}; or set data.bad_rows: skip to set such rows aside in a file"
+    fix = f"{row.fix or 'fix the row'}; or set data.bad_rows: skip to write such rows to a file and continue"
     if bad == read:  # then nothing would be left
         fix = row.fix or "no row can be used: check data.format, the columns and the chat template"
     return DataError(f"{row.why}{others}", where=row.where, why=f"the row is: {row.excerpt}", fix=fix)
@@ -174,7 +174,7 @@ def told_of(parts: Sequence[Part]) -> list[str]:
     texts = [part.source.name for part in parts if part.source.kind == "txt" and not part.source.by_line]
     if texts:
         by_line = f"{{path: {texts[0]}, text_by: line}}"
-        told.append(f"each .txt file is one document: {_listed(texts, 3)}; for one of each line: {by_line}")
+        told.append(f"each .txt file is one document: {_listed(texts, 3)}; for one document per line: {by_line}")
     return told
 
 
@@ -183,12 +183,12 @@ def told_of_columns(counts: Sequence[SourceCount]) -> list[str]:
     chats = [count.name for count in counts if count.format == "completion as chat"]
     told = []
     if chats:
-        told.append(f"prompt and completion with a system text or tools are read as conversations: {_listed(chats, 3)}")
+        told.append(f"prompt and completion with a system message or tools are read as conversations: {_listed(chats, 3)}")
     found: dict[tuple[str, ...], list[str]] = {}
     for count in counts:
         if count.unused:
             found.setdefault(tuple(count.unused), []).append(count.name)
-    return told + [f"columns not used: {_listed(columns, 10)} ({_listed(names, 3)})" for columns, names in found.items()]
+    return told + [f"unused columns: {_listed(columns, 10)} ({_listed(names, 3)})" for columns, names in found.items()]
 
 
 def _listed(names: Sequence[str], most: int) -> str:

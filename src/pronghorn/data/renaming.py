@@ -39,8 +39,8 @@ class Renaming:
         for ours, theirs in self._columns.items():
             if theirs not in found and head:
                 raise DataError(
-                    f"data.fields.{ours}: there is no column `{theirs}`", where=where,
-                    why="found " + ", ".join(f"`{column}`" for column in found), fix=f"correct data.fields.{ours}",
+                    f"data.fields.{ours}: no column `{theirs}`", where=where,
+                    why="found " + ", ".join(f"`{column}`" for column in found), fix=f"fix data.fields.{ours}",
                 )  # fmt: skip
 
     def __call__(self, row: RawRow) -> RawRow:

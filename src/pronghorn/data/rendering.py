@@ -61,13 +61,13 @@ def within_limits(render: Callable[[], T], messages: Sequence[Any], where: str) 
     except TEMPLATE_ERRORS as error:
         raise _template_fault(error, where) from error
     except _TimeIsUpError as error:
-        raise _beyond("does not end", f"it was stopped after {SECONDS:.0f} s of computing", where) from error
+        raise _beyond("does not terminate", f"it was stopped after {SECONDS:.0f} s of CPU time", where) from error
     except MemoryError as error:
-        raise _beyond("wants too much memory", f"it asked for more than {MEMORY >> 30} GB", where) from error
+        raise _beyond("needs too much memory", f"it asked for more than {MEMORY >> 30} GB", where) from error
     text = found[0] if isinstance(found, tuple) else found
     length = len(text) if isinstance(text, str) else 0
     if length > LETTERS + LETTERS_A_LETTER * letters:
-        raise _beyond("writes far too much", f"{length:,} letters for a conversation of {letters:,}", where)
+        raise _beyond("produces too much text", f"{length:,} characters for a conversation of {letters:,}", where)
     return found
 
 
@@ -124,11 +124,11 @@ def _template_fault(error: Exception, where: str) -> DataError:
         return SandboxError(
             f"the chat template calls {changing[2]}.{changing[1]}, which its sandbox does not allow", where=where,
             why="transformers renders templates in a sandbox where they cannot change lists and dictionaries",
-            fix="set data.chat_template to a version of the template that adds lists (a + [b]), or leave such rows out",
+            fix="set data.chat_template to a version of the template that concatenates lists (a + [b]), or remove such rows",
         )  # fmt: skip
     if broken or unsafe:
         return DataError(
-            "the chat template is not valid Jinja" if broken else "the chat template does something its sandbox does not allow",
+            "the chat template is not valid Jinja" if broken else "the chat template uses something that the sandbox forbids",
             where="chat template", why=str(error), fix="set data.chat_template to a template you trust",
         )  # fmt: skip
     return RowError(

@@ -30,9 +30,10 @@ def train_on_responses_only(
     batch of rows, instead of a trainer. A marker is always found as a whole (`force_match`).
     """
     if not force_match:
-        raise CommandError(what="force_match=False", why="part of a marker would count as the marker", fix="leave it out")
+        raise CommandError(what="force_match=False", why="partial markers would match as well", fix="remove it")
     if trainer is None and not return_function:
-        raise CommandError(what="no trainer", fix="train_on_responses_only(trainer), or return_function=True with a tokenizer")
+        raise CommandError(what="no trainer",
+                           fix="call train_on_responses_only(trainer), or use return_function=True with a tokenizer")
     tokenizer = tokenizer if tokenizer is not None else getattr(trainer, "processing_class", None)
     if tokenizer is None:
         raise CommandError(what="this trainer has no tokenizer", fix="pass processing_class=tokenizer to the trainer")
@@ -41,7 +42,7 @@ def train_on_responses_only(
         return marker
     collator = type(trainer.data_collator)
     if collator.__name__ == "DataCollatorForLanguageModeling" and collator.__module__.startswith("transformers."):
-        raise CommandError(what="this trainer's collator makes labels of its own", why="they would replace these",
+        raise CommandError(what="the trainer's collator creates its own labels", why="they would replace the masked labels",
                            fix="pass data_collator=DataCollatorForSeq2Seq(tokenizer), or use SFTTrainer")
 
     def labelled(data: Any, name: str) -> Any:
@@ -59,7 +60,7 @@ def train_on_responses_only(
 
 def _marker(tokenizer: Any, instruction: str | None, response: str | None, last_only: bool) -> Marker:
     if (instruction is None) != (response is None):
-        raise CommandError(what="only one of instruction_part and response_part", fix="give both, or neither")
+        raise CommandError(what="only one of instruction_part and response_part is set", fix="set both, or neither")
     if instruction is None or response is None:
         from pronghorn.data.turn_parts import turn_parts
 
@@ -69,20 +70,20 @@ def _marker(tokenizer: Any, instruction: str | None, response: str | None, last_
 
 def _labelled(data: Any, marker: Marker, name: str, processes: int | None, say: Callable[[str], None] | None) -> Any:
     if "input_ids" not in (data.column_names or ()):
-        raise DataError(what="the data set is not tokenized", where=name, why="it has no column input_ids",
-                        fix="let SFTTrainer prepare it first, or tokenize it")
+        raise DataError(what="the dataset is not tokenized", where=name, why="it has no column input_ids",
+                        fix="let SFTTrainer tokenize it first")
     several = {"num_proc": processes} if processes and processes > 1 and hasattr(data, "__len__") else {}
     labelled = data.map(marker.label_row, **several)
     if hasattr(labelled, "__len__"):
         kept = [i for i, row in enumerate(labelled) if any(label != IGNORED for label in row["labels"])]
         if not kept:
             raise DataError(what=f"no answer in any of {counted(len(labelled), 'row')}", where=name,
-                            why=f"{marker.response!r} does not occur in them, or nothing follows it",
-                            fix="give the exact text that the chat template writes before an answer")
+                            why=f"{marker.response!r} does not occur, or nothing follows it",
+                            fix="pass the exact text that the chat template writes before an answer")
         if len(kept) < len(labelled):
             if say:
-                say(f"{name}: {len(labelled) - len(kept):,} of {counted(len(labelled), 'row')} have no answer, or it was cut "
-                    "off, and are left out")
+                say(f"{name}: {len(labelled) - len(kept):,} of {counted(len(labelled), 'row')} have no answer or a truncated "
+                    "one, and are removed")
             return labelled.select(kept)
     return labelled
 
@@ -99,7 +100,7 @@ class Marker:
         tokens = self.tokenizer.convert_ids_to_tokens(self.tokenizer(part, add_special_tokens=False)["input_ids"])
         text = "".join(tokens)
         if not text:
-            raise CommandError(what="instruction_part and response_part may not be empty")
+            raise CommandError(what="instruction_part and response_part must not be empty")
         return text if part.startswith(" ") else text.removeprefix(SPACE)
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:

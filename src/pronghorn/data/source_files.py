@@ -31,24 +31,24 @@ PACKINGS: dict[str, Packing] = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz
 SUPPORTED = ".jsonl, .ndjson, .json, .csv, .tsv and .txt (each also with .gz, .zst, .xz or .bz2), .parquet and .arrow"
 
 # How files begin that people take for data, what they are, and what to do with them.
-UNPACK = "unpack it, and give the files inside"
+UNPACK = "unpack it and use the files inside"
 CONTENT: tuple[tuple[bytes, str, str], ...] = (
-    (b"PK\x03\x04", "a zip file (as Excel's .xlsx is, too)", f"{UNPACK}; of a spreadsheet, save the sheet as CSV"),
+    (b"PK\x03\x04", "a zip file (Excel's .xlsx is one, too)", f"{UNPACK}; save a spreadsheet as CSV"),
     (b"PK\x05\x06", "an empty zip file", UNPACK),
-    (b"\x1f\x8b", "a gzip file", "add .gz to its name, after the ending of what is inside: .jsonl.gz"),
-    (b"BZh", "a bzip2 file", "add .bz2 to its name, after the ending of what is inside: .jsonl.bz2"),
-    (b"\xfd7zXZ\x00", "an xz file", "add .xz to its name, after the ending of what is inside: .jsonl.xz"),
-    (b"\x28\xb5\x2f\xfd", "a zstd file", "add .zst to its name, after the ending of what is inside: .jsonl.zst"),
+    (b"\x1f\x8b", "a gzip file", "name it after its content: .jsonl.gz"),
+    (b"BZh", "a bzip2 file", "name it after its content: .jsonl.bz2"),
+    (b"\xfd7zXZ\x00", "an xz file", "name it after its content: .jsonl.xz"),
+    (b"\x28\xb5\x2f\xfd", "a zstd file", "name it after its content: .jsonl.zst"),
     (b"7z\xbc\xaf\x27\x1c", "a 7z file", UNPACK),
     (b"Rar!\x1a\x07", "a rar file", UNPACK),
     (b"PAR1", "a Parquet file", "rename it to .parquet"),
     (b"ARROW1", "an Arrow file", "rename it to .arrow"),
-    (b"\xff\xff\xff\xff", "an Arrow stream, as `datasets` keeps it", "rename it to .arrow"),
-    (b"SQLite format 3\x00", "an SQLite data base", "write the table as CSV or JSON Lines"),
-    (b"%PDF-", "a PDF", "take the text out of it"),
+    (b"\xff\xff\xff\xff", "an Arrow stream (`datasets` cache)", "rename it to .arrow"),
+    (b"SQLite format 3\x00", "an SQLite database", "export the table as CSV or JSON Lines"),
+    (b"%PDF-", "a PDF", "extract its text"),
     (b"\xd0\xcf\x11\xe0", "an old Office file (.xls, .doc)", "save it as CSV"),
-    (b"\x80\x04", "a pickle", "write it as JSON Lines; nothing is ever unpickled"),
-    (b"\x80\x05", "a pickle", "write it as JSON Lines; nothing is ever unpickled"),
+    (b"\x80\x04", "a pickle", "write it as JSON Lines; Pronghorn never opens a pickle"),
+    (b"\x80\x05", "a pickle", "write it as JSON Lines; Pronghorn never opens a pickle"),
     (b"\x89HDF", "an HDF5 file", "write it as Parquet or JSON Lines"),
 )
 
@@ -104,7 +104,7 @@ def neighbours(name: str, path: Path) -> str:
     files = sorted(file.name for file in path.parent.iterdir() if file.is_dir() or kind_of(file))
     close = difflib.get_close_matches(path.name, files, n=3, cutoff=0.6)
     if not close:
-        return f"check the path, which counts from {Path.cwd()}: nothing there has a similar name"
+        return f"check the path relative to {Path.cwd()}: no similar name found"
     return "did you mean " + " or ".join(name.removesuffix(path.name) + match for match in close) + "?"
 
 
@@ -118,8 +118,8 @@ def excerpt(text: str, around: int = 0) -> str:
 
 
 def unreadable(name: str, error: OSError) -> DataError:
-    fix = f"chmod u+r {shlex.quote(name)}" if isinstance(error, PermissionError) else "check that the file is still there"
-    return DataError(what=f"cannot be read: {error.strerror or error}", where=name, fix=fix)
+    fix = f"chmod u+r {shlex.quote(name)}" if isinstance(error, PermissionError) else "check that the file still exists"
+    return DataError(what=f"cannot read the file: {error.strerror or error}", where=name, fix=fix)
 
 
 def content_of(head: bytes) -> tuple[str, str] | None:
@@ -197,7 +197,7 @@ def decoded(source: Source, data: bytes) -> str:
     except UnicodeDecodeError as error:
         where = f"{source.name}:{data.count(10, 0, error.start) + 1}"
         bad = not_utf8(source, where, data[data.rfind(10, 0, error.start) + 1 :].partition(b"\n")[0])
-        raise DataError(what=bad.why, where=where, why=bad.excerpt, fix="repair or remove these characters") from error
+        raise DataError(what=bad.why, where=where, why=bad.excerpt, fix="fix or remove these characters") from error
 
 
 def _wide_encoding(head: bytes) -> str | None:
@@ -217,8 +217,8 @@ def _wrong_encoding(source: Source, where: str, guess: str) -> DataError:
     convert = f"iconv -f {guess} -t UTF-8"
     pack = source.packing
     command = f"{pack} -dc {old} | {convert} | {pack} > {new}" if pack else f"{convert} {old} > {new}"
-    return DataError(what=f"not UTF-8 text; it looks like {guess}", where=where, why="only UTF-8 is read, so that no letter"
-                     " is guessed", fix=f"convert it: {command}")
+    return DataError(what=f"not UTF-8 text; it looks like {guess}", where=where, why="only UTF-8 is supported",
+                     fix=f"convert it: {command}")
 
 
 def not_utf8(source: Source, where: str, line: bytes) -> BadRow:
@@ -229,8 +229,8 @@ def not_utf8(source: Source, where: str, line: bytes) -> BadRow:
     if sound <= max(1, len(sample) - sound):
         raise _wrong_encoding(source, where, "WINDOWS-1252" if decodes(line, "cp1252") else "GB18030")
     text = line.decode("utf-8", "replace")
-    return BadRow(where, "bytes that are not UTF-8", excerpt(text, text.find("\N{REPLACEMENT CHARACTER}")),
-                  "write these characters again, as UTF-8")
+    return BadRow(where, "invalid UTF-8", excerpt(text, text.find("\N{REPLACEMENT CHARACTER}")),
+                  "write these characters as UTF-8")
 
 
 def decodes(data: bytes, encoding: str) -> bool:

@@ -75,13 +75,13 @@ def resolve(name: str, wish: Wish = Wish()) -> list[Source]:  # noqa: B008 - fro
         if given:
             raise _no_hub(name, key)
     if wish.by_line and not any(source.kind == "txt" for source in found):
-        raise DataError(what="text_by: line is for .txt files", where=name, fix="leave text_by out")
+        raise DataError(what="text_by: line applies to .txt files only", where=name, fix="remove text_by")
     return [replace(source, by_line=wish.by_line and source.kind == "txt") for source in found]
 
 
 def _no_hub(name: str, key: str) -> DataError:
-    return DataError(what=f"`{key}` is for data sets of the hub, and this is a file or folder", where=name,
-                     fix=f"leave `{key}` out" + ("; of a folder, `split` names files in it" if key == "split" else ""))
+    return DataError(what=f"`{key}` applies to Hub datasets only, and this is a file or folder", where=name,
+                     fix=f"remove `{key}`" + ("; in a folder, `split` selects files" if key == "split" else ""))
 
 
 def _hub(name: str, path: Path, wish: Wish) -> Source:
@@ -89,10 +89,10 @@ def _hub(name: str, path: Path, wish: Wish) -> Source:
     if not hub or name.startswith((".", "~")) or kind_of(path) is not None:
         raise DataError(what="no such file", where=name, fix=neighbours(name, path))
     if wish.by_line:
-        raise DataError(what="text_by: line is for .txt files", where=name, fix="leave text_by out")
+        raise DataError(what="text_by: line applies to .txt files only", where=name, fix="remove text_by")
     for key, given, written in (("name", wish.config, hub["config"]), ("split", wish.split, hub["split"])):
         if given and written and given != written:
-            raise DataError(what=f"two answers to which `{key}`: `{written}` and `{given}`", where=name, fix="keep one of them")
+            raise DataError(what=f"two values of `{key}`: `{written}` and `{given}`", where=name, fix="keep one of them")
     config, split = hub["config"] or wish.config, hub["split"] or wish.split
     shown = ":".join([hub["name"], *([config] if config else []), *([split or "train"] if split or config else [])])
     shown = name if (config, split) == (hub["config"], hub["split"]) else shown
@@ -109,8 +109,8 @@ def read(source: Source, on_bad: Callable[[BadRow], None]) -> Iterator[RawRow]:
         else:
             yield row
     if empty:
-        raise DataError(what="there is no row in it", where=source.name, why="the file is empty or holds only a header",
-                        fix="check how it was written, or take it out of the recipe")
+        raise DataError(what="the file has no rows", where=source.name, why="it is empty or contains only a header",
+                        fix="check how it was written, or remove it from the recipe")
 
 
 def fingerprint(source: Source) -> str:
@@ -136,8 +136,9 @@ def state(source: Source) -> tuple[int, ...]:
 
 def require_unchanged(source: Source, before: tuple[int, ...]) -> None:
     if state(source) != before:
-        raise DataError(what="the file changed while it was read", where=source.name, why="its rows may be a mixture",
-                        fix="wait until whoever writes it is done, then run the same command again")
+        raise DataError(what="the file changed while it was being read", where=source.name,
+                        why="its rows may be a mixture of both versions",
+                        fix="wait until the file is complete, then run the same command again")
 
 
 def _rows(source: Source) -> Iterator[RawRow | BadRow]:
@@ -154,18 +155,18 @@ def _rows(source: Source) -> Iterator[RawRow | BadRow]:
 
 def _damaged(source: Source, error: Exception) -> DataError:
     test = f"{source.packing} -t {shlex.quote(source.name)}"
-    return DataError(what=f"the {source.packing} data is damaged or cut short: {error}", where=source.name,
-                     fix=f"copy or download it again; `{test}` tests it")
+    return DataError(what=f"the {source.packing} data is damaged or truncated: {error}", where=source.name,
+                     fix=f"copy or download it again; check it with `{test}`")
 
 
 def _file(name: str, path: Path) -> Source:
     kind = kind_of(path)
     if kind is None or not path.is_file():
-        what = "not a kind of file that can be read as data"
+        what = "unsupported file type"
         fix = "decompress or convert it, or rename it to match its real format"
         if path.is_file() and (content := known_content(path)):
-            what, fix = f"this is {content[0]}, which cannot be read under this name", content[1]
-        raise DataError(what=what, where=name, why=f"the kinds are {SUPPORTED}", fix=fix)
+            what, fix = f"the file is {content[0]}, which does not match its name", content[1]
+        raise DataError(what=what, where=name, why=f"supported: {SUPPORTED}", fix=fix)
     # A name may be any bytes; those that are no UTF-8 are written as \\xff, because each row carries the name of its file.
     return Source(os.fsencode(name).decode("utf-8", "backslashreplace"), kind, path, packing_of(path))
 
@@ -179,9 +180,9 @@ def _folder(name: str, path: Path) -> list[Source]:
     files = sorted(file for file in path.iterdir() if _is_data(file))
     if not files:
         below = sorted(folder.name for folder in path.iterdir() if folder.is_dir() and any(map(_is_data, folder.iterdir())))
-        fix = f"name the one that is meant: {name.rstrip('/')}/{below[0]}" if below else "name the files, or their folder"
-        raise DataError(what="no data file in this folder", where=name, why=f"the kinds are {SUPPORTED}; folders below"
-                        " it are not searched", fix=fix)
+        fix = f"name the right one: {name.rstrip('/')}/{below[0]}" if below else "name the files or their folder"
+        raise DataError(what="the folder has no data files", where=name,
+                        why=f"supported: {SUPPORTED}; subfolders are not searched", fix=fix)
     beside = sorted(file.name for file in path.iterdir() if file.is_file() and file not in files and _is_shown(file))
     return [replace(_file(f"{name.rstrip('/')}/{file.name}", file), folder=name, beside=tuple(beside)) for file in files]
 
@@ -197,8 +198,8 @@ def _split_of(name: str, path: Path, split: str) -> list[Source]:
     files = sorted(file for file in path.iterdir() if _is_data(file) and re.split(r"[.-]", file.name)[0] == split)
     if not files:
         there = ", ".join(sorted(file.name for file in path.iterdir())[:5])
-        raise DataError(what=f"there is no split `{split}` in this folder", where=name, why=f"there are: {there}",
-                        fix=f"name a folder in it, or files that begin with it: {split}.jsonl")
+        raise DataError(what=f"no split `{split}` in this folder", where=name, why=f"available: {there}",
+                        fix=f"name one of its subfolders, or files that start with it: {split}.jsonl")
     return [_file(f"{name.rstrip('/')}/{file.name}", file) for file in files]
 
 
@@ -237,7 +238,7 @@ def _read_csv(source: Source) -> Iterator[RawRow | BadRow]:
             try:
                 values = next(reader, None)
             except csv.Error as error:
-                yield BadRow(where, f"not CSV: {error}", excerpt(recent), "put the value in quotes, and double those inside it")
+                yield BadRow(where, f"not CSV: {error}", excerpt(recent), "quote the value, and double the quotes inside it")
                 continue
             if values is None:
                 return
@@ -250,8 +251,8 @@ def _read_csv(source: Source) -> Iterator[RawRow | BadRow]:
                 header = _header(source, values)
             elif len(values) != len(header):
                 columns = counted(len(header), "column")
-                yield BadRow(where, f"{counted(len(values), 'value')}, but the header names {columns}", excerpt(joined),
-                             "put values that hold the separator in quotes, and give every row as many as the header has")
+                yield BadRow(where, f"{counted(len(values), 'value')}, but the header has {columns}", excerpt(joined),
+                             "quote values that contain the separator, and give every row as many values as the header")
             else:
                 yield RawRow(dict(zip(header, values, strict=True)), where)
 
@@ -260,7 +261,7 @@ def _header(source: Source, names: list[str]) -> list[str]:
     names = [name.strip() for name in names]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
-        raise DataError(what=f"two columns are called `{twice[0]}`", where=f"{source.name}:1", fix="rename one of them")
+        raise DataError(what=f"two columns are named `{twice[0]}`", where=f"{source.name}:1", fix="rename one of them")
     other = next((mark for mark in (";", "\t", ",", "|") if len(names) == 1 and mark in names[0]), None)
     if other:
         raise DataError(what=f"the columns are separated by {other!r}", where=f"{source.name}:1",

@@ -77,7 +77,7 @@ class Stats:
     def table(self) -> RenderableType:
         """For people."""
         remarks = [Text(f"! {remark}", style="yellow") for remark in self.remarks]
-        lengths = (Text("tokens a row", style="bold"), _histogram(self.lengths, self.max_length))
+        lengths = (Text("tokens per row", style="bold"), _histogram(self.lengths, self.max_length))
         return Group(_headline(self), Text(), *lengths, Text(), _fates(self), Text(), _packing_line(self.packing), *remarks)
 
 
@@ -157,7 +157,7 @@ def _histogram(lengths: Lengths, max_length: int) -> RenderableType:
     grid.add_column()
     most = max(one.rows for one in lengths.bins)
     for one in lengths.bins:
-        label = f"{one.low:,} and more" if one.high is None else f"{one.low:,} to {one.high - 1:,}"
+        label = f"{one.low:,} or more" if one.high is None else f"{one.low:,} to {one.high - 1:,}"
         beyond = one.low >= max_length
         grid.add_row(label, f"{one.rows:,}", Text(_bar(one.rows / most), style="red" if beyond else "green"))
     summary = (
@@ -193,7 +193,7 @@ def _fates(stats: Stats) -> RenderableType:
     for why, found in stats.junk.items() or {"junk": Found(0)}.items():
         row(f"junk: {why}" if found.rows else why, found.rows, "" if len(stats.junk) > 1 else counts.junk, found.example)
     if len(stats.junk) > 1:
-        row("junk, together", sum(found.rows for found in stats.junk.values()), counts.junk)
+        row("junk, total", sum(found.rows for found in stats.junk.values()), counts.junk)
     what_else = f", {counts.truncated:,} truncated" if counts.truncated else ""
     what_else += f", split into {counts.split_into:,}" if counts.split_into else ""
     row(f"longer than {stats.max_length:,}{what_else}", counts.too_long, counts.dropped_long)

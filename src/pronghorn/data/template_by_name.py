@@ -50,7 +50,8 @@ def with_template(
 
 def _known_words(mapping: Mapping[str, str] | None) -> dict[str, str]:
     if strange := [key for key in mapping or {} if key not in MAPPED]:
-        raise CommandError(what=f"mapping: {strange[0]!r}", fix=f"keys from: {', '.join(MAPPED)}; values as your data has them")
+        raise CommandError(what=f"mapping: {strange[0]!r}",
+                           fix=f"use the keys {', '.join(MAPPED)}, with the names in your data as values")
     return {ours: theirs for ours, theirs in (mapping or {}).items() if ours != theirs}
 
 
@@ -59,18 +60,18 @@ def _row(name: str) -> NamedTemplate:
     if row is None:
         close = difflib.get_close_matches(str(name), [*TEMPLATES, *SAME_AS], n=1)
         raise CommandError(what=f"chat_template={name!r}",
-                           fix=(f"did you mean {close[0]!r}? " if close else "") + f"one of: {', '.join(TEMPLATES)}")
+                           fix=(f"did you mean {close[0]!r}? " if close else "") + f"use one of: {', '.join(TEMPLATES)}")
     return row
 
 
 def _own_row(given: tuple[str, str] | list[str], tokenizer: Any) -> NamedTemplate:
     if len(given) != 2 or not all(isinstance(text, str) for text in given):
-        raise CommandError(what="chat_template is a tuple", fix="(template, end_of_turn), both texts")
+        raise CommandError(what="chat_template is not a valid tuple", fix="use (template, end_of_turn), two strings")
     body, end = given
     if end not in ("eos_token", tokenizer.eos_token) and end not in tokenizer.get_vocab():
-        raise CommandError(what=f"chat_template: this tokenizer has no token {end}",
-                           why="as plain text it would be several tokens, and generation would not stop there",
-                           fix='"eos_token" as the second text, and {{ eos_token }} in the template')
+        raise CommandError(what=f"chat_template: the tokenizer has no token {end}",
+                           why="it would be split into several tokens, and generation would not stop there",
+                           fix='use "eos_token" as the second string, and {{ eos_token }} in the template')
     return NamedTemplate(body, "" if end == "eos_token" else end, needs_nothing=True)
 
 
@@ -79,21 +80,21 @@ def _fitting(row: NamedTemplate, name: str, tokenizer: Any, say: Callable[[str],
     vocabulary = tokenizer.get_vocab()
     missing = [token for token in row.tokens if token not in vocabulary]
     if not row.body and (missing or not tokenizer.chat_template):
-        raise CommandError(what=f"chat_template={name!r}: this tokenizer does not come from such a model",
+        raise CommandError(what=f"chat_template={name!r}: the tokenizer does not belong to such a model",
                            why=f"it has no token {missing[0]}" if missing else "it has no template of its own",
-                           fix="one of: chatml, alpaca; or tokenizer.chat_template = a template of your own")
+                           fix="use one of: chatml, alpaca; or set tokenizer.chat_template to your own template")
     end = row.end_of_turn if row.end_of_turn not in vocabulary else ""
     if (end or missing) and (say is None or not tokenizer.eos_token):
         able = [other for other, one in TEMPLATES.items()
                 if all(token in vocabulary for token in (*one.tokens, one.end_of_turn) if token)]
-        raise CommandError(what=f"chat_template={name!r}: this tokenizer has no token {[*missing, end][0]}",
-                           why="as plain text it would be several tokens, and generation would not stop there",
-                           fix=f"one of: {', '.join(able)}; or tokenizer.chat_template = a template of your own")
+        raise CommandError(what=f"chat_template={name!r}: the tokenizer has no token {[*missing, end][0]}",
+                           why="it would be split into several tokens, and generation would not stop there",
+                           fix=f"use one of: {', '.join(able)}; or set tokenizer.chat_template to your own template")
     if end and say:
-        say(f"chat_template={name!r}: this tokenizer has no {end}, so turns end with its {tokenizer.eos_token}")
+        say(f"chat_template={name!r}: the tokenizer has no {end}, so turns end with {tokenizer.eos_token}")
         row = ending_with(row, tokenizer.eos_token)
     if missing and say:
-        say(f"chat_template={name!r}: this tokenizer has no {missing[0]}, so it is several tokens of plain text")
+        say(f"chat_template={name!r}: the tokenizer has no {missing[0]}, so it is encoded as several plain-text tokens")
     return row
 
 

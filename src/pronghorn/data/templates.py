@@ -84,10 +84,10 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         if not tokenizer.chat_template:
             raise DataError(
-                "template missing: the data is conversations, and the tokenizer has no chat template",
+                "chat template missing: the data is conversations, but the tokenizer has no chat template",
                 where=str(getattr(tokenizer, "name_or_path", "")),
-                why="without one nobody can say how this model marks who speaks",
-                fix="train an -Instruct model, set data.chat_template: file.jinja, or give prompt/completion data",
+                why="without a template, the format of a turn is unknown",
+                fix="use an -Instruct model, set data.chat_template: file.jinja, or use prompt/completion data",
             )
         self._tokenizer = tokenizer
         self._tracked = any(GENERATION_TAG.search(text) for text in _template_texts(tokenizer.chat_template))
@@ -269,7 +269,7 @@ class ChatTemplate:
         gone = {one.message for one in so_far.lost}
         for i in speaking:
             if row.placed.mixed(i):
-                raise _cannot_tell(i, where, "the template writes part of it behind the message that follows it", so_far)
+                raise _cannot_tell(i, where, "the template writes part of it after the following message", so_far)
             repeated = [row.marks.slots[number] for number in row.placed.repeated]
             if any(slot.message == i and slot.what != "name" for slot in repeated):
                 raise _cannot_tell(i, where, "the template writes it more than once", so_far)
@@ -279,8 +279,8 @@ class ChatTemplate:
                 if found is None and i in gone and row.placed.first[i] is None:
                     continue  # nothing of it is there; told as lost
                 if found is None:
-                    raise _cannot_tell(i, where, "the template writes no generation prompt before it, or the conversation up to"
-                                       " it in another way than the whole" if start is None else "nothing shows where it ends",
+                    raise _cannot_tell(i, where, "the template writes no generation prompt before it, or renders the "
+                                       "conversation up to it differently" if start is None else "nothing shows where it ends",
                                        so_far)
                 turns.append(Turn(i, *found))
                 missing, ended = "", self._closings[1]
@@ -288,7 +288,7 @@ class ChatTemplate:
                 turns.append(Turn(i, start, stop[0]))
                 missing, ended = stop[1].missing, stop[1].ended
             if len(turns) > 1 and turns[-1].start < turns[-2].stop:
-                raise _cannot_tell(i, where, "the template writes it before the end of the turn before", so_far)
+                raise _cannot_tell(i, where, "the template writes it before the end of the previous turn", so_far)
         return turns, missing, ended
 
     # Without marks: prefixes of the conversation
@@ -317,8 +317,9 @@ class ChatTemplate:
         for i in speaking:
             found = self._by_prefix(text, said, i)
             if found is None or (turns and found[0] < turns[-1].stop):
-                raise _cannot_tell(i, where, "the conversation up to it is not how the whole conversation starts, or nothing"
-                                   " shows where it ends", Rendered(text, ()))
+                raise _cannot_tell(i, where,
+                                   "the conversation up to it is not a prefix of the whole conversation, or nothing shows "
+                                   "where it ends", Rendered(text, ()))
             turns.append(Turn(i, *found))
         return turns
 
@@ -372,7 +373,7 @@ class ChatTemplate:
             raise RowError(
                 "neither the chat template nor the tokenizer has an end token", where=where,
                 why="a model trained on this would never stop",
-                fix="set data.chat_template to a template that ends each turn, or the tokenizer's eos_token",
+                fix="set data.chat_template to a template that ends each turn, or set the tokenizer's eos_token",
             )  # fmt: skip
         last, written = turns[-1], text
         if missing or text[last.stop :].strip():  # what the template writes behind it is not the turn's
@@ -388,9 +389,9 @@ class ChatTemplate:
         for closing in self._closings[0]:
             if missing := [text for text in LOOKS_SPECIAL.findall(closing) if text not in vocabulary]:
                 raise DataError(
-                    f"the chat template ends turns with {missing[0]}, and this tokenizer has no such token",
+                    f"the chat template ends turns with {missing[0]}, but the tokenizer has no such token",
                     where="data.chat_template",
-                    why="as plain text it would be several tokens, and generation would not stop there",
+                    why="it would be split into several tokens, and generation would not stop there",
                     fix="use the model's own template, data.template: chatml, or a template for this model",
                 )  # fmt: skip
 
@@ -448,8 +449,8 @@ class CannotTellError(RowError):
 
 def _cannot_tell(message: int, where: str, why: str, rendered: Rendered) -> CannotTellError:
     error = CannotTellError(
-        f"cannot tell which tokens the assistant says in message {message + 1}", where=where, why=why,
-        fix="put {% generation %} blocks into the template (data.chat_template), or set data.loss_on: all",
+        f"cannot determine which tokens are the assistant's in message {message + 1}", where=where, why=why,
+        fix="add {% generation %} blocks to the template (data.chat_template), or set data.loss_on: all",
     )  # fmt: skip
     error.rendered = rendered
     return error
@@ -458,17 +459,18 @@ def _cannot_tell(message: int, where: str, why: str, rendered: Rendered) -> Cann
 def _loses(lost: Sequence[Lost], messages: Sequence[Message], where: str) -> RowError:
     one = lost[0]
     if one.message < 0:
-        return RowError(f"the chat template does not write {one.what}", where=where,
-                        why="it knows no tools, so the model would learn calls without having seen them",
-                        fix="use a model whose template knows tools, leave the tools out, or set data.lost: allow to train"
-                        " without them")
+        return RowError(f"the chat template drops {one.what}", where=where,
+                        why="it does not support tools, so the model would train on calls of tools it has never seen",
+                        fix="use a model whose template supports tools, remove the tools, or set data.lost: allow to train "
+                            "without them")
     role, later = str(messages[one.message].get("role")), any(m.get("role") == "user" for m in messages[one.message + 1 :])
-    why = "the template leaves it out, so the model would learn something else than the row says"
+    why = "the template drops it, so the model would train on something other than the row"
     if one.what == "its reasoning" and later:
-        why = "this template writes reasoning only behind the last question, or not at all"
+        why = "this template writes reasoning only after the last question, or not at all"
     elif one.what == "its reasoning":
-        why = "this template has no place for reasoning"
+        why = "this template does not support reasoning"
     more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-    return RowError(f"the chat template does not write {one.what} in message {one.message + 1} ({role}){more}", where=where,
-                    why=why, fix="use a template that writes it, take it out of the row, set data.lost: allow to train without"
-                    " it, or data.bad_rows: skip to leave the row out")
+    return RowError(f"the chat template drops {one.what} in message {one.message + 1} ({role}){more}", where=where,
+                    why=why,
+                    fix="use a template that writes it, remove it from the row, set data.lost: allow to train without it, or "
+                        "data.bad_rows: skip to drop the row")

@@ -41,11 +41,11 @@ def open_table(path: Path, seal: Seal) -> TokenTable:
         with path.open("rb") as file:
             guard = _Guard(path, file.fileno())
             if guard.size != seal.size:
-                raise DamagedError(f"it has {guard.size:,} bytes instead of {seal.size:,}")
+                raise DamagedError(f"it has {guard.size:,} bytes, expected {seal.size:,}")
             blocks = block_digests(file.fileno(), seal.size)
             wrong = [i for i, (now, then) in enumerate(zip(blocks, seal.blocks, strict=True)) if now != then]
             if wrong:
-                raise DamagedError(f"block {wrong[0] + 1} of {len(blocks)} is not what was written")
+                raise DamagedError(f"block {wrong[0] + 1} of {len(blocks)} was changed")
             return _mapped(file.fileno(), guard, seal.content)
     except OSError as error:
         raise DamagedError(error.strerror or str(error)) from error
@@ -72,16 +72,16 @@ class _Guard:
     def __call__(self) -> None:
         if self._state() != self._was:
             raise EnvironmentFault(
-                "the cached tokens were changed while they were in use", where=str(self._path),
-                why="another program wrote to the file or cut it, so these are no longer the rows that were read",
-                fix="run the same command again: they are made again, and a run goes on from its last checkpoint",
+                "the cached tokens changed while they were in use", where=str(self._path),
+                why="another program changed or truncated the file",
+                fix="run the same command again: the tokens are created again, and a run resumes from its last checkpoint",
             )  # fmt: skip
 
 
 def cannot_write(path: Path, error: OSError) -> EnvironmentFault:
     return EnvironmentFault(
-        "the tokenized rows could not be written", where=str(path), why=error.strerror or str(error),
-        fix="free some disk space, or point PRONGHORN_CACHE at another folder",
+        "cannot write the tokenized rows", where=str(path), why=error.strerror or str(error),
+        fix="free some disk space, or set PRONGHORN_CACHE to another folder",
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def changed(tokenizer: Any, spec: Data) -> Any:
         try:
             tokenizer = with_template(tokenizer, spec.template)
         except CommandError as error:
-            what = error.what.replace(f"chat_template={spec.template!r}", "").strip(": ") or "no template has this name"
+            what = error.what.replace(f"chat_template={spec.template!r}", "").strip(": ") or "unknown template name"
             raise RecipeError(f"{spec.template}: {what}", where="data.template", why=error.why, fix=error.fix) from error
     vocabulary = tokenizer.get_vocab()
     for key, token in spec.special_tokens.model_dump().items():
@@ -35,8 +35,9 @@ def changed(tokenizer: Any, spec: Data) -> Any:
         _require_known(token, vocabulary, "data.eot_tokens")
         ids = tokenizer.backend_tokenizer.encode(token, add_special_tokens=False).ids
         if ids != [vocabulary[token]]:
-            raise RecipeError(f"{token} is written with {len(ids)} tokens", where="data.eot_tokens",
-                              why="the end of a turn is one token", fix="name the token that the chat template writes there")
+            raise RecipeError(f"{token} is encoded as {len(ids)} tokens", where="data.eot_tokens",
+                              why="the end of a turn must be one token",
+                              fix="use the token that the chat template writes there")
     if spec.eot_tokens:
         tokenizer.pronghorn_eot_tokens = spec.eot_tokens
         tokenizer.pronghorn_stop_tokens = tuple(token for token in spec.eot_tokens if _ends_an_answer(tokenizer, token))
@@ -59,5 +60,5 @@ def _ends_an_answer(tokenizer: Any, token: str) -> bool:
 def _require_known(token: str, vocabulary: dict[str, int], where: str) -> None:
     if token not in vocabulary:
         raise RecipeError(f"the model's vocabulary has no token {token}", where=where,
-                          why="a new token would need new rows in the model's embeddings, which are not added here",
-                          fix="name a token that it has; its tokenizer.json lists them under added_tokens")
+                          why="Pronghorn does not resize the model's embeddings",
+                          fix="use an existing token; tokenizer.json lists them under added_tokens")

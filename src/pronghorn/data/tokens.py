@@ -93,8 +93,8 @@ def _template_text(chat_template: str | None) -> str:
         return Path(chat_template).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(
-            f"the chat template {chat_template} cannot be read", where="data.chat_template", why=str(error),
-            fix="give the path of a Jinja file, relative to where the command runs",
+            f"cannot read the chat template {chat_template}", where="data.chat_template", why=str(error),
+            fix="use the path of a Jinja file, relative to the working directory",
         ) from error  # fmt: skip
 
 
@@ -107,8 +107,8 @@ def load_tokenizer(name: str, spec: Data | None = None) -> Any:
     tokenizer = _constructed(folder, name, from_hub=bool(content) and folder_of(name) is None)
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(
-            "its tokenizer has no tokenizer.json, so which tokens carry loss cannot be checked", where=name,
-            why=f"{type(tokenizer).__name__} does not say which characters a token came from",
+            "the tokenizer has no tokenizer.json, so the loss mask cannot be checked", where=name,
+            why=f"{type(tokenizer).__name__} does not map tokens to characters",
             fix="use a model folder with a tokenizer.json",
         )  # fmt: skip
     if chat_template is not None:
@@ -144,13 +144,14 @@ def _constructed(folder: Path, name: str, *, from_hub: bool) -> Any:
                      RuntimeError, TypeError, ValueError, StrictDataclassError)
         if not isinstance(error, malformed) and type(error) is not Exception:
             raise
-        why, fix = (str(error).strip() or type(error).__name__).split("\n")[0][:300], "get the model's tokenizer files again"
+        why, fix = (str(error).strip() or type(error).__name__).split("\n")[0][:300], "download the tokenizer files again"
         if "custom code" in why:
-            why, fix = "it wants to run code from its repository, and no file can", "use a model whose tokenizer needs no code"
+            why, fix = "it needs code from its repository", ("use a model whose tokenizer needs no "
+                                                                                     "remote code")
         elif not (folder / "tokenizer.json").is_file():
-            why = "there is no tokenizer.json in the folder"
+            why = "the folder has no tokenizer.json"
             fix = "put tokenizer.json and tokenizer_config.json into the folder"
-        raise ModelError("its tokenizer cannot be loaded", where=name, why=why, fix=fix) from error
+        raise ModelError("cannot load the tokenizer", where=name, why=why, fix=fix) from error
     if from_hub:
         tokenizer.name_or_path = name
     return tokenizer

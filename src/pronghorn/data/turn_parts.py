@@ -37,14 +37,14 @@ def turn_parts(tokenizer: Any) -> tuple[str, str]:
     prompt = _generation_prompt(tokenizer)
     response = prompt if prompt.strip() and prompt in asks else _after_user(asks, special)
     if not instruction.strip() or not response.strip():
-        raise _cannot("nothing in it tells where a question or an answer begins")
+        raise _cannot("it does not mark where a question or an answer starts")
     _require_exact(tokenizer, special, instruction, response, prompt.removeprefix(response))
     return instruction, response
 
 
 def _cannot(why: str) -> CommandError:
     return CommandError(what="instruction_part and response_part cannot be derived from the chat template", why=why,
-                        fix='give both: instruction_part="<|im_start|>user\\n", response_part="<|im_start|>assistant\\n"')
+                        fix='pass both: instruction_part="<|im_start|>user\\n", response_part="<|im_start|>assistant\\n"')
 
 
 def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
@@ -70,7 +70,7 @@ def _around_probes(tokenizer: Any) -> list[str]:
         text = _render(tokenizer, [*before, *probes])
         if text is not None and [letter for letter in text if letter in PROBES] == list(PROBES):
             return re.split("|".join(PROBES), text)[1:]
-    raise _cannot("the template does not write two questions and their answers one after another")
+    raise _cannot("the template does not write two questions and their answers in sequence")
 
 
 def _generation_prompt(tokenizer: Any) -> str:
@@ -108,10 +108,11 @@ def _require_exact(tokenizer: Any, special: re.Pattern[str], instruction: str, r
         said = [known.text[start:stop] for start, stop in known.spans]
         same = [_same(special, one, other, opening) for one, other in zip(found, said, strict=False)]
         if len(found) != len(said) or not all(same):
-            raise _cannot(f"with {instruction!r} and {response!r} the labels of a probe are {found}, its answers {said}")
+            raise _cannot(f"with {instruction!r} and {response!r} the labels of a test conversation are {found}, but its "
+                          f"answers are {said}")
         checked += 1
     if not checked:
-        raise _cannot("nobody can say which of its tokens are an answer")
+        raise _cannot("its answer tokens cannot be determined")
 
 
 def _same(special: re.Pattern[str], found: str, said: str, opening: str) -> bool:
