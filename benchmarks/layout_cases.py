@@ -129,10 +129,10 @@ CHAT = [
     read("messages with other columns", {"messages": [U, A], "id": 7, "source": "web", "prompt": "hi", "note": None}, HI,
          unused="id, prompt, source"),
     no("messages beside prompt and completion", {"messages": [U, A], "prompt": "hi", "completion": "no"},
-       "can be read in 2 ways", "data.format: messages or data.format: completion"),
+       "the rows match 2 formats", "data.format: messages or data.format: completion"),
     read("the same with data.format: completion", {"messages": [U, A], "prompt": "hi", "completion": "ho"}, PLAIN,
          unused="messages", format="completion"),
-    no("messages beside conversations", {"messages": [U, A], "conversations": FROM}, "can be read in 2 ways",
+    no("messages beside conversations", {"messages": [U, A], "conversations": FROM}, "the rows match 2 formats",
        "data.fields: {messages: conversations}"),
     no("a role that nobody knows", {"messages": [{"role": "asker", "content": "hi"}, A]}, "the role `asker`", "data.roles"),
     read("the same with data.roles", {"messages": [{"role": "asker", "content": "hi"}, A]}, HI, roles={"user": "asker"}),
@@ -146,7 +146,7 @@ CHAT = [
     read("an empty answer", [{"messages": [U, A]}, {"messages": [U, {"role": "assistant", "content": ""}]}], HI,
          "<user>hi<end><assistant>«<end>»", told="1 row with an empty answer"),
     no("an image", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, A]},
-       "a part of type `image_url`", "take the part out"),
+       "a part of type `image_url`", "remove the part"),
     no("a list of texts", {"conversation": ["hi", "ho"]}, "is not a list of objects", '{"role": ..., "content": ...}'),
     no("a weight of 0.5", {"messages": [U, A | {"weight": 0.5}]}, "the weight 0.5", "set it to 0 or 1"),
 ]
@@ -181,7 +181,7 @@ CALLS = [
     no("Anthropic's tool_use parts", {"messages": [U, {"role": "assistant", "content": [
         {"type": "tool_use", "id": "1", "name": "add", "input": {}}]}]}, "a part of type `tool_use`", "`tool_calls`"),
     no("a call by the user", {"messages": [{"role": "user", "content": "hi", "tool_calls": [CALL]}, A]}, "calls a tool",
-       "correct the role"),
+       "fix the role"),
 ]
 PAIRS = [
     read("prompt and completion", {"prompt": "hi", "completion": "ho"}, PLAIN),
@@ -232,7 +232,7 @@ PREFERENCES = [
        "preference data", "with its `chosen` answer at the end"),
     no("prompt, completion, label (KTO)", [{"prompt": "hi", "completion": "ho", "label": True},
                                            {"prompt": "hi", "completion": "no", "label": False}],
-       "`label` says whether", "jq -c"),
+       "`label` marks good answers", "jq -c"),
     no("messages and kto_tag", {"messages": [U, A], "kto_tag": True}, "preference data", "select(.kto_tag)"),
     no("one pair among other rows", [{"messages": [U, A]}, {"messages": [U, A]}, {"messages": [U, A], "chosen": "ho",
                                                                                   "rejected": "no"}], "preference data",

@@ -175,7 +175,7 @@ CASES: list[tuple[Callable[..., None], int, list[str]]] = [
     (wrong_type, 2, ["train.epochs", "'soon'", "recipe.yaml:4"]),
     (missing_model_folder, 2, ["no such model folder", "no-such-model"]),
     (model_name_too_long, 2, ["cannot open the model folder", "too long"]),
-    (truncated_weights, 2, ["model.safetensors is incomplete", "ends 7 bytes early", "download it again"]),
+    (truncated_weights, 2, ["model.safetensors is damaged or incomplete", "ends 7 bytes early", "download it again"]),
     (pickled_weights, 2, ["pickled", "pytorch_model.bin", "safetensors"]),
     (tokenizer_larger_than_embeddings, 2, ["258", "200", "tokenizer"]),
     (template_missing, 2, ["template", "data.chat_template"]),

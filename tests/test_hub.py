@@ -147,7 +147,7 @@ def test_an_adapter_by_its_hub_name(server: Hub, files: Path, tiny_model: Path, 
     assert not server.asked
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     (files / "adapter_model.safetensors").rename(files / "adapter_model.bin")
-    with pytest.raises(ModelError, match="safetensors is not there") as caught:
+    with pytest.raises(ModelError, match="safetensors is missing") as caught:
         FastLanguageModel.from_pretrained("somebody/tiny", load_in_4bit=False)
     assert "pickle" in caught.value.why
     server.status = 503
@@ -194,9 +194,9 @@ CASES = [
     (403, {"X-Error-Code": "GatedRepo"}, 2, ["licence", "HF_TOKEN", "/somebody/tiny"]),
     (403, {}, 2, ["licence", "HF_TOKEN", "/somebody/tiny"]),
     (404, {"X-Error-Code": "RepoNotFound"}, 2, ["no such model", "spelling"]),
-    (429, {}, 3, ["answers with 429", "later"]),
-    (500, {}, 3, ["answers with 500", "again later"]),
-    (503, {}, 3, ["answers with 503"]),
+    (429, {}, 3, ["answers with status 429", "later"]),
+    (500, {}, 3, ["answers with status 500", "again later"]),
+    (503, {}, 3, ["answers with status 503"]),
 ]
 
 
@@ -220,7 +220,7 @@ def test_one_message_says_what_to_do(server: Hub, status: int, headers: dict[str
 @pytest.mark.parametrize(("status", "headers", "kind", "said"), [
     (403, {"X-Error-Code": "GatedRepo"}, DataError, ["licence", "HF_TOKEN", "/datasets/somebody/rows"]),
     (404, {"X-Error-Code": "RepoNotFound"}, DataError, ["no such data set", "if it is a file"]),
-    (503, {}, EnvironmentFault, ["answers with 503", "HF_HUB_OFFLINE=1"]),
+    (503, {}, EnvironmentFault, ["answers with status 503", "HF_HUB_OFFLINE=1"]),
 ])
 def test_data_sets_likewise(server: Hub, status: int, headers: dict[str, str], kind: type[Exception], said: list[str],
                             capfd: pytest.CaptureFixture[str]) -> None:

@@ -125,7 +125,7 @@ def test_other_quantizations_bring_code_of_their_own(folder: Path, reached: list
 def test_an_adapter_beside_the_model_is_not_loaded_with_it(folder: Path, reached: list[str]) -> None:
     change(folder / "adapter_config.json", peft_type="LORA", base_model_name_or_path="somebody/model", r=4)
     (folder / "adapter_model.bin").write_bytes(b"a pickle")
-    assert all("adapter_config.json beside config.json" in error.what for error in refusals(folder))
+    assert all("adapter_config.json next to config.json" in error.what for error in refusals(folder))
     assert reached == []
 
 
@@ -169,7 +169,7 @@ def test_templates_of_the_wrong_kind(folder: Path, templates: Any) -> None:
 
 @table(("content", "why"), [
     (b"[1]", "not an object"), (b"\xff\xfe{}", "not"), (b"{" * 3, "not valid JSON"), (b'{"a": ' * 20_000, "nested too deeply"),
-    (b'{"a":' * 50 + b"1" + b"}" * 50, "nested more than 40 deep"), (b"", "not valid JSON"),
+    (b'{"a":' * 50 + b"1" + b"}" * 50, "nested more than 40 levels deep"), (b"", "not valid JSON"),
     (b'{"a": 1' + b"0" * 5000 + b"}", "digits"), (b'{"a": ["\\ud800"]}', "half a character"),
 ])
 def test_a_file_that_is_no_object_of_json(tmp_path: Path, content: bytes, why: str) -> None:

@@ -104,7 +104,7 @@ def test_a_hub_that_answers_is_asked(endpoint: socket.socket) -> None:
 
 def test_without_a_hub_its_library_is_told_to_look_into_its_cache_only(endpoint: socket.socket) -> None:
     endpoint.close()
-    assert "cannot be reached (Connection refused)" in offline_without_hub("somebody/model")
+    assert "(Connection refused)" in offline_without_hub("somebody/model")
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     assert offline_without_hub("somebody/model") == ""  # told once
 

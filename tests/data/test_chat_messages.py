@@ -83,7 +83,7 @@ def test_what_stands_beside_a_call_stays() -> None:
     ({"role": "user", "from": "gpt", "content": "a"}, "two roles"),
     ({"role": "user", "content": "a", "value": "b"}, "they differ"),
     ({"role": "user", "content": {"text": "a"}}, "not text"),
-    ({"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}]}, "after its text"),
+    ({"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}]}, "after its"),
     ({"role": "assistant", "content": [{"type": "thinking"}]}, "part without text"),
     ({"role": "assistant", "reasoning_content": "c", "content": [{"type": "thinking", "thinking": "b"}]}, "a different one"),
     ({"role": "user", "content": [{"type": "tool_result", "content": "2"}]}, "a part of type `tool_result`"),

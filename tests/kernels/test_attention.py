@@ -243,7 +243,7 @@ def test_the_choice_is_said_once_and_why(capsys: pytest.CaptureFixture[str], mon
         assert pick_backend(torch.device("cuda"), torch.float32, 48, softcap=True) == "torch"
     said = capsys.readouterr().err
     attention_module._pick.cache_clear()
-    assert said.startswith("attention on a GPU: plain torch for float32, head width 48, soft-cap (our kernel for short")
+    assert said.startswith("attention on a GPU: plain torch for float32, head width 48, soft-cap (Pronghorn's kernel for short")
     assert "flash-attn-4: " in said
     assert said.count("\n") == 1
 
@@ -266,7 +266,7 @@ def test_every_refusal_of_a_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
     for refusal in (_no_flash4, _no_flash2):
         assert "bf16" in (refusal(_Case(cuda, torch.float32, 128, False, False)) or "")
         for width in (100, 264):
-            assert "wide" in (refusal(_Case(cuda, torch.float16, width, False, False)) or "")
+            assert "head widths" in (refusal(_Case(cuda, torch.float16, width, False, False)) or "")
     chip = (10, 0)
     assert _no_flash4(_Case(cuda, torch.bfloat16, 256, False, False)) is None
     assert "Blackwell" in (_no_flash4(_Case(cuda, torch.bfloat16, 256, True, False)) or "")

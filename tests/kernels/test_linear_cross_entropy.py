@@ -330,7 +330,7 @@ def test_autograd_multiplies_by_the_incoming_gradient(device: str, dtype: torch.
     for name, leaf in zip(("d_hidden", "d_weight", "d_bias"), leaves, strict=True):
         assert leaf.grad is not None
         assert torch.equal(leaf.grad, got[name])
-    with pytest.raises(RuntimeError, match="compute the loss again"):
+    with pytest.raises(RuntimeError, match="recompute the loss"):
         loss.backward()
 
 

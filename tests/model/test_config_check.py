@@ -53,7 +53,7 @@ def refused(folder: Path) -> ModelError:
     ({"num_attention_heads": 0}, "num_attention_heads: 0"),
     ({"num_key_value_heads": 3}, "4 attention heads and 3 key/value heads"),
     ({"num_hidden_layers": 10**7}, "num_hidden_layers: 10000000"),
-    ({"num_hidden_layers": 900}, "900 layers, the weight files hold 2"),
+    ({"num_hidden_layers": 900}, "900 layers, but the weight files have 2"),
     ({"vocab_size": 10**12}, "vocab_size: 1000000000000"),
     ({"vocab_size": 10**7}, "weights, but the weight files have"),
     ({"intermediate_size": 10**6}, "weights, but the weight files have"),

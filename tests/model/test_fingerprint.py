@@ -48,7 +48,7 @@ def test_what_is_not_known_is_no_difference(folder: Path) -> None:
     now = fingerprint(str(folder))
     require_same_base(str(folder), {"weights": now}, "checkpoint-1")
     require_same_base(str(folder), {}, "checkpoint-1")
-    with pytest.raises(CheckpointError, match="not those of checkpoint-1"):
+    with pytest.raises(CheckpointError, match="differ from those of checkpoint-1"):
         require_same_base(str(folder), {"weights": "another"}, "checkpoint-1")
     assert fingerprint("nobody/has-this") == ""
     assert fingerprint("no folder and no name") == ""
@@ -79,8 +79,8 @@ def test_settings_that_changed_are_named_with_both_values(folder: Path) -> None:
         file.write_text(json.dumps(config | {harmless: "another"}))
         assert require_same_base(str(folder), then, "checkpoint-1") == []
     file.write_text(json.dumps(config | {"rms_norm_eps": 0.5, "new_key": [1]}))
-    with pytest.raises(CheckpointError, match="not that of checkpoint-1") as caught:
+    with pytest.raises(CheckpointError, match="differs from that of checkpoint-1") as caught:
         require_same_base(str(folder), then, "checkpoint-1")
-    assert "new_key not there -> [1], rms_norm_eps 1e-06 -> 0.5" in caught.value.why
+    assert "new_key unset -> [1], rms_norm_eps 1e-06 -> 0.5" in caught.value.why
     file.write_text("{")  # loading says what is wrong with it
     assert require_same_base(str(folder), then, "checkpoint-1") == []

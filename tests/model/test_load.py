@@ -59,7 +59,7 @@ def test_what_is_asked_for_is_never_changed(asked: Any, monkeypatch: pytest.Monk
 
 def test_bf16_is_refused_where_the_chip_only_emulates_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch, has_bf16=False)
-    with pytest.raises(RecipeError, match="bf16 is not there on an old GPU") as caught:
+    with pytest.raises(RecipeError, match="bf16 is not supported by an old GPU") as caught:
         resolve_precision("bf16", GPU)
     assert "fp16 or fp32" in caught.value.fix
     assert resolve_precision("fp16", GPU) == "fp16"
@@ -291,7 +291,7 @@ def test_weights_of_another_shape(own_copy: Path) -> None:
 
 def test_a_tokenizer_larger_than_the_embeddings() -> None:
     require_tokenizer_fits(make_tokenizer(), 259, "m")
-    with pytest.raises(ModelError, match=r"ids up to 258, the model has embeddings for 258 tokens"):
+    with pytest.raises(ModelError, match=r"ids up to 258, but the model has embeddings for 258 tokens"):
         require_tokenizer_fits(make_tokenizer(), 258, "m")
 
 

@@ -126,7 +126,7 @@ def test_targets_given_by_their_longer_name() -> None:
     assert sum(".lora_A." in name for name, _ in model.named_parameters()) == 2
 
 
-@pytest.mark.parametrize(("target", "hint"), [("q_prj", "did you mean `q_proj`?"), ("wte", "this model has: down_proj")])
+@pytest.mark.parametrize(("target", "hint"), [("q_prj", "did you mean `q_proj`?"), ("wte", "available: down_proj")])
 def test_a_target_that_matches_nothing_is_refused(target: str, hint: str) -> None:
     with pytest.raises(RecipeError, match=f"`{target}` matches no linear layer") as caught:
         add_adapter(make_model(), Lora(targets=("k_proj", target)), seed=1)
@@ -147,7 +147,7 @@ def test_a_pickled_adapter_is_never_opened(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").unlink()
     (tmp_path / "adapter_model.bin").write_bytes(PICKLE % str(tmp_path / "ran").encode())
     for open_it in (lambda: restore_adapter(model, tmp_path), lambda: load_adapter(make_model(), tmp_path, Lora(r=4), 1)):
-        with pytest.raises(CheckpointError, match=r"adapter_model.safetensors is not there") as caught:
+        with pytest.raises(CheckpointError, match=r"adapter_model.safetensors is missing") as caught:
             open_it()
         assert "adapter_model.bin, a pickle" in caught.value.why
     assert not (tmp_path / "ran").exists()

@@ -97,5 +97,5 @@ def test_windows_are_narrow_for_the_moment_only() -> None:
     assert engine is not None
     assert model.config.sliding_window == engine.layers[0].attention_options["window"] == 4096
     model.config.sliding_window = 2048
-    with pytest.raises(ModelError, match="looks back 4096, and the config says 2048"):
+    with pytest.raises(ModelError, match="has the window 4096, but the config says 2048"):
         verify(model)

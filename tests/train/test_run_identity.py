@@ -99,7 +99,7 @@ def changed_weight(folder: Path, model: Path) -> None:
     (changed_held_out, "held-out data changed since checkpoint-1"),
     (changed_config("rope_theta", 50000.0), "config.json differs from that of checkpoint-1"),
     (changed_config("rms_norm_eps", 1e-5), "config.json differs from that of checkpoint-1"),
-    (changed_weight, "weights are not those of checkpoint-1"),
+    (changed_weight, "weights differ from those of checkpoint-1"),
 ], ids=["data", "held-out", "rope_theta", "rms_norm_eps", "weight"])
 def test_a_run_does_not_go_on_with_other_data_or_another_model(
     recipes: Callable[..., Recipe], tiny_model: Path, tmp_path: Path, change: Callable[[Path, Path], None], said: str
@@ -130,7 +130,7 @@ def test_other_settings_for_answers_are_told_and_no_reason_to_stop(
     display = Silent()
     train(recipe, display=display)
     told = [event["text"] for event in display.events if event["event"] == "notice"]
-    assert any("repetition_penalty not there -> 1.5" in text for text in told)
+    assert any("repetition_penalty unset -> 1.5" in text for text in told)
 
 
 def test_work_in_the_background_brings_its_result_or_its_error() -> None:

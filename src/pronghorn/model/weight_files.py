@@ -50,7 +50,7 @@ def require_whole_weights(name: str, *, any_name: bool = False) -> None:
                              fix="change its permissions so that you can read it") from error
         if why:
             fix = "fetch the large files (git lfs pull)" if "Git LFS" in why else again
-            raise ModelError(what=f"{file.name} is incomplete", where=str(folder), why=why, fix=fix)
+            raise ModelError(what=f"{file.name} is damaged or incomplete", where=str(folder), why=why, fix=fix)
 
 
 def files_to_load(folder: Path) -> list[Path]:
