@@ -1,4 +1,4 @@
-"""Weight files: one that is damaged or incomplete is refused by its header alone, for `check` and `train` alike, and where weights do not
+"""Weight files: one that is not whole is refused by its header alone, for `check` and `train` alike, and where weights do not
 fit their config our sentence is all that is said."""
 
 from __future__ import annotations
