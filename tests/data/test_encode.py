@@ -169,7 +169,7 @@ def test_control_tokens_inside_a_message_stay_text() -> None:
     assert escaped.controls == kept.controls == 2
     assert [tokenizer.decode(escaped.ids[slice(*run)]) for run in escaped.runs] == ["<|im_start|> opens<|im_end|>"]
     assert tokenizer.decode(escaped.ids) == tokenizer.decode(kept.ids)
-    with pytest.raises(RowError, match=r"holds the control token <\|im_end\|>") as caught:
+    with pytest.raises(RowError, match=r"contains the control token <\|im_end\|>") as caught:
         Encoder(tokenizer, controls="refuse").encode(row)
     assert "data.control_tokens" in caught.value.fix
 
@@ -179,7 +179,7 @@ def test_what_a_template_leaves_out_is_refused_or_counted() -> None:
     answer = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
     row = chat({"role": "user", "content": "2+2?"}, answer)
     for loss_on in ("auto", "all"):
-        with pytest.raises(RowError, match=r"does not write its reasoning in message 2 \(assistant\)") as caught:
+        with pytest.raises(RowError, match=r"drops its reasoning in message 2 \(assistant\)") as caught:
             Encoder(tokenizer, loss_on).encode(row)
         assert "data.lost: allow" in caught.value.fix
     assert Encoder(tokenizer, lost="allow").encode(row).lost == "its reasoning"
@@ -193,5 +193,5 @@ def test_what_a_template_leaves_out_is_refused_or_counted() -> None:
 def test_a_template_for_another_vocabulary_is_refused() -> None:
     tokenizer = make_tokenizer(CHATML.replace("im_end", "eot_id"))
     tokenizer.pronghorn_own_template = True  # as data.chat_template sets it
-    with pytest.raises(DataError, match=r"ends turns with <\|eot_id\|>, and this tokenizer has no such token"):
+    with pytest.raises(DataError, match=r"ends turns with <\|eot_id\|>, but the tokenizer has no such token"):
         Encoder(tokenizer).encode(chat(*TALK))

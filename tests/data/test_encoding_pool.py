@@ -60,7 +60,7 @@ def test_a_killed_worker_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(Encoder, "encode_many", out_of_memory)
-    with pytest.raises(EnvironmentFault, match=r"process \d+, which tokenizes, was ended by SIGKILL") as caught:
+    with pytest.raises(EnvironmentFault, match=r"process \d+ was ended by SIGKILL") as caught:
         encoded(EncodingPool(Encoder(make_tokenizer(CHATML)), cores=2))
     assert caught.value.where.startswith("row 0 to row 7")
 
@@ -84,7 +84,7 @@ def test_stopped_workers_end_in_a_sentence_and_are_ended(monkeypatch: pytest.Mon
 
     with pytest.raises(EnvironmentFault, match="tokenizing hangs: process") as caught:
         stop_and_go_on()
-    assert f"process {workers[0]} is stopped, by a signal" in str(caught.value)
+    assert f"process {workers[0]} is stopped by a signal" in str(caught.value)
     assert (caught.value.where, caught.value.exit_code) == ("row 8 to row 15", 3)
     assert len(waits) >= encoding_pool.STANDING_STILL  # somebody was told meanwhile
     assert not any(alive(pid) for pid in workers)

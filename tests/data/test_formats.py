@@ -112,7 +112,7 @@ def test_text_parts_are_joined() -> None:
     (["hello"], "`messages` is not a list of objects"),
     ([USER], "no assistant turn: nothing carries loss"),
     ([USER, {"role": "asistant", "content": "a"}], "message 2 has the role `asistant`; did you mean `assistant`?"),
-    ([{"role": "xyz", "content": "q"}], "message 1 has the role `xyz`; known are system, developer, user, assistant, tool"),
+    ([{"role": "xyz", "content": "q"}], "message 1 has the role `xyz`; known roles: system, developer, user, assistant, tool"),
     ([{"role": ["user"], "content": "q"}], "message 1 has the role `['user']`"),
     ([{"rol": "user", "content": "q"}], "message 1 has no `role`; its keys are rol, content"),
     ([USER, {"role": "assistant", "content": None}], "message 2 (assistant) has no `content`"),
@@ -159,7 +159,7 @@ def refused(columns: dict[str, Any], asked: Any = "auto") -> DataError:
      " Then set data.fields: {prompt: question, completion: answer}"),
     ({"instruction": "q", "context": "c", "response": "a"}, "did you mean `input` instead of `context`, `output` instead of"
      " `response`? Then set data.fields: {input: context, output: response}"),
-    ({"a": 1, "b": 2}, "name the columns that are meant: data.fields: {prompt: COLUMN, completion: COLUMN}, or rename them"),
+    ({"a": 1, "b": 2}, "name the columns: data.fields: {prompt: COLUMN, completion: COLUMN}, or rename them"),
 ])
 def test_unknown_columns_are_one_error_with_a_suggestion(columns: dict[str, Any], hint: str) -> None:
     error = refused(columns)

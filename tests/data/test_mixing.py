@@ -44,8 +44,8 @@ def test_a_weight_says_how_often_each_row_comes(model: Path) -> None:
     times = Counter(asked(found))
     assert sorted(times[f"a{n}"] for n in range(10)) == [2] * 5 + [3] * 5
     assert sorted(times[f"b{n}"] for n in range(10)) == [0] * 7 + [1] * 3
-    assert found.remarks == ("a.jsonl: weight 2.5, so 25 rows an epoch from 10",
-                             "b.jsonl: weight 0.3, so 3 rows an epoch from 10")
+    assert found.remarks == ("a.jsonl: weight 2.5, so 25 rows per epoch from 10",
+                             "b.jsonl: weight 0.3, so 3 rows per epoch from 10")
     assert [(source.rows, source.weight) for source in found.counts.sources] == [(10, 2.5), (10, 0.3)]
     assert prepared(model, {"path": "a.jsonl"}, "b.jsonl").tokens.content == plain.tokens.content
     assert found.tokens.content != plain.tokens.content  # which is what a resumed run compares
@@ -66,9 +66,9 @@ def test_rows_left_out_before_are_not_counted_in() -> None:
     chosen, told = repeated(sources, np.array([True, False, True, False, True, True]))
     assert len(chosen) == 3
     assert set(chosen.tolist()) - {4, 5} < {0, 2}
-    assert told == ["a: weight 0.5, so 1 row an epoch from 2"]
+    assert told == ["a: weight 0.5, so 1 row per epoch from 2"]
     chosen, told = repeated([SourceCount("a", "text", 4, rows=4, weight=0.001)], np.ones(4, np.bool_))
-    assert (len(chosen), told) == (1, ["a: weight 0.001, so 1 row an epoch from 4"])
+    assert (len(chosen), told) == (1, ["a: weight 0.001, so 1 row per epoch from 4"])
 
 
 def test_rows_of_a_source_and_of_each_file(model: Path, tmp_path: Path) -> None:
@@ -102,5 +102,5 @@ def test_columns_that_are_not_used_are_named(model: Path, tmp_path: Path) -> Non
         write_rows(tmp_path / name, [row | {"id": 1, "score": 0.5, "nothing": None}, row | {"late": "x"}])
     for _ in range(2):  # made, and from the cache
         found = prepared(model, "a.jsonl", "x.jsonl", "y.jsonl")
-        assert found.remarks == ("columns not used: id, late, score (x.jsonl, y.jsonl)",)
+        assert found.remarks == ("unused columns: id, late, score (x.jsonl, y.jsonl)",)
         assert found.counts.sources[1].unused == ("id", "late", "score")

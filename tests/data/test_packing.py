@@ -86,6 +86,6 @@ def test_order_is_kept_for_evaluation() -> None:
 
 
 def test_a_document_larger_than_a_pack_is_refused_with_the_fix() -> None:
-    with pytest.raises(DataError, match="101 tokens, a pack holds 100") as caught:
+    with pytest.raises(DataError, match="101 tokens, but a pack holds 100") as caught:
         pack_in_order(np.array([5, 101]), 100)
     assert "train.capacity" in caught.value.fix

@@ -196,10 +196,10 @@ def test_what_is_left_out_is_told(model: Path, tmp_path: Path) -> None:
     assert prepared(model, path, max_length=512).remarks == ()
     assert prepared(model, path, max_length=limit).remarks == (f"dropped 1 of 201 rows: longer than {limit} tokens",)
     truncated = prepared(model, path, max_length=limit, long="truncate")
-    assert truncated.remarks == (f"dropped 1 of 201 rows: the answer begins after {limit} tokens",)
+    assert truncated.remarks == (f"dropped 1 of 201 rows: the answer starts after {limit} tokens",)
     split = prepared(model, path, max_length=limit, long="split")
     pieces = 200 + split.counts.split_into
-    assert split.remarks == (f"dropped {split.counts.no_loss} of {pieces} rows and pieces: nothing to train on",)
+    assert split.remarks == (f"dropped {split.counts.no_loss} of {pieces} rows and pieces: no token carries loss",)
 
 
 def test_turns_of_weight_0_are_read_and_not_trained_on(model: Path, tmp_path: Path) -> None:
@@ -251,8 +251,8 @@ def test_turns_of_train_false_are_read_and_not_trained_on(model: Path, tmp_path:
 @table(("marks", "who", "why"), [
     ({"train": "no"}, 2, "message 2 has `train` 'no'"), ({"training": 0}, 2, "message 2 has `training` 0"),
     ({"train": True, "weight": 0}, 2, "message 2 contradicts itself: `weight` 0, `train` True"),
-    ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": True}]}, 2, "message 2 has `train_detail`; parts"),
-    ({"train": True}, 1, r"message 1 \(user\) asks to be trained on; only what the assistant says"),
+    ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": True}]}, 2, "message 2 has `train_detail`; only"),
+    ({"train": True}, 1, r"message 1 \(user\) is marked as carrying loss; only assistant turns"),
 ])
 def test_marks_that_cannot_be_honoured_are_refused(model: Path, tmp_path: Path, marks: Any, who: int, why: str) -> None:
     turns: list[dict[str, Any]] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

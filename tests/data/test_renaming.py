@@ -60,7 +60,7 @@ def test_every_format_may_have_other_columns(model: Path, odd: dict[str, str], f
 
 
 def test_a_column_that_is_not_there_is_one_error(model: Path) -> None:
-    with pytest.raises(DataError, match=r"data.fields.messages: there is no column `dialog`") as caught:
+    with pytest.raises(DataError, match=r"data.fields.messages: no column `dialog`") as caught:
         prepared(model, [{"dialogue": []}] * 3, fields={"messages": "dialog"})
     assert "`dialogue`" in caught.value.why
 

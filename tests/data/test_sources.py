@@ -260,7 +260,7 @@ def test_csv_rows_that_do_not_fit_the_header(here: Path) -> None:
     rows, bad = read_all("x.csv")
     assert [row.fields["prompt"] for row in rows] == ["a", "c"]
     assert [row.where for row in bad] == ["x.csv:4", "x.csv:5", "x.csv:6"]
-    assert "1 value, but the header names 2 columns" in bad[0].why
+    assert "1 value, but the header has 2 columns" in bad[0].why
     assert "not CSV" in bad[2].why
     assert bad[2].excerpt.startswith('"x"y')
 
@@ -357,7 +357,7 @@ def test_a_file_that_vanishes(here: Path) -> None:
         (source,) = resolve(name)
         (here / name).unlink()
         for use in (lambda source=source: list(read(source, print)), lambda source=source: fingerprint(source)):
-            with pytest.raises(DataError, match="cannot be read: No such file") as caught:
+            with pytest.raises(DataError, match="cannot read the file: No such file") as caught:
                 use()
             assert caught.value.where == name
 
@@ -379,7 +379,7 @@ def test_a_file_without_permission(here: Path, name: str, request: pytest.Fixtur
     (source,) = resolve(name)
     request.getfixturevalue("ordinary_user")
     for use in (lambda: list(read(source, print)), lambda: fingerprint(source)):
-        with pytest.raises(DataError, match="cannot be read: Permission denied") as caught:
+        with pytest.raises(DataError, match="cannot read the file: Permission denied") as caught:
             use()
         assert caught.value.fix == f"chmod u+r {name}"
 
@@ -446,7 +446,7 @@ def test_a_hub_data_set_is_read_from_the_cache_without_a_network(here: Path) -> 
     whole, slice_, split, missing = done.stdout.splitlines()
     assert whole == "True " + str([(f"someone/tiny[{i}]", row) for i, row in enumerate(table.to_pylist())])
     assert slice_ == "True " + str([("someone/tiny:default:train[1:][0]", {"prompt": "c", "completion": "d"})])
-    assert split.startswith("someone/tiny:test | neither a file nor a hub data set whose split `test` loads | Unknown spl")
+    assert split.startswith("someone/tiny:test | neither a file nor a Hub dataset with a split `test` | Unknown spl")
     assert missing.startswith("someone/else | neither a file nor a Hub dataset")
 
 
@@ -476,7 +476,7 @@ def test_a_packed_file_that_is_cut_short_is_refused_and_not_read_in_part(here: P
     assert len(fields(f"a.jsonl.{ending}")) == 2000
     (here / f"a.jsonl.{ending}").write_bytes(packed[: len(packed) // 2])
     error = refused(f"a.jsonl.{ending}")
-    assert "damaged or cut short" in error.what
+    assert "damaged or truncated" in error.what
     assert "-t " in error.fix
     (here / f"b.parquet.{ending}").write_bytes(packed)
     assert "rename it" in refused(f"b.parquet.{ending}").fix or "add ." in refused(f"b.parquet.{ending}").fix

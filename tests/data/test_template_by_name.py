@@ -60,7 +60,7 @@ def test_an_end_of_turn_that_the_vocabulary_lacks() -> None:
     text = changed.apply_chat_template(CHAT[:1], tokenize=False)
     assert text == "<start_of_turn>user\nhi<|endoftext|>\n"
     assert changed.eos_token == "<|endoftext|>"
-    assert "no <end_of_turn>, so turns end with its <|endoftext|>" in notices[0]
+    assert "no <end_of_turn>, so turns end with <|endoftext|>" in notices[0]
     assert "no <start_of_turn>, so it is encoded as several" in notices[1]
     for options in ({"map_eos_token": False, "say": notices.append}, {}):
         with pytest.raises(CommandError, match="no token <start_of_turn>") as caught:

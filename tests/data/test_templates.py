@@ -198,7 +198,7 @@ def test_calls_are_said_up_to_their_end_token() -> None:
     assert said(QWEN3, CALLING) == [first, "<think>\n\n</think>\n\nRain.<|im_end|>"]
     # Another question makes the template drop the thinking; no prefix of the conversation is rendered the same now.
     later = [*CALLING, {"role": "user", "content": "Thanks"}, {"role": "assistant", "content": "Bye"}]
-    with pytest.raises(RowError, match="does not write its reasoning in message 2") as caught:
+    with pytest.raises(RowError, match="drops its reasoning in message 2") as caught:
         said(QWEN3, later)
     assert "only after the last question" in caught.value.why
     assert "data.lost: allow" in caught.value.fix
@@ -217,7 +217,7 @@ def test_calls_without_any_end_token() -> None:
 
 
 def test_a_call_that_the_template_leaves_out_is_an_error() -> None:
-    with pytest.raises(RowError, match="does not write the call of `f` in message 2"):  # counted from 1, as in all messages
+    with pytest.raises(RowError, match="drops the call of `f` in message 2"):  # counted from 1, as in all messages
         render_chat(tokenizer_for(CHATML), CALLING)
 
 
@@ -225,7 +225,7 @@ def test_thinking_inside_the_content() -> None:
     answer = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes"}
     assert said(QWEN3, [TALK[0], answer]) == ["<think>\nhm\n</think>\n\nYes<|im_end|>"]
     talk = [TALK[0], answer, TALK[2], answer]
-    with pytest.raises(RowError, match="does not write part of its content in message 2"):
+    with pytest.raises(RowError, match="drops part of its content in message 2"):
         said(QWEN3, talk)
     assert said(QWEN3, talk, allow_lost=True) == ["Yes<|im_end|>", "<think>\nhm\n</think>\n\nYes<|im_end|>"]
 

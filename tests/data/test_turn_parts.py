@@ -41,10 +41,10 @@ def test_the_parts_are_those_that_people_write(name: str) -> None:
 
 @table(("template", "words"), [
     (None, "no chat template"),
-    ("{% for message in messages %}{{ message['content'] }}{% endfor %}", "nothing in it tells"),
-    ("{{ messages[-1]['content'] }}", "one after another"),
+    ("{% for message in messages %}{{ message['content'] }}{% endfor %}", "does not mark where"),
+    ("{{ messages[-1]['content'] }}", "in sequence"),
     # The same words before questions and answers: labels would be everywhere.
-    ("{% for message in messages %}{{ '>> ' + message['content'] + '<|im_end|>' }}{% endfor %}", "the labels of a probe are"),
+    ("{% for message in messages %}{{ '>> ' + message['content'] + '<|im_end|>' }}{% endfor %}", "the labels of a test"),
 ])  # fmt: skip
 def test_what_cannot_be_derived_exactly_is_refused(template: str | None, words: str) -> None:
     with pytest.raises(CommandError) as caught:
