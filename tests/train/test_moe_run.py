@@ -97,9 +97,9 @@ def deep_recipe(recipe_for: Callable[..., Recipe], tmp_path: Path) -> Callable[.
     return build
 
 
+# Each method once; qwen2_moe is the family with the most tensors to keep, gpt_oss the one with biases and sinks.
 @pytest.mark.parametrize(("family", "changes"), [
-    ("qwen3_moe", {"method": "qlora"}), ("qwen2_moe", {}), ("mixtral", {"lora": {"targets": "all-linear"}}),
-    ("gpt_oss", {"method": "full"}), ("gpt_oss", {"method": "fp8"}), ("qwen2_moe", {"method": "fp8"})])
+    ("qwen3_moe", {"method": "qlora"}), ("qwen2_moe", {}), ("gpt_oss", {"method": "full"}), ("qwen2_moe", {"method": "fp8"})])
 def test_a_budget_trains_the_same_numbers(family: str, changes: dict[str, Any], deep_recipe: Callable[..., Recipe]) -> None:
     base = deep_recipe(family, "free", **changes)
     free, levels = train(base, display=Silent()), set()
