@@ -14,8 +14,8 @@ from benchmarks.ops import replaced
 from pronghorn.bench.ceiling import products
 from pronghorn.bench.workloads import Workload
 from pronghorn.kernels.lora.lora_linear import LoraGroup
-from pronghorn.model import projections
-from pronghorn.model.projections import Projections
+from pronghorn.model.layers import linears
+from pronghorn.model.layers.linears import LinearGroup
 
 Choice = Callable[[], AbstractContextManager[None]]
 WITHOUT = "without "
@@ -58,23 +58,23 @@ def _not_extended(method: str, shape: tuple[int, int]) -> AbstractContextManager
 
 def _nothing_beside(shape: tuple[int, int]) -> AbstractContextManager[None]:
     """x A^T of one group, in its own tensor, is not computed."""
-    usual = Projections._beside
+    usual = LinearGroup._beside
 
-    def beside(self: Projections, x_ext: Tensor) -> tuple[Tensor, Tensor | None]:
+    def beside(self: LinearGroup, x_ext: Tensor) -> tuple[Tensor, Tensor | None]:
         group = self._group
         if group is None or shape != (group.O, group.D):
             return usual(self, x_ext)
         return x_ext[:, : group.D], x_ext.new_empty(len(x_ext), group.R)
 
-    return replaced(Projections, "_beside", beside)
+    return replaced(LinearGroup, "_beside", beside)
 
 
 def _narrow(name: str) -> AbstractContextManager[None]:
     """A product without the terms behind x: 2,048 instead of 2,112 at 1B."""
-    usual = getattr(projections, name)
+    usual = getattr(linears, name)
 
     def without(x: Tensor, weight: Tensor, *others: Any, behind_TR: Tensor | None = None, **options: Any) -> bool:
         del behind_TR
         return usual(x, weight[:, : x.shape[1]], *others, **options)  # type: ignore[no-any-return]
 
-    return replaced(projections, name, without)
+    return replaced(linears, name, without)

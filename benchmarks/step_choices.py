@@ -37,7 +37,8 @@ from pronghorn.kernels.lora import gated_lora, lora_linear, thin_sums
 from pronghorn.kernels.lora.lora_linear import default_padding
 from pronghorn.kernels.loss import cross_entropy_powers, cross_entropy_rows, linear_cross_entropy
 from pronghorn.kernels.norm import rms_norm
-from pronghorn.model import attending, projections
+from pronghorn.model.layers import attention as attention_half
+from pronghorn.model.layers import linears
 from pronghorn.train.graphed_step import GraphedStep
 
 ROOT = Path(__file__).parent.parent
@@ -114,13 +115,13 @@ def of_tiles(workload: Workload) -> Iterator[tuple[str, Choice]]:
     for tile in NORM_TILES:
         yield f"norms {tuple(tile)}", lambda t=tile: replaced(rms_norm, "_tile", lambda *_: t)
     yield from of_products_with_more(workload)
-    yield "RoPE's gradient apart", lambda: replaced(attending, "turns_back", lambda *_: False)
+    yield "RoPE's gradient apart", lambda: replaced(attention_half, "turns_back", lambda *_: False)
 
 
 def of_products_with_more(workload: Workload) -> Iterator[tuple[str, Choice]]:
     """What follows a product done by a kernel of its own, and other orders of tiles."""
     del workload
-    apart = {"gated activation": (projections, "gated_product"), "RoPE": (projections, "turned_product"),
+    apart = {"gated activation": (linears, "gated_product"), "RoPE": (linears, "turned_product"),
              "softmax": (cross_entropy_powers, "covered")}
     for name, (module, function) in apart.items():
         yield f"{name} apart", lambda m=module, f=function: replaced(m, f, _not_done)

@@ -17,13 +17,14 @@ from pronghorn.kernels.lora import gated_lora, lora_linear, thin_sums
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup
 from pronghorn.kernels.loss import cross_entropy_powers, cross_entropy_rows, linear_cross_entropy
 from pronghorn.kernels.norm import rms_norm
-from pronghorn.model import attending, projections
-from pronghorn.model.projections import Projections
+from pronghorn.model.layers import attention as attention_half
+from pronghorn.model.layers import linears
+from pronghorn.model.layers.linears import LinearGroup
 
 
 def test_a_choice_is_made_and_undone() -> None:
     modules = (attention_short, cross_entropy_rows, cublaslt, gated_lora, linear_cross_entropy, lora_linear, rms_norm,
-               thin_sums, attending, LoraGroup, projections, Projections, cross_entropy_powers, hopper_product)  # fmt: skip
+               thin_sums, attention_half, LoraGroup, linears, LinearGroup, cross_entropy_powers, hopper_product)  # fmt: skip
     before = [dict(vars(module)) for module in modules]
     found = choices(WORKLOADS["llama-1b"], [])
     for name, choice in found.items():
@@ -91,11 +92,11 @@ def test_what_is_left_out_is_of_one_group_alone() -> None:
 
 def test_without_the_terms_behind_it_a_product_is_that_of_x_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(projections, "gated_product", lambda *parts, **options: bool(given.append((*parts, options))) or True)
+    monkeypatch.setattr(linears, "gated_product", lambda *parts, **options: bool(given.append((*parts, options))) or True)
     x, weight = torch.randn(3, 4), torch.randn(6, 7)
     name = "without LoRA's columns in gate_up"
     with choices(WORKLOADS["llama-1b"], [name])[name]():
-        assert projections.gated_product(x, weight, "silu", gu_out=x, a_out=x, behind_TR=torch.randn(3, 3))
+        assert linears.gated_product(x, weight, "silu", gu_out=x, a_out=x, behind_TR=torch.randn(3, 3))
     assert given[0][0] is x
     assert torch.equal(given[0][1], weight[:, :4])
     assert given[0][3] == {"gu_out": x, "a_out": x}

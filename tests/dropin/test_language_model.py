@@ -16,7 +16,6 @@ from api_parts import LINEARS, adapted, load, step
 from pronghorn import FastLanguageModel
 from pronghorn.errors import CommandError, ModelError
 from pronghorn.model.causal_lm import engine_of
-from pronghorn.model.fp8_layer import Fp8DecoderLayer
 from pronghorn.model.fp8_linear import Fp8Linear
 from pronghorn.model.quantized import NF4Linear, quantize_model_, save_nf4
 from samples import make_model, make_tokenizer
@@ -67,7 +66,7 @@ def test_weights_in_fp8_are_frozen_and_multiplied_as_they_are(tiny_model: Path) 
     assert type(model.lm_head) is torch.nn.Linear
     engine = engine_of(model)
     assert engine
-    assert all(isinstance(layer, Fp8DecoderLayer) for layer in engine.layers)
+    assert all(layer.fp8 for layer in engine.layers)
     assert not any(p.requires_grad for p in model.parameters())
     model = FastLanguageModel.get_peft_model(model, r=4)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
@@ -137,16 +136,16 @@ def test_a_loaded_model_is_frozen_or_trains_whole(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("full", [True, False])
 def test_verify_on_load(tiny_model: Path, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pronghorn.model import decoder_layer
+    from pronghorn.model.layers import gated
 
     model, _ = load(tiny_model, verify=True, full_finetuning=full)
     assert all(p.requires_grad == full and p.grad is None for p in model.parameters())
-    own = decoder_layer.gated_activation_backward
+    own = gated.gated_activation_backward
 
     def broken(da: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return own(0.9 * da, *args, **kwargs)
 
-    monkeypatch.setattr(decoder_layer, "gated_activation_backward", broken)
+    monkeypatch.setattr(gated, "gated_activation_backward", broken)
     with pytest.raises(ModelError, match="the fast layers differ from the transformers layers"):
         load(tiny_model, verify=True, full_finetuning=full)
 

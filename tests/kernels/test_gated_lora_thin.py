@@ -218,7 +218,7 @@ def test_a_layer_s_gradients_are_the_same_to_bf16(
     """Layers that take the op of these tests, with dgu sB and without. Without a GPU all other ops are plain torch: the model
     is imported beside kernels that are not interpreted, as everywhere else in this process."""
     request.config.pluginmanager.get_plugin(str(Path(__file__).parent / "conftest.py")).use_interpreted(False)
-    from pronghorn.model import decoder_layer
+    from pronghorn.model.layers import gated
 
     given: list[bool] = []
 
@@ -227,10 +227,10 @@ def test_a_layer_s_gradients_are_the_same_to_bf16(
         gated_lora_backward(*args, sB_GR=sB_GR, **options)
 
     step = small_model(device)
-    monkeypatch.setattr(decoder_layer, "gated_lora_backward", backward)
-    monkeypatch.setattr(decoder_layer, "why_not_thin", lambda *_: "not now")
+    monkeypatch.setattr(gated, "gated_lora_backward", backward)
+    monkeypatch.setattr(gated, "why_not_thin", lambda *_: "not now")
     loss, expected = step()
-    monkeypatch.setattr(decoder_layer, "why_not_thin", why_not_thin)
+    monkeypatch.setattr(gated, "why_not_thin", why_not_thin)
     again, found = step()
     taken = use_triton(torch.zeros(1, dtype=torch.bfloat16, device=device))
     assert given == [False, False, taken, taken]

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from pronghorn.kernels.moe import grouped_lora
 from pronghorn.kernels.moe.routing import Routing
-from pronghorn.model import attending, decoder_layer, experts, mlp_pieces, moe_layer
+from pronghorn.model import experts
+from pronghorn.model.layers import attention, gated, linears, mlp, moe, normed, residual
 
 
 class Allocations(TorchDispatchMode):
@@ -99,7 +100,7 @@ def stand_in_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         "gated_lora_backward": lambda *_, **__: None, "copy_rows": lambda source, target, scale=1.0: target,
         "pick_backend": lambda *_, **__: "short",
     }
-    for module in (attending, decoder_layer, mlp_pieces):
+    for module in (attention, linears, gated, normed, residual, mlp):
         for name, stand_in in stand_ins.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
@@ -140,8 +141,8 @@ def stand_in_for_experts(monkeypatch: pytest.MonkeyPatch) -> None:
         "grouped_linear_backward_bias": lambda dy, offsets, **_: dy.new_empty(len(offsets) - 1, dy.shape[1]),
         "copy_rows": lambda source, target, scale=1.0: target,
     }
-    own = {name: getattr(decoder_layer, name) for name in ("rms_norm_forward",)}  # what stands there by now
-    for module in (moe_layer, grouped_lora, experts):
+    own = {name: getattr(normed, name) for name in ("rms_norm_forward",)}  # what stands there by now
+    for module in (moe, grouped_lora, experts):
         for name, stand_in in (stand_ins | own).items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)

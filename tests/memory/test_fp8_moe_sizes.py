@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,9 +21,8 @@ from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import install
 from pronghorn.model.few_bit_experts import STACKS, few_bit_experts_
 from pronghorn.model.fp8_linear import Fp8Linear, quantize_linears_fp8_
-from pronghorn.model.fp8_moe_layer import Fp8MoeDecoderLayer
-from pronghorn.model.fp8_projections import Fp8Projections
-from pronghorn.model.kept import Level
+from pronghorn.model.layers.fp8_linears import Fp8LinearGroup
+from pronghorn.model.layers.saved import Level
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Recipe
 from tables import table
@@ -50,13 +49,13 @@ def job_of(family: str, **changes: Any) -> Job:
 @table(("family", "adapters"), PAIRS)
 def test_a_layer_keeps_what_the_formula_says(family: str, adapters: str) -> None:
     engine, kept = forward(model_of(family, TARGETS[adapters]))
-    assert type(engine.layers[0]) is Fp8MoeDecoderLayer
+    assert engine.layers[0].fp8
     job = job_of(family, targets=TARGETS[adapters])
-    held = sum(storages(*(getattr(kept, field.name) for field in fields(kept)), *kept.rstd.values()).values())
-    assert kept.gu is not None
+    held = sum(storages(*kept.values()).values())
+    assert kept["gu"] is not None
     assert held == kept_bytes(job, "nothing")
-    assert kept_bytes(job, "gate_up") == held - kept.gu.nbytes
-    assert kept_bytes(job, "layer") == kept.h.nbytes
+    assert kept_bytes(job, "gate_up") == held - kept["gu"].nbytes
+    assert kept_bytes(job, "layer") == kept["h"].nbytes
     assert "xa_o" in kept_parts(job)
 
 
@@ -82,11 +81,11 @@ def test_weights_and_adapters_are_counted_as_they_are_stored_and_shared(family: 
     shared: list[Any] = []
     for layer in engine.layers:
         for group in layer.groups:
-            if isinstance(group, Fp8Projections):
+            if isinstance(group, Fp8LinearGroup):
                 own = group.group
                 held += [own.M, own.scale_O, own.A_RD, own.sB_OR, own.factors_2R, own.bounds_2]
                 shared.append(group.workspace.turned._buffer)
-        for stack in (layer.expert_gate_up, layer.expert_down):
+        for stack in (layer.mlp.expert_gate_up, layer.mlp.expert_down):
             held += [stack.group.q_EOD, stack.group.scale_EO, stack.group.A_ERD, stack.group.sB_EOR]
     parts = static_parts(job)
     assert parts["weights"] == sum(storages(*held).values())
@@ -114,7 +113,8 @@ def test_a_backward_that_is_timed_finds_the_same_numbers_each_time(family: str) 
         work, found, real = layer_work(engine, documents, TOKENS, TOKENS, torch.float32), [], layer.backward
 
         def backward(dh: Any, kept: Any, shared: Any) -> Any:
-            found.append(tuple(float(t.double().sum()) for t in (kept.gu, kept.shared_gu, kept.q, kept.h2) if t is not None))
+            tensors = [kept[name] for name in ("gu", "shared_gu", "q", "h2") if name in kept]
+            found.append(tuple(float(tensor.double().sum()) for tensor in tensors))
             return real(dh, kept, shared)
 
         layer.backward = backward

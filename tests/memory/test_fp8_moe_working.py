@@ -17,15 +17,15 @@ from pronghorn.kernels.moe.grouped_fp8 import fp8_grouped_supported
 from pronghorn.kernels.quant.fp8_cast import fp8_supported
 from pronghorn.memory.sizes import Job, Recompute, kept_bytes, shape_of, unpacked_bytes
 from pronghorn.memory.working import evaluation_bytes, forward_bytes, working_bytes
-from pronghorn.model import decoder_layer, experts, fp8_layer, fp8_moe_layer, fp8_projections
+from pronghorn.model import experts
 from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.decoder_layer import Documents
 from pronghorn.model.few_bit_experts import STACKS, Fp8Experts, few_bit_experts_
 from pronghorn.model.fp8_linear import quantize_linears_fp8_
-from pronghorn.model.fp8_moe_layer import Fp8MoeDecoderLayer
-from pronghorn.model.fp8_projections import Fp8Projections
-from pronghorn.model.kept import leave
+from pronghorn.model.layers import fp8_linears
+from pronghorn.model.layers.fp8_linears import Fp8LinearGroup
+from pronghorn.model.layers.saved import leave
+from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from tables import covering, gpu_rows
@@ -47,8 +47,8 @@ def stand_in_for_thin_products(monkeypatch: pytest.MonkeyPatch) -> None:
     def product(a: Any, b: Any, dtype: Any = None, out: Any = None) -> Any:
         return a.new_empty(len(a), b.shape[1], dtype=dtype or a.dtype) if out is None else out
 
-    adapters = fp8_projections.Fp8Group.add_adapter_grads.__globals__
-    for own in (adapters, fp8_projections.Fp8Group.extend.__globals__, vars(fp8_projections)):
+    adapters = fp8_linears.Fp8Group.add_adapter_grads.__globals__
+    for own in (adapters, fp8_linears.Fp8Group.extend.__globals__, vars(fp8_linears)):
         monkeypatch.setitem(own, "product", product)
     monkeypatch.setitem(adapters, "add_product", lambda total, a, b: None)
 
@@ -84,8 +84,7 @@ def stand_in_for_fp8_experts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(own, name, stand_in)
     for module, names in {
         experts: {"fp8_cast_rows": cast, "fp8_cast_grad_rows": cast_grad},
-        fp8_moe_layer: {"gated_activation_fp8_forward": activation_forward, "gated_activation_forward": activation_forward},
-        fp8_layer: {"rms_norm_backward": decoder_layer.rms_norm_backward},
+        fp8_linears: {"gated_activation_fp8_forward": activation_forward, "gated_activation_forward": activation_forward},
     }.items():
         for name, stand_in in names.items():
             monkeypatch.setattr(module, name, stand_in)
@@ -109,10 +108,10 @@ def model_of(family: str, adapters: str, dtype: torch.dtype = torch.bfloat16) ->
 def there_all_the_time(model: Any, layer: Any) -> list[Any]:
     found = [*model.parameters(), layer.qkv.workspace.turned.take(torch.device("meta"))]
     for group in layer.groups:
-        if isinstance(group, Fp8Projections):
+        if isinstance(group, Fp8LinearGroup):
             own = group.group
             found += [own.M, own.A_RD, own.sB_OR, own.scale_O, own.factors_2R, own.bounds_2]
-    for stack in (layer.expert_gate_up, layer.expert_down):
+    for stack in (layer.mlp.expert_gate_up, layer.mlp.expert_down):
         found += [stack.stored().values, stack.stored().scales, stack.group.A_ERD, stack.group.sB_EOR]
     return found
 
@@ -131,8 +130,8 @@ def held_by_a_layer(family: str, adapters: str, monkeypatch: pytest.MonkeyPatch,
     assert engine is not None
     engine.prepare(torch.bfloat16)
     layer, tokens = engine.layers[0], FEW if family == "few tokens" else TOKENS
-    assert type(layer) is Fp8MoeDecoderLayer
-    assert isinstance(layer.expert_down.group, experts.QuantizedExpertGroup if why_16_bits else experts.Fp8ExpertGroup)
+    assert layer.fp8
+    assert isinstance(layer.mlp.expert_down.group, experts.QuantizedExpertGroup if why_16_bits else experts.Fp8ExpertGroup)
     h = torch.empty(tokens, config_of(family).hidden_size, device="meta", dtype=torch.bfloat16)
     known, found = [h, *there_all_the_time(model, layer)], {}
     for graphed in (False, True):
@@ -155,11 +154,11 @@ def _held_at(level: Recompute, layer: Any, h: torch.Tensor, shared: Documents, k
         counted.know(*known)
         out, kept = layer.forward_at(level, h, shared)
         forward = counted.peak + h.nbytes
-        left = leave(kept, level, 0, None)
+        left = leave(kept, 0, None)
         del kept, out
         stays, dh = counted.alive + h.nbytes, torch.empty_like(h)
         counted.peak = counted.alive
-        found = layer.again(left, shared, None)
+        found = layer.restored(left, shared, None)
         del left
         layer.backward(dh, found, shared)
     return stays, forward, counted.peak + h.nbytes
@@ -206,7 +205,7 @@ def test_the_allocator_of_a_gpu_agrees(family: str, adapters: str, recompute: Re
         model = model_of(family, adapters)
     engine, sums, shared = ready_on_a_gpu(model)
     layer, job = engine.layers[0], Job(shape_of(config_of(family)), TOKENS, method="fp8", targets=TARGETS[adapters])
-    assert type(layer) is Fp8MoeDecoderLayer
+    assert layer.fp8
     h, dh = (torch.randn(TOKENS, job.shape.width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     found: dict[str, int] = {}
     with torch.no_grad():
@@ -217,11 +216,11 @@ def test_the_allocator_of_a_gpu_agrees(family: str, adapters: str, recompute: Re
             before = torch.cuda.memory_allocated() - h.nbytes
             kept = layer.forward_at(recompute, h, shared)[1]
             found["forward"] = torch.cuda.max_memory_allocated() - before
-            left = leave(kept, recompute, 0, None)
+            left = leave(kept, 0, None)
             del kept
             found["kept"] = torch.cuda.memory_allocated() - before
             torch.cuda.reset_peak_memory_stats()
-            again = layer.again(left, shared, None)
+            again = layer.restored(left, shared, None)
             del left
             layer.backward(dh, again, shared)
             found["backward"] = torch.cuda.max_memory_allocated() - before + dh.nbytes

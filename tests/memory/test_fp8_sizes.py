@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from pronghorn.memory.sizes import RECOMPUTES, Job, kept_bytes, shape_of, static
 from pronghorn.memory.working import working_bytes
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.fp8_linear import quantize_linears_fp8_
-from pronghorn.model.fp8_projections import Fp8Projections
+from pronghorn.model.layers.fp8_linears import Fp8LinearGroup
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.quantized import NF4Linear, quantize_model_
 from pronghorn.recipe import Lora, Recipe
@@ -59,9 +59,9 @@ def run_a_layer(engine: Any) -> Any:
     documents = engine.documents(torch.tensor([0, 20, TOKENS], dtype=torch.int32), 28, torch.arange(TOKENS))
     h = torch.randn(TOKENS, 64)
     with torch.no_grad():
-        _, kept = engine.layers[0].forward(h, documents)
-        held = bytes_of(*(getattr(kept, field.name) for field in fields(kept)), *kept.rstd.values())
-        facts = (held, kept.gu.nbytes, kept.h.nbytes + (0 if kept.xa3 is None else kept.xa3.nbytes))
+        _, kept = engine.layers[0].forward_at("nothing", h, documents)
+        held = bytes_of(*kept.values())
+        facts = (held, kept["gu"].nbytes, kept["h"].nbytes + (kept["xa3"].nbytes if "xa3" in kept else 0))
         engine.layers[0].backward(torch.randn(TOKENS, 64), kept, documents)
     return facts
 
@@ -88,7 +88,7 @@ def test_weights_are_counted_as_they_are_stored_and_shared(family: str, kind: st
     shared: list[Any] = []
     for layer in engine.layers:
         for projections in layer.groups:
-            assert isinstance(projections, Fp8Projections)
+            assert isinstance(projections, Fp8LinearGroup)
             group = projections.group
             held += [group.scale_O, group.A_RD, group.sB_OR, group.factors_2R, group.bounds_2]
             held += [group._columns_OE, group._rows_ED]

@@ -16,14 +16,15 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3C
 from pronghorn.bench.workloads import MODELS
 from pronghorn.memory.sizes import Job, Recompute, kept_bytes, shape_of, unpacked_bytes
 from pronghorn.memory.working import forward_bytes, working_bytes
-from pronghorn.model import causal_lm, decoder_layer, fp8_layer, fp8_linear, fp8_projections, mlp_pieces
+from pronghorn.model import causal_lm, fp8_linear
 from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.decoder_layer import Documents, FastDecoderLayer
-from pronghorn.model.fp8_layer import Fp8DecoderLayer
 from pronghorn.model.fp8_linear import quantize_linears_fp8_
-from pronghorn.model.fp8_projections import Fp8Projections
-from pronghorn.model.kept import leave
+from pronghorn.model.layers import fp8_linears, mlp, residual
+from pronghorn.model.layers.fp8_linears import Fp8LinearGroup
+from pronghorn.model.layers.layer import DecoderLayer
+from pronghorn.model.layers.saved import leave
+from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from tables import table
@@ -52,15 +53,15 @@ def stand_in_for_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
         return x.new_empty(x.shape) if out is None else out, rows(x)
 
     # By the class: tests/kernels imports its modules afresh, so the one of that name may be another than the layers'.
-    own = fp8_projections.Fp8Group.forward.__globals__
+    own = fp8_linears.Fp8Group.forward.__globals__
     for name, stand_in in {"fp8_product": product, "fp8_extend": lambda *_: None,
                            "fp8_transpose": lambda q, out=None: out}.items():  # fmt: skip
         monkeypatch.setitem(own, name, stand_in)
     for module, names in {
-        fp8_projections: {"fp8_cast_rows": lambda x, *_, out, **__: (out, rows(x))},
-        fp8_layer: {"rms_norm_fp8_forward": norm_forward, "gated_activation_fp8_forward": activation_forward,
-                    "gated_activation_fp8_backward": activation_backward, "rms_norm_then_add_forward": norm_then_add},
-        mlp_pieces: {"rms_norm_then_add_forward": norm_then_add},
+        fp8_linears: {"fp8_cast_rows": lambda x, *_, out, **__: (out, rows(x)), "rms_norm_fp8_forward": norm_forward,
+                      "gated_activation_fp8_forward": activation_forward,
+                      "gated_activation_fp8_backward": activation_backward},
+        residual: {"rms_norm_then_add_forward": norm_then_add}, mlp: {"rms_norm_then_add_forward": norm_then_add},
     }.items():
         for name, stand_in in names.items():
             monkeypatch.setattr(module, name, stand_in)
@@ -73,9 +74,9 @@ def without_contents(monkeypatch: pytest.MonkeyPatch) -> None:
     def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.empty_like(weight, dtype=torch.float8_e4m3fn), weight.new_empty(len(weight), dtype=torch.float32)
 
-    monkeypatch.setattr(fp8_projections, "require_fp8", lambda device: None)
+    monkeypatch.setattr(fp8_linears, "require_fp8", lambda device: None)
     monkeypatch.setattr(fp8_linear, "fp8_quantize_weight", quantized)
-    for splits in (causal_lm.SplitTable, fp8_projections.Fp8Group.__init__.__globals__["SplitTable"]):  # by the class, as above
+    for splits in (causal_lm.SplitTable, fp8_linears.Fp8Group.__init__.__globals__["SplitTable"]):  # by the class, as above
         monkeypatch.setattr(splits, "run", lambda self: None)
 
 
@@ -92,7 +93,7 @@ def engine_of_size(config: Any) -> Any:
         engine = engine_of(model)
         assert engine is not None
         AdapterSums(engine, torch.float32)
-    assert isinstance(engine.layers[0], Fp8DecoderLayer)
+    assert engine.layers[0].fp8
     return engine
 
 
@@ -100,7 +101,6 @@ def engine_of_size(config: Any) -> Any:
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_for_kernels(monkeypatch)
     stand_in_for_fp8(monkeypatch)
-    monkeypatch.setattr(fp8_layer, "rms_norm_backward", decoder_layer.rms_norm_backward)
 
 
 @pytest.fixture(scope="module")
@@ -109,17 +109,17 @@ def eight_b() -> Any:
     return engine_of_size(LlamaConfig(**(settings | {"num_hidden_layers": 2, "vocab_size": 512})))
 
 
-def weights_of(layer: FastDecoderLayer) -> list[torch.Tensor]:
+def weights_of(layer: DecoderLayer) -> list[torch.Tensor]:
     """What is there all the time."""
     found: list[Any] = []
     for projections in layer.groups:
-        assert isinstance(projections, Fp8Projections)
+        assert isinstance(projections, Fp8LinearGroup)
         group = projections.group
         found += [group.M, group.A_RD, group.sB_OR, group.scale_O, group.factors_2R, group.bounds_2, *(group.sums or ())]
     return [*found, layer.groups[0].workspace.turned.take(torch.device("meta"))]
 
 
-def most_held(layer: FastDecoderLayer, recompute: Recompute, pieces: int, job: Job, shared: Documents) -> tuple[int, int]:
+def most_held(layer: DecoderLayer, recompute: Recompute, pieces: int, job: Job, shared: Documents) -> tuple[int, int]:
     """Bytes in the layer's forward, and in its backward."""
     layer.level, layer.pieces, there, D = recompute, pieces, weights_of(layer), job.shape.width
     h = torch.empty(job.capacity, D, device="meta")
@@ -127,13 +127,13 @@ def most_held(layer: FastDecoderLayer, recompute: Recompute, pieces: int, job: J
         counted.know(h, *layer.parameters(), *there)
         out, kept = layer.forward_at(recompute, h, shared)
         forward = counted.peak + h.nbytes
-        left = leave(kept, recompute, 0, None)
+        left = leave(kept, 0, None)
         del kept, out
         assert counted.alive + h.nbytes == kept_bytes(job, recompute)
         dh = torch.empty(job.capacity, D, device="meta")
         shared.room.buffer = dh if pieces > 1 else None  # at once, the gradient that comes out has a place of its own
         counted.peak = counted.alive
-        found = layer.again(left, shared, None)
+        found = layer.restored(left, shared, None)
         del left
         layer.backward(dh, found, shared)
     return forward, counted.peak + h.nbytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from pronghorn.memory.working import pieces_worth_trying, working_bytes
 from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.few_bit_experts import FewBitExperts, few_bit_experts_
-from pronghorn.model.kept import Kept, Level, leave
+from pronghorn.model.layers.saved import Level, Saved, leave
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from tables import covering, table
@@ -67,13 +67,13 @@ def job_of(family: str, **changes: Any) -> Job:
     return replace(Job(shape_of(FAMILIES[family]), TOKENS, rank=4, element=4), **changes)
 
 
-def forward(model: Any) -> tuple[Any, Kept]:
+def forward(model: Any) -> tuple[Any, Saved]:
     engine = engine_of(model)
     assert engine is not None
     engine.prepare(torch.float32)
     documents = engine.documents(torch.tensor([0, 20, TOKENS], dtype=torch.int32), 28, torch.arange(TOKENS))
     with torch.no_grad():
-        return engine, engine.layers[0].forward(torch.randn(TOKENS, 64), documents)[1]
+        return engine, engine.layers[0].forward_at("nothing", torch.randn(TOKENS, 64), documents)[1]
 
 
 def storages(*values: Any) -> dict[int, int]:
@@ -85,11 +85,11 @@ def storages(*values: Any) -> dict[int, int]:
 def test_a_layer_keeps_what_the_formula_says(family: str, adapters: str) -> None:
     _, kept = forward(model_of(family, TARGETS[adapters]))
     job = job_of(family, targets=TARGETS[adapters])
-    held = sum(storages(*(getattr(kept, field.name) for field in fields(kept)), *kept.rstd.values()).values())
-    assert kept.gu is not None
+    held = sum(storages(*kept.values()).values())
+    assert kept["gu"] is not None
     assert held == kept_bytes(job, "nothing")
-    assert kept_bytes(job, "gate_up") == held - kept.gu.nbytes
-    assert kept_bytes(job, "layer") == kept.h.nbytes
+    assert kept_bytes(job, "gate_up") == held - kept["gu"].nbytes
+    assert kept_bytes(job, "layer") == kept["h"].nbytes
     assert ("shared_gu" in kept_parts(job)) == (family in ("qwen2_moe", "dots1", "hy_v3"))
 
 
@@ -104,7 +104,7 @@ def bytes_that_leave(kept: Any, level: Level) -> int:
             raise AssertionError
 
     place = Place()
-    leave(kept, level, 0, place)
+    leave(kept.at(level), 0, place)
     return place.needed
 
 
@@ -146,11 +146,11 @@ def test_weights_and_adapters_are_counted_as_they_are_stored(family: str, adapte
 def test_experts_in_4_bits_are_counted_as_they_are_stored(family: str, adapters: str) -> None:
     engine, _ = forward(model_of(family, TARGETS[adapters], four_bit=True))
     job, found = job_of(family, targets=TARGETS[adapters], method="qlora"), 0
-    for stack in (engine.layers[0].expert_gate_up, engine.layers[0].expert_down):
+    for stack in (engine.layers[0].mlp.expert_gate_up, engine.layers[0].mlp.expert_down):
         own = stack.module()
         assert isinstance(own, FewBitExperts)
         found += own.stacks[stack.parameter].nbytes + stack.group.A_ERD.nbytes + stack.group.sB_EOR.nbytes
-    router = engine.layers[0].router.weight_ED.nbytes
+    router = engine.layers[0].mlp.router.weight_ED.nbytes
     assert stored(job) == pytest.approx(found + router, rel=0.02)  # without NF4's tables
 
     assert job.shape.mixture is not None
@@ -242,7 +242,7 @@ def test_a_backward_that_is_timed_finds_the_same_numbers_each_time() -> None:
     layer = engine.layers[1]
     with torch.no_grad():
         work, found, real = layer_work(engine, documents, TOKENS, TOKENS, torch.float32), [], layer.backward
-        layer.backward = lambda dh, kept, shared: (found.append((kept.gu.sum(), kept.shared_gu.sum(), kept.qkv)),
+        layer.backward = lambda dh, kept, shared: (found.append((kept["gu"].sum(), kept["shared_gu"].sum(), kept["qkv"])),
                                                    real(dh, kept, shared))
         for _ in range(3):
             work.gate_up_and_backward()

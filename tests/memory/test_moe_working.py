@@ -16,8 +16,8 @@ from pronghorn.memory.sizes import Job, Recompute, kept_bytes, shape_of
 from pronghorn.memory.working import evaluation_bytes, forward_bytes, working_bytes
 from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.decoder_layer import Documents
-from pronghorn.model.kept import leave
+from pronghorn.model.layers.saved import leave
+from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from tables import covering, gpu_rows
@@ -95,13 +95,13 @@ def assert_held_as_told(job: Job, engine: Any, h: torch.Tensor, known: list[torc
             counted.know(*known)
             out, kept = layer.forward_at(recompute, h, shared)
             forward = counted.peak + h.nbytes
-            left = leave(kept, recompute, 0, None)
+            left = leave(kept, 0, None)
             del kept, out
             assert counted.alive + h.nbytes == kept_bytes(job, recompute)
             assert forward == pytest.approx(kept_bytes(job, recompute) + forward_bytes(job, recompute), rel=0.005)
             shared.room.buffer = torch.empty(TOKENS, D + layer.down.extra, device="meta")
             counted.peak = counted.alive
-            found = layer.again(left, shared, None)
+            found = layer.restored(left, shared, None)
             del left
             layer.backward(shared.room.buffer[:, :D], found, shared)
             held = counted.peak + h.nbytes
@@ -154,10 +154,10 @@ def test_the_allocator_of_a_gpu_agrees(family: str, adapters: str, recompute: Re
             before = torch.cuda.memory_allocated() - h.nbytes
             kept = layer.forward_at(recompute, h, shared)[1]
             mark("forward", before)
-            left = leave(kept, recompute, 0, None)
+            left = leave(kept, 0, None)
             del kept
             assert torch.cuda.memory_allocated() - before == pytest.approx(kept_bytes(job, recompute), rel=0.01)
-            again = layer.again(left, shared, None)
+            again = layer.restored(left, shared, None)
             del left
             layer.backward(shared.room.buffer[:, :D], again, shared)
             mark("backward", before - shared.room.buffer.nbytes)

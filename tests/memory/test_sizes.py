@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ from pronghorn.memory.sizes import LIBRARY_BYTES, RECOMPUTES, Job, kept_bytes, k
 from pronghorn.memory.working import head_bytes, working_bytes
 from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.kept import Kept
+from pronghorn.model.layers.saved import Saved
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from tables import table
@@ -63,9 +63,8 @@ def storages(*values: Any) -> dict[int, int]:
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in values if isinstance(t, torch.Tensor)}
 
 
-def held(kept: Kept) -> int:
-    values = [getattr(kept, field.name) for field in fields(kept)]
-    return sum(storages(*values, *kept.rstd.values()).values())
+def held(kept: Saved) -> int:
+    return sum(storages(*kept.values()).values())
 
 
 @table(("family", "targets"), [
@@ -82,12 +81,12 @@ def test_a_layer_keeps_what_the_formula_says(family: str, targets: Any) -> None:
     documents = engine.documents(torch.tensor([0, 20, TOKENS], dtype=torch.int32), 28, torch.arange(TOKENS))
     h = torch.randn(TOKENS, 32)
     with torch.no_grad():
-        _, kept = engine.layers[0].forward(h, documents)
+        _, kept = engine.layers[0].forward_at("nothing", h, documents)
     job = Job(shape_of(FAMILIES[family]), TOKENS, rank=4, targets=targets, element=4)
     assert held(kept) == kept_bytes(job, "nothing")
-    assert kept_bytes(job, "gate_up") == held(kept) - kept.gu.nbytes
-    assert kept.xa3 is not None
-    assert kept_bytes(job, "layer") == kept.h.nbytes + kept.xa3.nbytes
+    assert kept_bytes(job, "gate_up") == held(kept) - kept["gu"].nbytes
+    assert "xa3" in kept
+    assert kept_bytes(job, "layer") == kept["h"].nbytes + kept["xa3"].nbytes
     assert kept_parts(job)["h"] == h.nbytes
     assert job.shape.rope_tables == len(documents.rotary)
     for tables in documents.rotary.values():  # half of it where only half of a head turns

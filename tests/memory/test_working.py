@@ -17,11 +17,12 @@ from pronghorn.kernels.lora.gated_lora import THIN_CONFIGS
 from pronghorn.kernels.lora.gated_lora_thin import ThinSums
 from pronghorn.memory.sizes import FROM_ITS_INPUT, Job, Recompute, kept_bytes, shape_of
 from pronghorn.memory.working import _sums_of_attention, _thin_sums, forward_bytes, pieces_worth_trying, working_bytes
-from pronghorn.model import attending
 from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.decoder_layer import Documents, FastDecoderLayer
-from pronghorn.model.kept import leave
+from pronghorn.model.layers import attention
+from pronghorn.model.layers.layer import DecoderLayer
+from pronghorn.model.layers.saved import leave
+from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from tables import gpu_rows, table
@@ -45,7 +46,7 @@ def eight_b() -> Any:
 
 
 @pytest.fixture(scope="module")
-def built() -> FastDecoderLayer:
+def built() -> DecoderLayer:
     engine = engine_of(eight_b())
     assert engine is not None
     AdapterSums(engine, torch.float32)
@@ -53,7 +54,7 @@ def built() -> FastDecoderLayer:
 
 
 @pytest.fixture
-def layer(built: FastDecoderLayer, monkeypatch: pytest.MonkeyPatch) -> FastDecoderLayer:
+def layer(built: DecoderLayer, monkeypatch: pytest.MonkeyPatch) -> DecoderLayer:
     stand_in_for_kernels(monkeypatch)
     return built
 
@@ -65,7 +66,7 @@ def documents() -> Documents:
 
 
 @table(("recompute", "pieces"), CASES)
-def test_a_layer_holds_what_the_formulas_say(layer: FastDecoderLayer, recompute: Recompute, pieces: int) -> None:
+def test_a_layer_holds_what_the_formulas_say(layer: DecoderLayer, recompute: Recompute, pieces: int) -> None:
     job = Job(shape_of(MODELS["llama-8b"]), TOKENS, element=4)
     layer.level, layer.pieces = recompute, pieces
     shared, h = documents(), torch.empty(TOKENS, 4096, device="meta")
@@ -73,7 +74,7 @@ def test_a_layer_holds_what_the_formulas_say(layer: FastDecoderLayer, recompute:
         counted.know(h, *layer.parameters())
         out, kept = layer.forward_at(recompute, h, shared)
         forward = counted.peak + h.nbytes
-        left = leave(kept, recompute, 0, None)
+        left = leave(kept, 0, None)
         del kept, out
         assert counted.alive + h.nbytes == kept_bytes(job, recompute)
         assert forward == pytest.approx(kept_bytes(job, recompute) + forward_bytes(job, recompute, pieces), abs=SMALL_CHANGE)
@@ -81,7 +82,7 @@ def test_a_layer_holds_what_the_formulas_say(layer: FastDecoderLayer, recompute:
         shared.room.buffer = torch.empty(TOKENS, 4096 + layer.down.extra, device="meta")
         dh = shared.room.buffer[:, :4096]
         counted.peak = counted.alive
-        found = layer.again(left, shared, None)
+        found = layer.restored(left, shared, None)
         del left
         layer.backward(dh, found, shared)
     held = counted.peak + h.nbytes
@@ -93,7 +94,7 @@ def test_a_layer_holds_what_the_formulas_say(layer: FastDecoderLayer, recompute:
     ("nothing", 1), ("gate_up", 1), ("gate_up", 4), *((what, pieces) for what in FROM_ITS_INPUT for pieces in (1, 32)),
 ])
 @table("tokens", [131072, 524288])
-def test_one_long_document_holds_what_the_formulas_say(layer: FastDecoderLayer, recompute: Recompute, pieces: int, tokens: int,
+def test_one_long_document_holds_what_the_formulas_say(layer: DecoderLayer, recompute: Recompute, pieces: int, tokens: int,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """Through flash-attn-4, which adds up in fp32 and then writes the gradient of q, k, v in their place."""
     job = Job(shape_of(MODELS["llama-8b"]), tokens, element=4, documents=32, attended=tokens, in_place=True)
@@ -107,8 +108,8 @@ def test_one_long_document_holds_what_the_formulas_say(layer: FastDecoderLayer, 
         del sums
         return (*grads, None)
 
-    monkeypatch.setattr(attending, "attention_backward", attention_backward)
-    monkeypatch.setattr(attending, "pick_backend", lambda *_, **__: "flash4")
+    monkeypatch.setattr(attention, "attention_backward", attention_backward)
+    monkeypatch.setattr(attention, "pick_backend", lambda *_, **__: "flash4")
     layer.level, layer.pieces = recompute, pieces
     with torch.device("meta"):
         tables = {"every layer": (torch.empty(tokens, 64), torch.empty(tokens, 64))}
@@ -118,11 +119,11 @@ def test_one_long_document_holds_what_the_formulas_say(layer: FastDecoderLayer, 
     with torch.no_grad(), Allocations() as counted:
         counted.know(h, *layer.parameters())
         kept = layer.forward_at(recompute, h, shared)[1]
-        left = leave(kept, recompute, 0, None)
+        left = leave(kept, 0, None)
         del kept
         assert counted.alive + h.nbytes == kept_bytes(job, recompute)
         counted.peak = counted.alive
-        found = layer.again(left, shared, None)
+        found = layer.restored(left, shared, None)
         del left
         layer.backward(shared.room.buffer[:, :4096], found, shared)
     expected = kept_bytes(job, recompute) + working_bytes(job, recompute, pieces)
@@ -195,10 +196,10 @@ def test_the_allocator_of_a_gpu_agrees(recompute: Recompute, pieces: int) -> Non
             before = torch.cuda.memory_allocated() - h.nbytes
             kept = layer.forward_at(recompute, h, shared)[1]
             mark("forward", before)
-            left = leave(kept, recompute, 0, None)
+            left = leave(kept, 0, None)
             del kept
             assert torch.cuda.memory_allocated() - before == pytest.approx(kept_bytes(job, recompute), rel=0.01)
-            again = layer.again(left, shared, None)
+            again = layer.restored(left, shared, None)
             del left
             layer.backward(shared.room.buffer[:, :2048], again, shared)
             mark("backward", before - shared.room.buffer.nbytes)

@@ -14,8 +14,8 @@ from pronghorn.data.batches import build_batch
 from pronghorn.kernels.attention import attention
 from pronghorn.kernels.attention.attention_torch import PlainTorch
 from pronghorn.kernels.attention.rope import _rotate
-from pronghorn.model import attending
 from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.layers import attention as attention_half
 from samples import random_table
 
 SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -66,7 +66,7 @@ def test_gradients_are_turned_back_once(config: Any, turned: int, monkeypatch: p
     expected = gradients(model)
     monkeypatch.setattr(TurnsBack, "turned", 0)
     monkeypatch.setitem(attention.BACKENDS, "short", TurnsBack)
-    monkeypatch.setattr(attending, "pick_backend", lambda *_, **__: "short")
+    monkeypatch.setattr(attention_half, "pick_backend", lambda *_, **__: "short")
     found = gradients(model)
     assert TurnsBack.turned == turned
     assert found.keys() == expected.keys()

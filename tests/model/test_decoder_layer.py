@@ -30,8 +30,8 @@ from transformers import (
 from pronghorn.data.batches import IGNORED, PackedBatch, build_batch
 from pronghorn.kernels.attention.rope import _rotate
 from pronghorn.kernels.mlp.gated_mlp import gated_activation_reference
-from pronghorn.model import projections
 from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.layers import linears
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from samples import random_table
@@ -244,9 +244,9 @@ def test_the_same_where_rope_and_the_activation_are_inside_the_products(
     family: str, turns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside = Inside()
-    monkeypatch.setattr(projections, "covered", lambda *_: True)
+    monkeypatch.setattr(linears, "covered", lambda *_: True)
     for name in ("gated_product", "turned_product"):
-        monkeypatch.setattr(projections, name, getattr(inside, name))
+        monkeypatch.setattr(linears, name, getattr(inside, name))
     assert_all_equal(model_of(family, "lora", torch.float64), [packed_batch(), single_batch()])
     assert inside.gated == 2 * SMALL["num_hidden_layers"]
     assert inside.turned == (inside.gated if turns else 0)

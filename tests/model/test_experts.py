@@ -34,7 +34,7 @@ from pronghorn.memory.offload import OffloadPool
 from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import base_of, engine_of, install
 from pronghorn.model.export import save_model
-from pronghorn.model.kept import Level
+from pronghorn.model.layers.saved import Level
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 

@@ -9,9 +9,8 @@ import torch
 
 from pronghorn.kernels.norm.rms_norm import rms_norm_reference
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.decoder_layer import Norm
 from pronghorn.model.final_norm import final_norm
-from pronghorn.model.kept import GradientRoom
+from pronghorn.model.layers.types import GradientRoom, Norm
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 

@@ -32,12 +32,11 @@ from transformers import (
 from pronghorn.data.batches import PackedBatch, build_batch
 from pronghorn.errors import EnvironmentFault
 from pronghorn.memory.offload import OffloadPool
-from pronghorn.model import fp8_layer, fp8_linear, fp8_projections
+from pronghorn.model import fp8_linear
 from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
-from pronghorn.model.fp8_layer import Fp8DecoderLayer
 from pronghorn.model.fp8_linear import dequantize_fp8_, quantize_linears_fp8_
-from pronghorn.model.kept import Input
+from pronghorn.model.layers import fp8_linears
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.quantized import dequantize_model_, quantize_model_
 from pronghorn.recipe import Lora
@@ -137,7 +136,7 @@ def assert_as_fp8_allows(ours: Result, truth: Result, least: float = 0.99, each:
 
 def result_of(model: Any, batch: PackedBatch) -> Result:
     result = gradients(model, fast_loss(model, batch))
-    assert all(type(layer) is Fp8DecoderLayer and layer.fused for layer in engine(model).layers)
+    assert all(layer.fp8 and layer.fused for layer in engine(model).layers)
     assert result[1].keys() == {name for name, p in model.named_parameters() if p.requires_grad}
     return result
 
@@ -159,11 +158,12 @@ def test_loss_and_every_gradient_follow_the_dequantized_model(family: str) -> No
 @pytest.mark.parametrize("family", [*FAMILIES, *SWITCHED])
 def test_without_the_rounding_nothing_differs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """float32 in the place of e4m3 everywhere, on weights stored in 4 bits, which are the same in both."""
-    layer, projections = vars(fp8_layer), vars(fp8_projections)
-    group = projections["Fp8Group"].transposed.__globals__
+    functions_of = vars(fp8_linears)
+    group = functions_of["Fp8Group"].transposed.__globals__
     functions = [
-        projections["fp8_cast_rows"], projections["nf4_to_fp8"], layer["rms_norm_fp8_forward"],
-        layer["gated_activation_fp8_forward"], group["fp8_product"], group["fp8_extend"], projections["SharedBytes"].take,
+        *(functions_of[name] for name in ("fp8_cast_rows", "nf4_to_fp8", "rms_norm_fp8_forward",
+                                          "gated_activation_fp8_forward")),
+        group["fp8_product"], group["fp8_extend"], functions_of["SharedBytes"].take,
     ]
     for function in functions:
         monkeypatch.setitem(function.__globals__, "E4M3", torch.float32)
@@ -291,7 +291,7 @@ def test_pieces_hold_a_part_of_gate_and_up_and_write_the_gradient_where_it_was()
     documents = engine(model).documents(batch.cu_seqlens, batch.longest, batch.positions_T)
     engine(model).prepare(torch.float32)
     seen: list[int] = []
-    assert isinstance(layer, Fp8DecoderLayer)
+    assert layer.fp8
     real = layer.gate_up.product
 
     def product(x: Any) -> Any:
@@ -304,10 +304,10 @@ def test_pieces_hold_a_part_of_gate_and_up_and_write_the_gradient_where_it_was()
         documents.room.buffer = torch.randn_like(h)
         dh, buffer = documents.room.buffer.clone(), documents.room.buffer
         kept = layer.forward_at("layer", h, documents)[1]
-        assert isinstance(kept, Input)
-        ours, _ = layer.backward(buffer, layer.again(kept, documents, None), documents)
+        assert kept.only_input()
+        ours, _ = layer.backward(buffer, layer.restored(kept, documents, None), documents)
         assert not torch.equal(buffer, dh)  # the gradient of h2
-        theirs, _ = layer.backward(dh.clone(), layer.again(kept, documents, None), documents)
+        theirs, _ = layer.backward(dh.clone(), layer.restored(kept, documents, None), documents)
     assert ours is not None
     assert theirs is not None
     assert torch.equal(ours, theirs)
@@ -327,14 +327,14 @@ def test_who_can_do_the_mlp_in_pieces() -> None:
     assert engine(model_of("llama", stored="nf4")).has_pieces
     trained = AutoModelForCausalLM.from_config(FAMILIES["llama"])
     assert install(trained, fp8=True) == ""
-    assert all(isinstance(layer, Fp8DecoderLayer) for layer in engine(trained).layers)
+    assert all(layer.fp8 for layer in engine(trained).layers)
     assert not engine(trained).has_pieces
 
 
 def test_a_kept_turned_weight_gives_the_same_bits_and_follows_the_adapters() -> None:
     model, other, batch = model_of("llama"), model_of("llama"), batch_of()
     for layer in engine(model).layers:
-        assert isinstance(layer, Fp8DecoderLayer)
+        assert layer.fp8
         layer.keep_turned(True)
     for _ in range(2):
         assert_same(gradients(model, fast_loss(model, batch)), gradients(other, fast_loss(other, batch)))
@@ -409,7 +409,7 @@ def test_layers_that_are_not_stored_so_are_plain() -> None:
     model = model_of("llama", stored="nf4", fast=False)
     assert install(copy.deepcopy(model)) == ""
     plain = FastCausalLM(model.get_base_model())
-    assert not any(isinstance(layer, Fp8DecoderLayer) for layer in plain.layers)
+    assert not any(layer.fp8 for layer in plain.layers)
 
 
 def test_a_chip_without_fp8_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

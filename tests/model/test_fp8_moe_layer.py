@@ -29,12 +29,12 @@ from pronghorn.kernels.moe.grouped_fp8 import Fp8ExpertGroup, fp8_grouped_suppor
 from pronghorn.kernels.moe.grouped_quantized import QuantizedExpertGroup, QuantizedStack
 from pronghorn.kernels.quant import fp8_cast, fp8_norm
 from pronghorn.memory.offload import OffloadPool
-from pronghorn.model import experts, few_bit_experts, fp8_linear, fp8_projections
+from pronghorn.model import experts, few_bit_experts, fp8_linear
 from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.few_bit_experts import FewBitExperts, dequantize_experts_
 from pronghorn.model.fp8_linear import dequantize_fp8_, quantize_linears_fp8_
-from pronghorn.model.fp8_moe_layer import Fp8MoeDecoderLayer
+from pronghorn.model.layers import fp8_linears
 from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora
 from tables import gpu_rows
@@ -58,7 +58,7 @@ def result_of(model: Any, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
     engine = engine_of(model)
     assert engine is not None
     assert all(layer.fused for layer in engine.layers)
-    assert any(type(layer) is Fp8MoeDecoderLayer for layer in engine.layers)
+    assert any(layer.fp8 for layer in engine.layers)
     found = gradients(model, loss)
     assert found.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
     return float(loss.detach()), found
@@ -68,7 +68,7 @@ def result_of(model: Any, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_without_the_rounding_nothing_differs(family: str, targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """float32 in the place of e4m3 everywhere: of weights, rows and gradients. Measured: 5e-6 at most."""
-    modules = (few_bit_experts, fp8, fp8_cast, fp8_gated, fp8_linear, fp8_lora, fp8_norm, fp8_projections, grouped_fp8)
+    modules = (few_bit_experts, fp8, fp8_cast, fp8_gated, fp8_linear, fp8_lora, fp8_norm, fp8_linears, grouped_fp8)
     for module in modules:
         if hasattr(module, "E4M3"):
             monkeypatch.setattr(module, "E4M3", torch.float32)
@@ -199,7 +199,7 @@ def test_a_chip_without_grouped_fp8_products_multiplies_in_16_bits(
     result_of(model, batch)
     engine = engine_of(model)
     assert engine is not None
-    assert all(isinstance(layer.expert_down.group, QuantizedExpertGroup) for layer in engine.layers)  # type: ignore[attr-defined]
+    assert all(isinstance(layer.mlp.expert_down.group, QuantizedExpertGroup) for layer in engine.layers)  # type: ignore[attr-defined]
     assert capsys.readouterr().err.count("multiplied in 16 bits: only linears are") == 1  # not in every layer
     monkeypatch.setattr(fp8_linear, "fp8_supported", lambda device: "this test's chip has none")
     with pytest.raises(EnvironmentFault, match="cannot train in FP8"):
@@ -237,6 +237,6 @@ def test_on_a_gpu(family: str, targets: str, monkeypatch: pytest.MonkeyPatch) ->
     engine = engine_of(model)
     assert engine is not None
     here = fp8_grouped_supported("cuda") is None
-    assert all(isinstance(layer.expert_down.group, Fp8ExpertGroup) == here for layer in engine.layers)  # type: ignore[attr-defined]
+    assert all(isinstance(layer.mlp.expert_down.group, Fp8ExpertGroup) == here for layer in engine.layers)  # type: ignore[attr-defined]
     assert cosine(*(torch.cat([found[name].cpu().flatten() for name in truth]) for found in (ours[1], truth))) > 0.95
     verify(model)

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Olmo2C
 from pronghorn.data.batches import PackedBatch, build_batch
 from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import base_of, engine_of, install
+from pronghorn.model.layers.linears import NF4LoraGroup
 from pronghorn.model.lora import add_adapter
-from pronghorn.model.projections import NF4LoraGroup
 from pronghorn.model.quantized import NF4Linear, dequantize_model_, quantize_model_
 from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora

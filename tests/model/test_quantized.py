@@ -17,8 +17,9 @@ from torch import nn
 
 from pronghorn.errors import ModelError
 from pronghorn.kernels.quant.nf4 import nf4_dequantize, nf4_quantize
-from pronghorn.model import projections, quantized
+from pronghorn.model import quantized
 from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.layers import linears
 from pronghorn.model.quantized import (
     NF4Linear,
     count_parameters,
@@ -314,7 +315,7 @@ def test_the_first_forward_takes_the_path_of_all_later_ones(monkeypatch: pytest.
         asked.append(all(operand.ndim == 2 and operand.dtype == operands[0].dtype for operand in operands))
         return False
 
-    monkeypatch.setattr(projections, "covered", covered)
+    monkeypatch.setattr(linears, "covered", covered)
     base = small_model(num_hidden_layers=2)
     quantize_model_(base)
     model = with_adapter(base)

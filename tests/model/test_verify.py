@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from pronghorn.errors import ModelError
-from pronghorn.model import attending, causal_lm, decoder_layer
+from pronghorn.model import causal_lm
 from pronghorn.model.families import FAMILIES, Family
+from pronghorn.model.layers import attention, gated, residual
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.verify import TOLERANCES, Gradient, Verdict, verify
 from pronghorn.recipe import Lora
@@ -40,7 +41,7 @@ def test_full_fine_tuning_is_verified_too() -> None:
 
 @pytest.mark.parametrize("broken", ["rms_norm_backward", "qk_rope_backward", "gated_activation_backward", "attention_backward"])
 def test_a_gradient_broken_in_one_kernel_is_found_and_named(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = decoder_layer if hasattr(decoder_layer, broken) else attending
+    where = next(module for module in (attention, gated, residual) if hasattr(module, broken))
     real: Any = getattr(where, broken)
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
@@ -57,8 +58,8 @@ def test_a_gradient_broken_in_one_kernel_is_found_and_named(broken: str, monkeyp
 
 
 def test_a_wrong_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    real: Any = attending.attention_forward
-    monkeypatch.setattr(attending, "attention_forward", lambda q, *a, **k: real(q * 30, *a, **k))
+    real: Any = attention.attention_forward
+    monkeypatch.setattr(attention, "attention_forward", lambda q, *a, **k: real(q * 30, *a, **k))
     with pytest.raises(ModelError, match="loss differs"):
         verify(add_adapter(make_model(), Lora(r=4), seed=0))
 
@@ -95,7 +96,7 @@ def test_windows_are_narrow_for_the_moment_only() -> None:
     verify(model)
     engine = causal_lm.engine_of(model)
     assert engine is not None
-    assert model.config.sliding_window == engine.layers[0].attention_options["window"] == 4096
+    assert model.config.sliding_window == engine.layers[0].attention.options["window"] == 4096
     model.config.sliding_window = 2048
     with pytest.raises(ModelError, match="has the window 4096, but the config says 2048"):
         verify(model)

@@ -23,7 +23,6 @@ from pronghorn.memory.plan import smallest_budget
 from pronghorn.model import fp8_linear
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of, install
 from pronghorn.model.export import trained_model
-from pronghorn.model.fp8_layer import Fp8DecoderLayer
 from pronghorn.model.fp8_linear import Fp8Linear, dequantize_fp8_, quantize_linears_fp8_
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.quantized import quantize_model_
@@ -79,9 +78,9 @@ def test_a_run_in_fp8_follows_the_one_in_32_bits(recipe_for: RecipeFor, tmp_path
     in_fp8, plain = RUNS[kind]
     ours = train(recipe_for(**in_fp8, output=str(tmp_path / "fp8")), display=Silent())
     assert len(seen_layers) == 2
-    assert all(type(layer) is Fp8DecoderLayer and layer.fused for layer in seen_layers)
+    assert all(layer.fp8 and layer.fused for layer in seen_layers)
     theirs = train(recipe_for(**plain, output=str(tmp_path / "plain")), display=Silent())
-    assert all(type(layer) is not Fp8DecoderLayer for layer in seen_layers[2:])
+    assert all(not layer.fp8 for layer in seen_layers[2:])
     for event in ("step", "eval"):
         assert curve(ours, event) == pytest.approx(curve(theirs, event), rel=3e-3)
         assert curve(ours, event) != curve(theirs, event)
@@ -212,7 +211,7 @@ def model_of(kind: str) -> Any:
     assert install(model, fp8=True) == ""
     engine = engine_of(model)
     assert engine is not None
-    assert all(isinstance(layer, Fp8DecoderLayer) for layer in engine.layers)
+    assert all(layer.fp8 for layer in engine.layers)
     engine.layers[0].level, engine.layers[1].level = "layer", "gate_up"
     return model.train()
 
@@ -299,7 +298,7 @@ def test_the_gradients_of_trained_weights_follow_those_without_fp8() -> None:
         vars(plain).pop(name, None)
     vars(plain.model).pop("forward", None)
     assert install(plain) == ""
-    assert not any(isinstance(layer, Fp8DecoderLayer) for layer in engine_of(plain).layers)  # type: ignore[union-attr]
+    assert not any(layer.fp8 for layer in engine_of(plain).layers)  # type: ignore[union-attr]
     loss_of(model, batch).backward()
     loss_of(plain, batch).backward()
     for (name, ours), (_, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):

@@ -23,7 +23,7 @@ from pronghorn.memory.plan import smallest_budget
 from pronghorn.model.capture import raise_if_out_of_memory
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.config import read_config
-from pronghorn.model.decoder_layer import FastDecoderLayer
+from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.train import setup
@@ -278,16 +278,16 @@ def test_the_smallest_budget_does_the_mlp_in_pieces_and_reads_embeddings_from_th
 def fails_at(monkeypatch: pytest.MonkeyPatch, calls: set[int], layer_number: int = 3, least: int = 101) -> list[int]:
     """Forwards of one layer that find no memory, by their number; those of whole packs, not of the few tokens that show whether
     documents are apart, or that kernels are compiled for."""
-    real, seen = FastDecoderLayer.forward, [0]
+    real, seen = DecoderLayer.forward_at, [0]
 
-    def forward(self: FastDecoderLayer, *args: Any, **options: Any) -> Any:
-        if self.index == layer_number and len(args[0]) >= least:
+    def forward(self: DecoderLayer, *args: Any, **options: Any) -> Any:
+        if self.index == layer_number and len(args[1]) >= least:
             seen[0] += 1
             if seen[0] in calls:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has none")
         return real(self, *args, **options)
 
-    monkeypatch.setattr(FastDecoderLayer, "forward", forward)
+    monkeypatch.setattr(DecoderLayer, "forward_at", forward)
     return seen
 
 

@@ -18,8 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Mixtral
 from pronghorn.errors import RecipeError
 from pronghorn.kernels.quant.fp8_cast import fp8_supported
 from pronghorn.model.export import export, merged_model
-from pronghorn.model.fp8_moe_layer import Fp8MoeDecoderLayer
-from pronghorn.model.moe_layer import MoeDecoderLayer
+from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.report.stages import Stages
@@ -128,7 +127,7 @@ def test_experts_that_leave_for_the_host_train_the_same_numbers(method: str, dee
     free, real = train(deep_recipe("qwen2_moe", "free", method=method), display=Silent()), RunMemory._install
 
     def install(self: RunMemory, engine: Any) -> None:
-        assert all(isinstance(layer, Fp8MoeDecoderLayer) == (method == "fp8") for layer in engine.layers)
+        assert all(layer.fp8 == (method == "fp8") for layer in engine.layers)
         levels = [Level("layer", True), Level("around_attention", True), Level("gate_up"), Level("nothing", True)]
         self.plan = plan_of(self.plan.problem, levels, 1)
         real(self, engine)
@@ -142,16 +141,16 @@ def test_experts_that_leave_for_the_host_train_the_same_numbers(method: str, dee
 def test_memory_that_runs_out_leads_to_a_lower_plan(deep_recipe: Callable[..., Recipe],
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = deep_recipe("gpt_oss", "a", memory={"budget": "2GB"})
-    undisturbed, real, seen = train(recipe, display=Silent()), MoeDecoderLayer.forward, [0]
+    undisturbed, real, seen = train(recipe, display=Silent()), DecoderLayer.forward_at, [0]
 
-    def forward(self: MoeDecoderLayer, *args: Any, **options: Any) -> Any:
-        if self.index == 2 and len(args[0]) > 100:  # not the few tokens that show whether documents are apart
+    def forward(self: DecoderLayer, *args: Any, **options: Any) -> Any:
+        if self.index == 2 and len(args[1]) > 100:  # not the few tokens that show whether documents are apart
             seen[0] += 1
             if seen[0] == 4:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has none")
         return real(self, *args, **options)
 
-    monkeypatch.setattr(MoeDecoderLayer, "forward", forward)
+    monkeypatch.setattr(DecoderLayer, "forward_at", forward)
     disturbed = train(deep_recipe("gpt_oss", "b", memory={"budget": "2GB"}), display=Silent())
     assert curve(disturbed) == curve(undisturbed)
     first, second = (e["plan"] for e in read_log(disturbed.folder) if e["event"] == "plan")

@@ -15,7 +15,6 @@ from pronghorn.data.batches import build_batch
 from pronghorn.model.causal_lm import base_of, engine_of, install
 from pronghorn.model.few_bit_experts import Bits, few_bit_experts_
 from pronghorn.model.fp8_linear import quantize_linears_fp8_
-from pronghorn.model.fp8_moe_layer import Fp8MoeDecoderLayer
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora
@@ -97,7 +96,7 @@ def test_graphed_steps_with_experts_in_fp8(family: str, method: str) -> None:
     batches, dtype = steps_of(mixed_table(120), 12 if on_gpu else 2), torch.bfloat16 if on_gpu else torch.float32
     said: list[str] = []
     model = model_of(family, method, dtype, bits=8)
-    assert all(type(layer) is Fp8MoeDecoderLayer for layer in engine_of(model).layers)  # type: ignore[union-attr]
+    assert all(layer.fp8 for layer in engine_of(model).layers)  # type: ignore[union-attr]
     ours = losses(graphed(model, said=said), batches)
     theirs = losses(eager(model_of(family, method, dtype, bits=8)), batches)
     for (loss, _), (eager_loss, _) in zip(ours, theirs, strict=True):

@@ -24,7 +24,7 @@ from pronghorn.memory.plan import Plan, make_plan
 from pronghorn.memory.sizes import FP32, Job, Method, shape_of, static_parts
 from pronghorn.model.captured_layers import rounded
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of
-from pronghorn.model.fp8_projections import Fp8Projections
+from pronghorn.model.layers.fp8_linears import Fp8LinearGroup
 from pronghorn.model.load import without_progress_bars
 from pronghorn.model.quantized import NF4Linear
 
@@ -165,7 +165,7 @@ def job_of(engine: FastCausalLM, tokens: int) -> Job:
     method: Method = "lora" if adapters else "full"
     if any(isinstance(linear, NF4Linear) for linear in linears):
         method = "qlora"
-    elif any(isinstance(group, Fp8Projections) for group in groups):
+    elif any(isinstance(group, Fp8LinearGroup) for group in groups):
         method = "fp8"
     rank = max((rank for _, module in adapters for rank in module.r.values()), default=16)
     return Job(shape_of(engine.model.config), tokens, method, rank, tuple(sorted({name for name, _ in adapters})),

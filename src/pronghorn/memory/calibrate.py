@@ -7,16 +7,14 @@ functions are called, the ones a step calls, on buffers of the run's size; nothi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
 from pronghorn.memory.costs import LayerCosts
 from pronghorn.memory.measure import LayerWork, measure_costs
 from pronghorn.model.causal_lm import FastCausalLM
-from pronghorn.model.decoder_layer import Documents
-from pronghorn.model.kept import Input, Kept
-from pronghorn.model.moe_layer import MoeKept
+from pronghorn.model.layers.saved import FROM_INPUT, Level, Saved
+from pronghorn.model.layers.types import Documents
 
 PIECES = 4  # in which the MLP's rows are timed; each further one is taken to cost the same
 
@@ -34,8 +32,7 @@ def layer_work(engine: FastCausalLM, documents: Documents, tokens: int, rows: in
     h, dh, head = random(tokens), random(tokens, 1e-3), random(rows)
     labels = torch.randint(int(engine.config.vocab_size), (rows,), device=device, generator=generator)
     engine.prepare(dtype)
-    kept = layer.forward(h, documents)[1]
-    kept.gu = None
+    saved = layer.forward_at("nothing", h, documents)[1].at("gate_up")
 
     def rest() -> None:
         with torch.enable_grad():
@@ -52,31 +49,35 @@ def layer_work(engine: FastCausalLM, documents: Documents, tokens: int, rows: in
 
         return run
 
-    def gate_up_again() -> Kept:
-        # A copy of what was kept, since backward takes out what it has used; q, k, v must not give their place to a gradient,
-        # nor may the gate and up of an expert that all tokens share, which are not computed again with the others'.
-        copy = replace(kept, qkv=kept.qkv if layer.q_norm else None)
-        if isinstance(copy, MoeKept) and copy.shared_gu is not None:
-            copy.shared_gu = copy.shared_gu.clone()
-        return layer.again(copy, documents, None)
+    def gate_up_again() -> Saved:
+        # A copy of what was saved, since backward takes out what it has used; q, k, v must not give their place to a gradient,
+        # nor may the gate and up of an expert that all tokens share, which are not recomputed with the others'.
+        copy = Saved(saved)
+        if layer.attention.q_norm is None:
+            copy.release("qkv")
+        copy.put(shared_gu=None if copy["shared_gu"] is None else copy["shared_gu"].clone())
+        return layer.restored(copy, documents, None)
+
+    def recomputed(level: Level) -> Saved:
+        return layer.restored(Saved({name: saved[name] for name in FROM_INPUT[level] if name in saved}), documents, None)
 
     def whole_layer(pieces: int) -> Callable[[], object]:
         def run() -> None:
             layer.pieces = pieces
             try:
                 layer.forward_at("layer", h, documents)
-                layer.backward(dh, layer.again(Input(h, kept.xa3), documents, None), documents)
+                layer.backward(dh, recomputed("layer"), documents)
             finally:
                 layer.pieces = 1
 
         return run
 
     return LayerWork(
-        forward=with_weights_loaded_anew(lambda: layer.forward(h, documents)),
+        forward=with_weights_loaded_anew(lambda: layer.forward_at("nothing", h, documents)),
         gate_up_and_backward=with_weights_loaded_anew(lambda: layer.backward(dh, gate_up_again(), documents)),
         recompute_gate_up=gate_up_again,
-        recompute_around=lambda: layer.again(Input(h, kept.xa3, kept.o, kept.lse), documents, None),
-        recompute_layer=lambda: layer.again(Input(h, kept.xa3), documents, None),
+        recompute_around=lambda: recomputed("around_attention"),
+        recompute_layer=lambda: recomputed("layer"),
         rest=rest,
         pieces=(whole_layer(1), whole_layer(PIECES), PIECES) if engine.has_pieces and tokens >= PIECES else None,
     )

@@ -1,4 +1,4 @@
-"""Bytes of layers with experts in FP8 (model/fp8_moe_layer.py), where they differ from those of moe_sizes.py and fp8_sizes.py.
+"""Bytes of layers with experts in FP8 (model/layers/moe.py), where they differ from those of moe_sizes.py and fp8_sizes.py.
 
 T = tokens of a micro-batch, D = model width, K = experts a token, S = T * K rows sorted by expert, F = width of an expert,
 R = columns that carry a stack's adapters, e = bytes of a 16- or 32-bit value. An FP8 value is a byte. Scales of rows, a

@@ -1,8 +1,8 @@
-"""Bytes of layers that multiply in FP8 (model/fp8_layer.py), where they differ from those of sizes.py.
+"""Bytes of layers that multiply in FP8 (model/layers/fp8_linears.py), where they differ from those of sizes.py.
 
 O, D = outputs and inputs of a group, R = its adapters' ranks together, to the next 16, E = 3R columns and rows that carry them
 in the group's matrix (fp8.py); T = tokens of a micro-batch, e = bytes of a 16- or 32-bit value. An FP8 value is a byte.
-"_in_pieces": with the MLP's rows done in several turns, of `rows` each (model/mlp_pieces.py).
+"_in_pieces": with the MLP's rows done in several turns, of `rows` each (model/layers/mlp.py).
 """
 
 from __future__ import annotations

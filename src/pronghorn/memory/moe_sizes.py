@@ -1,4 +1,4 @@
-"""Bytes of layers whose MLP is a mixture of experts (model/moe_layer.py), where they are not those of sizes.py and working.py.
+"""Bytes of layers whose MLP is a mixture of experts (model/layers/moe.py), where they are not those of sizes.py and working.py.
 
 T = tokens of a micro-batch, D = model width, E = experts, K = experts a token, S = T * K rows sorted by expert, F = width of an
 expert, R = extra columns that carry a stack's adapters, r = their rank, e = bytes of an activation.

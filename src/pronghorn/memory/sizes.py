@@ -3,7 +3,7 @@
 T = tokens of a micro-batch (capacity), D = model width, N = query heads, K = key/value heads, H = head width,
 X = (N + 2K) H, F = MLP width, V = vocabulary, R = extra columns that carry adapters, e = bytes of an activation.
 
-What a layer keeps is written down as `Kept` in model/kept.py holds it; a test compares the two, byte for byte. What comes and
+What a layer keeps is written down as model/layers/saved.py names it; a test compares the two, byte for byte. What comes and
 goes beside that is in working.py; what is different in a mixture of experts, in moe_sizes.py and fp8_moe_sizes.py. The peak of
 a step is at one of three moments (plan.py: `evaluate`): in the head, when every layer has kept its share; in the forward of a
 layer; or in the backward of one, when the layers above it have given theirs back:
@@ -110,7 +110,7 @@ def _beside(config: Any) -> int:
 
 @dataclass(frozen=True)
 class Group:
-    """Linears that share an input, as one product; see model/projections.py."""
+    """Linears that share an input, as one product; see model/layers/linears.py."""
 
     inputs: int
     outputs: tuple[int, ...]  # of each linear

@@ -1,6 +1,6 @@
 """Bytes that come and go within a step, beside what layers keep (sizes.py): of a layer's forward and backward, and of the head.
 
-Written down tensor by tensor as model/decoder_layer.py and model/mlp_pieces.py hold them; a test counts the bytes of layers of
+Written down tensor by tensor as model/layers/layer.py and model/layers/mlp.py hold them; a test counts the bytes of layers of
 an 8B model's size (on torch's `meta` device) and compares. T = tokens of a micro-batch, D = model width, F = MLP width,
 `pieces` = turns in which the rows of an MLP are done where gate and up are computed again.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pronghorn.kernels.lora.lora_collect import CollectTable
 from pronghorn.model.causal_lm import FastCausalLM
-from pronghorn.model.projections import Group
+from pronghorn.model.layers.linears import Group
 
 ALIGNMENT = 64  # elements: each sum, and each gradient, begins at a multiple of 256 bytes
 

@@ -36,8 +36,8 @@ from torch.autograd.function import once_differentiable
 from pronghorn.kernels.lora.nf4_lora import NF4LoraGroup
 from pronghorn.kernels.runtime.dispatch import keeps_graph, say_once
 from pronghorn.model.capture import Graphs, first_line
-from pronghorn.model.decoder_layer import Waiting
-from pronghorn.model.projections import Projections
+from pronghorn.model.layers.linears import LinearGroup
+from pronghorn.model.layers.types import Waiting
 from pronghorn.model.same_weights import Weights, as_at_forward, stamp
 from pronghorn.model.watched import Watched
 
@@ -195,7 +195,7 @@ def why_not_captured(engine: FastCausalLM) -> str:
         return "part of the model is offloaded to host RAM"
     if why := next((why for layer in engine.layers if (why := layer.why_not_fused())), ""):
         return why
-    if any(type(group) is not Projections for layer in engine.layers for group in layer.groups):
+    if any(type(group) is not LinearGroup for layer in engine.layers for group in layer.groups):
         return "the layers compute in FP8"
     parameters = _trained(engine)
     if not parameters:
@@ -230,7 +230,7 @@ class _State:
         self.pairs: dict[Size, _Pair] = {}
         self.under_way: WeakSet[Waiting] = WeakSet()  # forwards that wait for their backward
         self._rooms: list[Tensor] = []
-        groups = [group for layer in engine.layers for group in layer.groups if isinstance(group, Projections)]
+        groups = [group for layer in engine.layers for group in layer.groups if isinstance(group, LinearGroup)]
         self._scratches = {id(s): s for group in groups if isinstance(group._group, NF4LoraGroup)
                            for s in (group._group.scratch,)}.values()
 

@@ -24,14 +24,14 @@ from pronghorn.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.captured_layers import CapturedLayers
 from pronghorn.model.changes import Changes, inner_of, is_known
-from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm
 from pronghorn.model.expert_load import ExpertCounts, ExpertLoad, padding_mask
 from pronghorn.model.families import family_of, num_experts, why_not_fast
 from pronghorn.model.final_norm import final_norm
-from pronghorn.model.fp8_layer import fast_layer
-from pronghorn.model.fp8_moe_layer import expert_layer
-from pronghorn.model.fp8_projections import Fp8Projections, Fp8Workspace, trains_whole
-from pronghorn.model.kept import Elsewhere, GradientRoom
+from pronghorn.model.layers.build import build_layer
+from pronghorn.model.layers.fp8_linears import Fp8LinearGroup, Fp8Workspace, trains_whole
+from pronghorn.model.layers.layer import DecoderLayer
+from pronghorn.model.layers.saved import Elsewhere
+from pronghorn.model.layers.types import Documents, GradientRoom, Norm
 from pronghorn.model.positions import Positions
 from pronghorn.model.same_weights import Weights
 from pronghorn.model.text_stack import backbone
@@ -62,14 +62,12 @@ class FastCausalLM:
         family = family_of(config)
         self.model, self.config, self.backbone = model, config, backbone(model)
         shared = Fp8Workspace()
-        self.layers: list[FastDecoderLayer] = []
+        self.layers: list[DecoderLayer] = []
         self.expert_layers: list[int] = []  # numbers of those whose MLP is a mixture of experts
         for i, layer in enumerate(self.backbone.layers):
-            if family.experts and hasattr(layer.mlp, "experts"):
-                self.layers.append(expert_layer(layer, family, config, i, len(self.expert_layers), shared))
-                self.expert_layers.append(i)
-            else:
-                self.layers.append(fast_layer(layer, family, config, i, shared, fp8=fp8))
+            slot = len(self.expert_layers) if family.experts and hasattr(layer.mlp, "experts") else None
+            self.layers.append(build_layer(layer, family, config, i, shared, slot=slot, fp8=fp8))
+            self.expert_layers += [i] if slot is not None else []
         self.expert_counts: ExpertCounts | None = None  # made by the first step
         asked = self.expert_layers and getattr(config, "output_router_logits", False)
         self.balance = float(model.router_aux_loss_coef) if asked else 0.0  # weight of the routers' auxiliary loss
@@ -105,9 +103,9 @@ class FastCausalLM:
 
     @property
     def has_pieces(self) -> bool:
-        """Whether the layers can do their MLP in several turns (model/mlp_pieces.py): not mixtures, nor, in FP8, weights that
+        """Whether the layers can do their MLP in several turns (model/layers/mlp.py): not mixtures, nor, in FP8, weights that
         are trained, whose gradients of all pieces together the planner does not count."""
-        trained = any(isinstance(group, Fp8Projections) and any(map(trains_whole, group.modules()))
+        trained = any(isinstance(group, Fp8LinearGroup) and any(map(trains_whole, group.modules()))
                       for layer in self.layers for group in layer.groups)
         return not trained and not self.expert_layers
 
@@ -116,7 +114,7 @@ class FastCausalLM:
         """Whether a few tokens may go through everything but our own kernels (compile_ahead.py). Experts' tokens are
         sent where kernels say, FP8 keeps what kernels made of its weights, and host memory has room for whole batches only."""
         groups = [group for layer in self.layers for group in layer.groups]
-        fp8 = any(isinstance(group, Fp8Projections) for group in groups)
+        fp8 = any(isinstance(group, Fp8LinearGroup) for group in groups)
         return not (self.expert_layers or fp8 or self.offload or self.host_embeddings)
 
     def embed(self, ids_T: Tensor) -> Tensor:
@@ -175,7 +173,7 @@ class FastCausalLM:
         if any(moved) or self._adapters is None:
             groups = [group for layer in self.layers for group in layer.groups]
             self._adapters = CopyTable([job for group in groups for job in group.copy_jobs])
-            self._adapters_fp8 = SplitTable([job for group in groups if isinstance(group, Fp8Projections)
+            self._adapters_fp8 = SplitTable([job for group in groups if isinstance(group, Fp8LinearGroup)
                                              for job in group.split_jobs])
         if self._adapters.jobs:
             self._adapters.run()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pronghorn.model.causal_lm import FastCausalLM
 
 # What may stand in a place later on:
-#   linear      one of the same kind and size, or PEFT's wrapper around one: looked up at each forward (projections.py)
+#   linear      one of the same kind and size, or PEFT's wrapper around one: looked up at each forward (linears.py)
 #   norm        one of the same kind, or PEFT's trained copy of it: looked up at each forward
 #   stack       the same experts or router, or PEFT's wrapper around their parameters (experts.py)
 #   stateless   one of the same kind: an activation function
@@ -78,7 +78,8 @@ class Changes:
     def __init__(self, engine: FastCausalLM) -> None:
         self.backbone, self.config = engine.backbone, engine.backbone.config
         self.layers = [layer.layer for layer in engine.layers]
-        self.pairs = [(layer.q_norm, layer.k_norm) for layer in engine.layers if layer.q_norm and layer.k_norm]
+        halves = [layer.attention for layer in engine.layers]
+        self.pairs = [(half.q_norm, half.k_norm) for half in halves if half.q_norm and half.k_norm]
         norms = {id(norm.module) for layer in engine.layers for norm in layer.norms.values()}
         experts = engine.layers[0].family.experts
         stacks = {f"mlp.{name}" for name in ("experts", experts.router)} if experts else set()

@@ -1,4 +1,4 @@
-"""A layer's router and its two stacks of experts, frozen, adapted or trained, as the layer uses them: projections.py's
+"""A layer's router and its two stacks of experts, frozen, adapted or trained, as the layer uses them: linears.py's
 counterpart for mixtures of experts.
 
 T = packed tokens, E = experts, K = experts a token, S = T * K rows sorted by expert, D = input width, O = output width of a
@@ -39,7 +39,7 @@ from pronghorn.kernels.moe.moe_gather import gather_rows
 from pronghorn.kernels.moe.routing import Routing
 from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows
 from pronghorn.kernels.runtime.dispatch import say_once
-from pronghorn.model.fp8_projections import SharedBytes
+from pronghorn.model.layers.fp8_linears import SharedBytes
 
 CHOICE_BIAS = "e_score_correction_bias"
 

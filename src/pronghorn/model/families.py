@@ -38,7 +38,7 @@ AFTER_ONLY = Norms(before_attention=None, after_attention="post_attention_layern
 
 @dataclass(frozen=True)
 class Experts:
-    """Layers whose MLP is a router and a stack of experts (model/moe_layer.py). How many, and how their weights are
+    """Layers whose MLP is a router and a stack of experts (model/layers/moe.py). How many, and how their weights are
     normalised, the config says; whether there is a shared expert, whether it has a gate, and whether the choice has a bias, the
     modules."""
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_forward
-from pronghorn.model.decoder_layer import Norm
-from pronghorn.model.kept import GradientRoom
+from pronghorn.model.layers.types import GradientRoom, Norm
 from pronghorn.model.rows import rows_like
 
 

@@ -9,7 +9,7 @@ What is not a linear (embeddings, norms, routers) and the head stay in the compu
 too, each expert as a linear (model/few_bit_experts.py). To merge adapters, `dequantize_fp8_` comes
 first: PEFT then adds to what the adapters were trained on.
 
-The fast layers (model/fp8_layer.py) multiply the bytes themselves. `forward` here is for everything else: generation, DoRA,
+The fast layers (layers/fp8_linears.py) multiply the bytes themselves. `forward` here is for everything else: generation, DoRA,
 LoRA dropout. It multiplies in FP8, too, where the chip, the shape and the dtype allow it, and else dequantizes.
 """
 

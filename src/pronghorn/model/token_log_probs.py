@@ -22,7 +22,7 @@ from pronghorn.model.hf_forward import (
     _run,
     _targets,
 )
-from pronghorn.model.kept import GradientRoom
+from pronghorn.model.layers.types import GradientRoom
 
 
 class TokenLogProbs(NamedTuple):

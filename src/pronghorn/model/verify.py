@@ -26,7 +26,6 @@ from torch import Tensor
 from pronghorn.errors import ModelError
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of, install
 from pronghorn.model.families import rope_parameters, window
-from pronghorn.model.fp8_layer import Fp8Attention
 
 DOCUMENTS = (37, 5, 64, 1, 20)  # tokens; short enough for any model, odd enough to show a wrong boundary
 FAR = (48, 40)  # tokens of a document that reaches through the whole context, and of one at its end
@@ -111,7 +110,7 @@ def verify(model: Any, seed: int = 0) -> Verdict:
     finally:
         model.train(was_training)
     dtype = next(engine.backbone.parameters()).dtype
-    in_fp8 = any(isinstance(layer, Fp8Attention) for layer in engine.layers)
+    in_fp8 = any(layer.fp8 for layer in engine.layers)
     verdict = _compare(own, fast, dtype, FP8_TOLERANCE if in_fp8 else TOLERANCES[dtype])
     if wrong := verdict.wrong():
         raise ModelError(what=f"the fast layers differ from the transformers layers: {wrong[0]}",
@@ -141,7 +140,7 @@ def _last_position(config: Any) -> int:
 
 def _require_windows(engine: FastCausalLM, config: Any) -> None:
     for layer in engine.layers:
-        ours, theirs = layer.attention_options["window"], window(config, layer.index)
+        ours, theirs = layer.attention.options["window"], window(config, layer.index)
         if ours != theirs:
             raise ModelError(what=f"the fast layers differ from the transformers layers: layer {layer.index} has the window "
                                   f"{ours or 'none'}, but the config says {theirs or 'none'}",
@@ -154,7 +153,7 @@ class _NarrowWindows:
     def __init__(self, engine: FastCausalLM, config: Any) -> None:
         holders = [config, *(layer.layer.self_attn for layer in engine.layers)]
         self.holders = [holder for holder in holders if (getattr(holder, "sliding_window", None) or 0) > NARROW]
-        self.options = [layer._attention_options for layer in engine.layers]
+        self.options = [layer.attention._options for layer in engine.layers]
         self.before: list[tuple[Any, int]] = []
 
     def __enter__(self) -> None:

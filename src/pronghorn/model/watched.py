@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
-from pronghorn.model.projections import Projections
+from pronghorn.model.layers.linears import LinearGroup
 
 if TYPE_CHECKING:
     from pronghorn.model.causal_lm import FastCausalLM
@@ -33,7 +33,7 @@ class Watched:
                 self._module(part)
         for layer in engine.layers:
             for group in layer.groups:
-                assert isinstance(group, Projections)
+                assert isinstance(group, LinearGroup)
                 self._group(group)
             for norm in layer.norms.values():
                 self._is(vars(norm), "module")
@@ -51,7 +51,7 @@ class Watched:
     def _is_equal(self, place: dict[str, Any], *keys: str) -> None:
         self._equal += [(place, key, copy.copy(place[key])) for key in keys if key in place]
 
-    def _group(self, group: Projections) -> None:
+    def _group(self, group: LinearGroup) -> None:
         self._is(vars(group), "_group")
         if group._group is not None:
             self._is(vars(group._group), "M")

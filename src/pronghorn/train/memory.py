@@ -31,7 +31,7 @@ from pronghorn.memory.plan import Plan, host_room, make_plan, parse_budget
 from pronghorn.memory.sizes import CONTEXT_BYTES, Job, host_moments
 from pronghorn.memory.working import evaluation_bytes, head_share
 from pronghorn.model.causal_lm import engine_of
-from pronghorn.model.decoder_layer import Documents
+from pronghorn.model.layers.types import Documents
 from pronghorn.model.load import DTYPES, Precision
 from pronghorn.recipe import Recipe
 from pronghorn.train.run_forecast import why_no_plan

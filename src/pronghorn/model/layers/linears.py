@@ -1,6 +1,11 @@
-"""Linears of a layer that share an input (q, k, v; gate, up; o; down), frozen, adapted or trained, as the layer uses them.
+"""Linears of a layer that share an input (q, k, v; gate, up; o; down), frozen, adapted or trained, as one product.
 
 T = packed tokens, D = input width, O = output width of all of them together, R = extra columns that carry their adapters.
+
+A product reads an operand: rows with R columns behind them for x A^T, which ride along in the same product (`Rows`). Operands
+are made where the rows are made: by a norm, by an activation. The other kind of operand, bytes in FP8 with a scale a row, has
+the same interface (fp8_linears.py), and the layer does not know which it has. What only 16-bit products can do (RoPE or
+activation in the epilogue, the residual added by the product) answers None or False where it is not offered.
 
 The modules stay the model's own: `nn.Linear`, or PEFT's wrapper around one. With adapters, the frozen weights move into one
 buffer (kernels/lora/lora_linear.py) and the modules' weights become views of it, so they are stored once and keep their names.
@@ -10,22 +15,34 @@ Weights in 4 bits stay where they are; `load_weights` dequantizes them into memo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
+from pronghorn.kernels.gemm.cublaslt import adds_freely
 from pronghorn.kernels.gemm.hopper_product import covered, gated_product, turned_product
-from pronghorn.kernels.gemm.products import product, product_plus
+from pronghorn.kernels.gemm.products import product
+from pronghorn.kernels.gemm.products import product_plus as mm_add
+from pronghorn.kernels.lora.gated_lora import gated_lora_forward, why_not
 from pronghorn.kernels.lora.lora_collect import CollectJob
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup, NormOf, Part, linear_backward_weight
 from pronghorn.kernels.lora.lora_refresh import CopyJob
 from pronghorn.kernels.lora.nf4_lora import NF4LoraGroup
-from pronghorn.kernels.mlp.gated_mlp import Kind
+from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation_forward
+from pronghorn.kernels.runtime.copy_rows import copy_rows
+from pronghorn.model.layers.gated import gated_backward
+from pronghorn.model.layers.normed import normed_rows, normed_sum
+from pronghorn.model.layers.saved import Saved
+from pronghorn.model.layers.types import GradientRoom, Grads, Norm
 from pronghorn.model.quantized import NF4Linear
+from pronghorn.model.rows import rows_like
 
 PLAIN = (nn.Linear, NF4Linear)  # exactly these: a subclass may compute something else
+
+
+Operand = Any  # rows as a group's products read them; `Any` in the other kind of group, too
 
 
 class Group(Protocol):
@@ -46,7 +63,16 @@ class Group(Protocol):
     def separate(self) -> None: ...
 
 
-class Projections:
+class Rows(NamedTuple):
+    """x, with R columns behind it, which hold x A^T already (`extended`) or are filled by the product."""
+
+    ext: Tensor
+    extended: bool = False
+
+
+class LinearGroup:
+    fp8 = False
+
     def __init__(self, parent: nn.Module, names: tuple[str, ...]) -> None:
         self.parent, self.names = parent, names
         self.linears: list[nn.Linear] = []  # this and what follows: found anew by `prepare`, before every forward
@@ -58,6 +84,7 @@ class Projections:
         self._group: LoraGroup | None = None
         self._built_for: tuple[Any, ...] = ()
         self._weights: list[Tensor] = []  # without adapters: the weights in the compute dtype
+        self.adds_freely = False  # whether a product adds to its output at no cost
 
     def modules(self) -> list[Any]:
         """Looked up at each use, because adding an adapter replaces them."""
@@ -104,6 +131,7 @@ class Projections:
         Returns whether the adapters' buffer was built anew; filling it with their present values is left to `copy_jobs`.
         """
         self._bias = joined_bias(self.linears, dtype)
+        self.adds_freely = bool(self.linears) and adds_freely(dtype, self.linears[0].weight.device)
         if (quantized := self._in_4_bits()) is not None:
             return self._prepare_4_bits(quantized, dtype)
         if not self.adapters:
@@ -202,7 +230,96 @@ class Projections:
     def extra(self) -> int:
         return self._group.R if self._group else 0
 
-    # ---- forward -------------------------------------------------------------------------------------------------
+    # ---- operands of the forward product -----------------------------------------------------------------------------
+
+    def of_norm(self, norm: Norm | None, h: Tensor, saved: Saved, slot: str) -> Operand:
+        """norm(h); h itself where there is neither norm nor adapter."""
+        if norm is None and not self.extra:
+            return Rows(h)
+        return Rows(normed_rows(norm, h, self.extra, saved, slot))
+
+    def of_norm_of_sum(self, norm: Norm, y: Tensor, h: Tensor, multiplier: float, saved: Saved, slot: str) -> Operand:
+        """norm(h + multiplier * y), with the sum in y's place: residual and norm in one pass."""
+        return Rows(normed_sum(norm, y, h, multiplier, self.extra, saved, slot))
+
+    def of_rows(self, x_ext: Tensor) -> Operand:
+        return Rows(x_ext)
+
+    def of_activation(self, gu: Tensor, kind: Kind) -> Operand:
+        """act(gate) * up, and behind it a A^T, in one pass where the rank allows."""
+        width = gu.shape[1] // 2
+        a_ext = rows_like(gu, width + self.extra)
+        if self.extra and not why_not(self.extra):
+            return Rows(gated_lora_forward(gu, kind, self.adapter_rows, out_ext=a_ext), extended=True)
+        gated_activation_forward(gu, kind, out=a_ext[:, :width])
+        self.extend(a_ext)
+        return Rows(a_ext, extended=True)
+
+    def adapters_of_activation(self, gu: Tensor, kind: Kind) -> Tensor | None:
+        """a A^T alone, as `apply` gives it."""
+        return self.owned(self._columns(self.of_activation(gu, kind).ext))
+
+    # ---- products ------------------------------------------------------------------------------------------------
+
+    def apply(self, x: Operand) -> tuple[Tensor, Tensor | None]:
+        """(y, x A^T or None), which may be columns of the operand: `owned` gives who saves it memory of its own."""
+        return self.forward(x.ext, extended=x.extended)
+
+    def owned(self, xa: Tensor | None) -> Tensor | None:
+        return None if xa is None else xa.clone()
+
+    def apply_add(self, x: Operand, h: Tensor, multiplier: float, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(h + multiplier * y, x A^T). One product: the residual is added before the result is rounded. `out` may be h."""
+        bias = self._bias
+        if self._group:
+            self._group.load()
+            if not x.extended:
+                self._group.extend(x.ext)
+            weight = self._group.M[: self._group.O]
+        else:
+            weight = self._weights[0]
+        out = mm_add(h, x.ext, weight.T, multiplier, out)
+        return out if bias is None else out.add_(bias, alpha=multiplier), self._columns(x.ext)
+
+    def _columns(self, x_ext: Tensor) -> Tensor | None:
+        return x_ext[:, x_ext.shape[1] - self.extra :] if self.extra else None
+
+    def leaves_residual_to_norm(self, multiplier: float) -> bool:
+        """Whether the norm that follows adds the residual: a product that adds it would have to copy it first."""
+        return multiplier == 1.0 and not self.adds_freely
+
+    def apply_spare(self, x: Operand) -> tuple[Tensor, Tensor | None]:
+        """The same, x A^T owned, with spare columns behind y for those of its gradient, which takes y's place."""
+        if not self.extra:
+            return self.forward(x.ext)[0], None
+        y_ext = self._room(x.ext)
+        _, xa = self.forward(x.ext, out=y_ext[:, : sum(self.widths)])
+        return y_ext, self.owned(xa)
+
+    def apply_gated(self, x: Operand, kind: Kind, down: LinearGroup) -> tuple[Tensor, Tensor | None, Operand] | None:
+        """`apply_spare` of gate and up, and the operand that `down` reads. None, and nothing is done, where no product does
+        both."""
+        if (group := self._fusable(x.ext)) is None:
+            return None
+        width = group.O // 2
+        rows, xa, y_ext = *self._beside(x.ext), self._room(x.ext)
+        a_ext = x.ext.new_empty(len(x.ext), width + down.extra)
+        if not gated_product(rows, group.M[: group.O], kind, gu_out=y_ext[:, : group.O], a_out=a_ext[:, :width],
+                             behind_TR=None if xa is None else xa[:, : group.used]):
+            return None
+        down.extend(a_ext)
+        return y_ext, xa, Rows(a_ext, extended=True)
+
+    def apply_rotated(self, x: Operand, cos: Tensor, sin: Tensor, heads: int, head_width: int
+                      ) -> tuple[Tensor, Tensor | None] | None:
+        """`apply_spare` of q, k and v, the first heads rotated. None, and nothing is done, where no product does both."""
+        if (group := self._fusable(x.ext)) is None:
+            return None
+        rows, xa, y_ext = *self._beside(x.ext), self._room(x.ext)
+        if not turned_product(rows, group.M[: group.O], cos, sin, turning=heads, head_width=head_width,
+                              out=y_ext[:, : group.O], behind_TR=None if xa is None else xa[:, : group.used]):
+            return None
+        return y_ext, xa
 
     def extend(self, x_ext: Tensor) -> None:
         """Fills the `extra` columns behind x with x A^T."""
@@ -226,43 +343,10 @@ class Projections:
             product(x_ext, weight.T, out=part)
         return y if bias is None else y.add_(bias), None
 
-    def forward_with_room(self, x_ext: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The same, x A^T copied, with room behind y for the columns that its gradient has there: the gradient can take y's
-        place."""
-        if not self.extra:
-            return self.forward(x_ext)[0], None
-        y_ext = self._room(x_ext)
-        _, xa = self.forward(x_ext, out=y_ext[:, : sum(self.widths)])
-        return y_ext, None if xa is None else xa.clone()
-
     def _room(self, x_ext: Tensor) -> Tensor:
         """Zeros on the CPU, as in decoder_layer.rows_like."""
         make = x_ext.new_empty if x_ext.is_cuda else x_ext.new_zeros
         return make(x_ext.shape[0], sum(self.widths) + self.extra)
-
-    def forward_gated(self, x_ext: Tensor, kind: Kind, room: int) -> tuple[Tensor, Tensor | None, Tensor] | None:
-        """What `forward_with_room` gives of gate and up, and their activation in rows with `room` for more columns; None, and
-        nothing is done, where no product does both."""
-        if (group := self._fusable(x_ext)) is None:
-            return None
-        width = group.O // 2
-        x, xa, y_ext, a_ext = *self._beside(x_ext), self._room(x_ext), x_ext.new_empty(len(x_ext), width + room)
-        if not gated_product(x, group.M[: group.O], kind, gu_out=y_ext[:, : group.O], a_out=a_ext[:, :width],
-                             behind_TR=None if xa is None else xa[:, : group.used]):
-            return None
-        return y_ext, xa, a_ext
-
-    def forward_turned(self, x_ext: Tensor, cos: Tensor, sin: Tensor, turning: int, head_width: int
-                       ) -> tuple[Tensor, Tensor | None] | None:
-        """What `forward_with_room` gives of q, k and v, the first heads of them turned; None, and nothing is done, where no
-        product does both."""
-        if (group := self._fusable(x_ext)) is None:
-            return None
-        x, xa, y_ext = *self._beside(x_ext), self._room(x_ext)
-        if not turned_product(x, group.M[: group.O], cos, sin, turning=turning, head_width=head_width,
-                              out=y_ext[:, : group.O], behind_TR=None if xa is None else xa[:, : group.used]):
-            return None
-        return y_ext, xa
 
     def _fusable(self, x_ext: Tensor) -> LoraGroup | None:
         """The group, if a product with an epilogue covers it. Weights in 4 bits are dequantized first: before their first load
@@ -279,19 +363,47 @@ class Projections:
         x = x_ext[:, : group.D]
         return x, product(x, group.M[group.O :, : group.D].T) if group.R else None
 
-    def forward_add(self, x_ext: Tensor, h: Tensor, multiplier: float, *, extended: bool = False, out: Tensor | None = None
-                    ) -> Tensor:
-        """h + multiplier * y in one product: the residual is added before the result is rounded. `out` may be h."""
-        bias = self._bias
-        if self._group:
-            self._group.load()
-            if not extended:
-                self._group.extend(x_ext)
-            weight = self._group.M[: self._group.O]
-        else:
-            weight = self._weights[0]
-        out = product_plus(h, x_ext, weight.T, multiplier, out)
-        return out if bias is None else out.add_(bias, alpha=multiplier)
+    # ---- operands of the backward product ----------------------------------------------------------------------------
+
+    def grad_of_residual(self, dh: Tensor, multiplier: float, room: GradientRoom) -> Operand:
+        """Of a branch that ends with this group: the residual stream's gradient, in its own buffer where that has columns."""
+        if multiplier == 1.0 and (dh_ext := room.behind(dh, self.extra)) is not None:
+            return Rows(dh_ext)
+        dy = self.grad_rows(dh)
+        copy_rows(dh, dy.ext[:, : dh.shape[1]], multiplier)
+        return dy
+
+    def grad_rows(self, dh: Tensor) -> Operand:
+        """To be filled, but for the columns."""
+        return Rows(rows_like(dh, dh.shape[1] + self.extra))
+
+    def grad_of_activation(self, da: Tensor, gu_ext: Tensor, kind: Kind, down: LinearGroup, dy: Operand, xa: Tensor | None,
+                           thin: bool) -> tuple[Operand, bool]:
+        """(the gradient of gate and up, in their place, whether the adapters' sums have their share of it already). The
+        activation, if down's gradients need it, takes da's place. `thin`: dgu sB may be made in the same pass."""
+        fused, extended = gated_backward(self, down, da, gu_ext, kind, dy.ext, xa, thin)
+        return Rows(gu_ext, extended), fused
+
+    def values_of(self, dy: Operand) -> Tensor:
+        values: Tensor = dy.ext[:, : sum(self.widths)]
+        return values
+
+    def shared_buffer(self, dh: Tensor, room: GradientRoom) -> Tensor | None:
+        """The buffer that holds dh, if another gradient may take dh's place in it."""
+        return room.behind(dh, self.extra)
+
+    def back(self, dy: Operand) -> tuple[Tensor, Any]:
+        """(dx, what `gradients` reads)"""
+        return self.backward_input(dy.ext, extended=dy.extended), dy
+
+    def back_adapters(self, dy: Operand) -> Any:
+        """What `gradients` reads, where nobody needs dx."""
+        self.extend_grad(dy.ext)
+        return dy
+
+    def gradients(self, dy: Any, x: Tensor, xa: Tensor | None, norm: NormOf | None = None, without: Part | None = None
+                  ) -> Grads:
+        return self.backward_parameters(dy.ext, x, xa, norm, without)
 
     # ---- backward ------------------------------------------------------------------------------------------------
 

@@ -15,32 +15,35 @@ from pronghorn.kernels.mlp.gated_mlp import gated_activation
 from pronghorn.kernels.norm.rms_norm import rms_norm
 
 if TYPE_CHECKING:
-    from pronghorn.model.decoder_layer import Documents, FastDecoderLayer, Norm
-    from pronghorn.model.projections import Projections
+    from pronghorn.model.layers.layer import DecoderLayer
+    from pronghorn.model.layers.linears import LinearGroup
+    from pronghorn.model.layers.mlp import DenseMlp
+    from pronghorn.model.layers.types import Documents, Norm
 
 
-def composed_layer(layer: FastDecoderLayer, h_TD: Tensor, documents: Documents) -> Tensor:
-    cos, sin = documents.rotary[layer.rope]
-    qkv = _project(layer.qkv, _normed(layer.before_attention, h_TD))
-    q, k, v = qk_rope(qkv, cos, sin, **layer.rope_options())
+def composed_layer(layer: DecoderLayer, h_TD: Tensor, documents: Documents) -> Tensor:
+    half, mlp = layer.attention, layer.mlp
+    cos, sin = documents.rotary[half.rope]
+    qkv = _project(half.qkv, _normed(half.before, h_TD))
+    q, k, v = qk_rope(qkv, cos, sin, **half.rope_options())
     if documents.query_scale_T is not None:
         q = (q * documents.query_scale_T[:, None, None]).to(q.dtype)
     o = attention(q, k, v, documents.cu_seqlens, documents.longest, spans_2T=documents.spans_2T, typical=documents.typical,
-                  **layer.attention_options)
-    h_TD = h_TD + layer.multiplier * _normed(layer.after_attention, _project(layer.out, o.flatten(1)))
-    y = layer.composed_mlp(_normed(layer.before_mlp, h_TD), documents)
-    return h_TD + layer.multiplier * _normed(layer.after_mlp, y)
+                  **half.options)
+    h_TD = h_TD + layer.multiplier * _normed(layer.after_attention, _project(half.out, o.flatten(1)))
+    y = mlp.composed(_normed(mlp.before, h_TD), documents)
+    return h_TD + layer.multiplier * _normed(mlp.after, y)
 
 
-def composed_mlp(layer: FastDecoderLayer, x_TD: Tensor) -> Tensor:
-    return _project(layer.down, gated_activation(_project(layer.gate_up, x_TD), layer.activation))
+def composed_mlp(mlp: DenseMlp, x_TD: Tensor) -> Tensor:
+    return _project(mlp.down, gated_activation(_project(mlp.gate_up, x_TD), mlp.activation))
 
 
 def _normed(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else rms_norm(x, norm.weight, norm.eps, one_plus=norm.one_plus)[0]
 
 
-def _project(group: Projections, x: Tensor) -> Tensor:
+def _project(group: LinearGroup, x: Tensor) -> Tensor:
     """Each module's own forward; a batch of one, because some PEFT variants count dimensions."""
     parts = [module(x[None])[0] for module in group.modules()]
     y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

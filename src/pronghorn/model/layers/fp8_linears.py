@@ -1,4 +1,4 @@
-"""Linears of a layer that share an input, multiplied in FP8 both ways, with their adapters: projections.py's counterpart.
+"""Linears of a layer that share an input, multiplied in FP8 both ways, with their adapters: linears.py with another operand.
 
 T = packed tokens, D = input width, O = output width of all of them together, R = ranks of their adapters, E = 3R columns that
 carry those in the FP8 product (kernels/lora/fp8.py).
@@ -22,12 +22,17 @@ from pronghorn.errors import RecipeError
 from pronghorn.kernels.gemm.products import product
 from pronghorn.kernels.lora.fp8 import Fp8Group
 from pronghorn.kernels.lora.fp8_lora import SplitJob
-from pronghorn.kernels.lora.lora_linear import Adapter, NormOf, linear_backward_weight
+from pronghorn.kernels.lora.lora_linear import Adapter, NormOf, Part, linear_backward_weight
+from pronghorn.kernels.mlp.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
+from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation_forward
 from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_cast_rows, fp8_rows, fp8_transpose
+from pronghorn.kernels.quant.fp8_norm import rms_norm_fp8_forward
 from pronghorn.kernels.quant.nf4 import NF4Tensor
 from pronghorn.kernels.quant.nf4_fp8 import nf4_fp8_scales, nf4_to_fp8
 from pronghorn.model.fp8_linear import Fp8Linear, fits, require_fp8
-from pronghorn.model.projections import Projections, joined_bias, why_only_peft
+from pronghorn.model.layers.linears import LinearGroup, Operand, joined_bias, why_only_peft
+from pronghorn.model.layers.saved import Saved
+from pronghorn.model.layers.types import GradientRoom, Grads, Norm
 from pronghorn.model.quantized import NF4Linear
 
 
@@ -36,7 +41,7 @@ def trains_whole(module: nn.Module) -> bool:
     return type(module) is nn.Linear and module.weight.requires_grad
 
 
-class Rows(NamedTuple):
+class ByteRows(NamedTuple):
     """Inputs of a product, or gradients of its outputs: as they are, for the adapters, and in FP8 with a scale a row."""
 
     values: Tensor
@@ -96,9 +101,17 @@ class NF4Fp8Group(Fp8Group):
         self._matrix.owner = self
 
 
-class Fp8Projections(Projections):
-    """The same linears, asked for FP8 products: `product`, `product_back` and `parameter_grads` stand for the base class's
-    `forward`, `backward_input` and `backward_parameters`, whose rows have the adapters' columns in 16 bits."""
+class Fp8Gradient(NamedTuple):
+    """What the parameters' gradients are made of."""
+
+    dy: Tensor
+    dyb: Tensor | None  # dy sB
+
+
+class Fp8LinearGroup(LinearGroup):
+    """The same linears with FP8 products. Operands are `ByteRows`, or 16-bit rows for the product to cast."""
+
+    fp8 = True
 
     _group: Fp8Group | None  # type: ignore[assignment]
 
@@ -127,7 +140,7 @@ class Fp8Projections(Projections):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def prepare(self, dtype: torch.dtype) -> bool:
-        """As `Projections.prepare`. Filling in the adapters' present values is left to `copy_jobs`, then `split_jobs`."""
+        """As `LinearGroup.prepare`. Filling in the adapters' present values is left to `copy_jobs`, then `split_jobs`."""
         self._bias = joined_bias(self.linears, dtype)
         identity = (*self._identity(), dtype)
         rebuilt = self._group is None or self._built_for != identity
@@ -177,18 +190,106 @@ class Fp8Projections(Projections):
         """Rows in 16 bits have no columns behind them."""
         return 0
 
+    # ---- operands of the forward product -----------------------------------------------------------------------------
+
+    def of_norm(self, norm: Norm | None, h: Tensor, saved: Saved, slot: str) -> Operand:
+        return h if norm is None else self._of_norm(norm, h, saved, slot)
+
+    def of_norm_of_sum(self, norm: Norm, y: Tensor, h: Tensor, multiplier: float, saved: Saved, slot: str
+                       ) -> Operand:
+        return self._of_norm(norm, y, saved, slot, residual_TD=h, multiplier=multiplier, h_out=y)
+
+    def _of_norm(self, norm: Norm, x: Tensor, saved: Saved, slot: str, **options: Any) -> ByteRows:
+        """Norm and cast in one pass, and the residual where there is one."""
+        room = self.room(x)
+        normed = rms_norm_fp8_forward(x, norm.weight, norm.eps, one_plus=norm.one_plus, bound=self.group.bound,
+                                      out8=room[:, : x.shape[1]], **options)
+        saved[f"rstd.{slot}"] = normed.rstd_T
+        return ByteRows(normed.y_TD, room, normed.scale_T)
+
+    def of_rows(self, x_ext: Tensor) -> Operand:
+        return x_ext
+
+    def of_activation(self, gu: Tensor, kind: Kind) -> Operand:
+        room = self.room(gu)
+        a, _, scale = gated_activation_fp8_forward(gu, kind, bound=self.group.bound, out8=room[:, : gu.shape[1] // 2])
+        return ByteRows(a, room, scale)
+
+    def adapters_of_activation(self, gu: Tensor, kind: Kind) -> Tensor | None:
+        return self.forward_adapters(gated_activation_forward(gu, kind))
+
+    # ---- products ------------------------------------------------------------------------------------------------
+
+    def apply(self, x: Operand) -> tuple[Tensor, Tensor | None]:
+        return self.product(x)
+
+    def owned(self, xa: Tensor | None) -> Tensor | None:
+        return xa
+
+    def apply_add(self, x: Operand, h: Tensor, multiplier: float, out: Tensor | None = None
+                  ) -> tuple[Tensor, Tensor | None]:
+        y, xa = self.product(x)
+        return torch.add(h, y, alpha=multiplier, out=y if out is None else out), xa
+
+    def leaves_residual_to_norm(self, multiplier: float) -> bool:
+        return True
+
+    def apply_spare(self, x: Operand) -> tuple[Tensor, Tensor | None]:
+        return self.product(x)
+
+    def apply_gated(self, x: Operand, kind: Kind, down: LinearGroup) -> None:
+        return None
+
+    def apply_rotated(self, x: Operand, cos: Tensor, sin: Tensor, heads: int, head_width: int) -> None:
+        return None
+
+    # ---- operands of the backward product ----------------------------------------------------------------------------
+
+    def grad_of_residual(self, dh: Tensor, multiplier: float, room: GradientRoom) -> Operand:
+        return dh if multiplier == 1.0 else dh * multiplier
+
+    def grad_rows(self, dh: Tensor) -> Operand:
+        return torch.empty_like(dh)
+
+    def grad_of_activation(self, da: Tensor, gu_ext: Tensor, kind: Kind, down: LinearGroup, dy: Operand, xa: Tensor | None,
+                           thin: bool) -> tuple[Operand, bool]:
+        room, group = self.room_grad(da), self.group
+        dgu, _, scale, _ = gated_activation_fp8_backward(
+            da, gu_ext, kind, group.scale_O, bound=group.bound_grad, need_activation=down.needs_input, out=gu_ext,
+            out8=room[:, : group.O], activation_out=da,
+        )
+        return ByteRows(dgu, room, scale), False
+
+    def values_of(self, dy: Operand) -> Tensor:
+        return dy if isinstance(dy, Tensor) else dy.values
+
+    def shared_buffer(self, dh: Tensor, room: GradientRoom) -> Tensor | None:
+        return room.buffer if room.holds(dh) and room.buffer is not None and room.buffer.shape == dh.shape else None
+
+    def back(self, dy: Operand) -> tuple[Tensor, Any]:
+        dx, dyb = self.product_back(dy)
+        return dx, Fp8Gradient(self.values_of(dy), dyb)
+
+    def back_adapters(self, dy: Operand) -> Any:
+        values = self.values_of(dy)
+        return Fp8Gradient(values, self.backward_adapters(values))
+
+    def gradients(self, dy: Any, x: Tensor, xa: Tensor | None, norm: NormOf | None = None,
+                  without: Part | None = None) -> Grads:
+        return self.parameter_grads(dy.dy, dy.dyb, x, xa, norm)
+
     # ---- forward -------------------------------------------------------------------------------------------------
 
     def room(self, like: Tensor) -> Tensor:
         """Of FP8 rows of inputs, E columns included."""
         return fp8_rows(len(like), self.group.input_width, like.device)
 
-    def product(self, x: Tensor | Rows) -> tuple[Tensor, Tensor | None]:
+    def product(self, x: Tensor | ByteRows) -> tuple[Tensor, Tensor | None]:
         """(y_TO, x A^T or None), of rows that are in FP8 already, or are cast here."""
         group = self.group
         if isinstance(x, Tensor):
             room = self.room(x)
-            x = Rows(x, room, fp8_cast_rows(x, bound=group.bound, out=room[:, : group.D])[1])
+            x = ByteRows(x, room, fp8_cast_rows(x, bound=group.bound, out=room[:, : group.D])[1])
         group.load()
         xa_TR = group.extend(*x)
         return group.forward(x.bytes_ext, x.scale_T, bias_O=self._bias), xa_TR
@@ -203,12 +304,12 @@ class Fp8Projections(Projections):
         """Of FP8 rows of gradients."""
         return fp8_rows(len(like), self.group.grad_width, like.device)
 
-    def product_back(self, dy: Tensor | Rows) -> tuple[Tensor, Tensor | None]:
+    def product_back(self, dy: Tensor | ByteRows) -> tuple[Tensor, Tensor | None]:
         """(dx_TD, dy sB or None), of rows whose FP8 form has the weight's scales in it already, or are cast here."""
         group = self.group
         if isinstance(dy, Tensor):
             room = self.room_grad(dy)
-            dy = Rows(dy, room, fp8_cast_rows(dy, group.scale_O, bound=group.bound_grad, out=room[:, : group.O])[1])
+            dy = ByteRows(dy, room, fp8_cast_rows(dy, group.scale_O, bound=group.bound_grad, out=room[:, : group.O])[1])
         dyb_TR = group.extend_grad(*dy)
         return group.backward_input(dy.bytes_ext, dy.scale_T, self._turned_weight()), dyb_TR
 

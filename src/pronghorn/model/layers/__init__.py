@@ -1,0 +1,1 @@
+"""One decoder layer for every family: an attention half and an MLP, over groups of linears."""

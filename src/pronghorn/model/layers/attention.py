@@ -1,0 +1,179 @@
+"""The attention half of a decoder layer: norm, q, k, v, RoPE, attention over the documents of a pack; and back.
+
+T = packed tokens, N = query heads, K = key/value heads, H = head width, X = (N + 2K) H. Saved for backward (saved.py): *
+
+   *h;  x = norm(h)                      x again in backward only where weights are trained
+    qkv_TX = x Wqkv                      one product; LoRA rides along as extra columns (kernels/lora/lora_linear.py)
+   *q, k, v = rope(qk_norm(qkv))         in place where there is no qk-norm (else *qkv too), and so may be its gradient
+   *o, lse = attention(q, k, v)
+
+The output projection belongs to this half; its product adds the residual, or the norm before the MLP does (layer.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from pronghorn.kernels.attention.attention import (
+    attention_backward,
+    attention_forward,
+    gradients_in_place,
+    pick_backend,
+    turns_back,
+)
+from pronghorn.kernels.attention.attention_torch import Backend
+from pronghorn.kernels.attention.rope import qk_rope_backward, qk_rope_forward
+from pronghorn.model.families import Family, rope_kind, window
+from pronghorn.model.layers.linears import LinearGroup, Operand
+from pronghorn.model.layers.saved import Saved
+from pronghorn.model.layers.types import Documents, Norm
+from pronghorn.model.rows import rows_like
+
+Parts = tuple[Tensor, Tensor, Tensor]  # q, k, v or their gradients
+OF_ATTENTION = ("q", "k", "v", "o", "o_rows", "lse", "qkv", "y1")  # not needed any more behind attention's backward
+
+
+def scaled_queries(q_TNH: Tensor, documents: Documents) -> Tensor:
+    """Queries times the factor of their position, in place; their gradients likewise."""
+    return q_TNH if documents.query_scale_T is None else q_TNH.mul_(documents.query_scale_T[:, None, None])
+
+
+class AttentionHalf:
+    def __init__(self, module: Any, family: Family, config: Any, index: int, qkv: LinearGroup, out: LinearGroup,
+                 before: Norm | None) -> None:
+        """`module`: the model's own, whose parameters are read and left as they are."""
+        self.module, self.family, self.qkv, self.out, self.before = module, family, qkv, out, before
+        self.rope = rope_kind(config, index)
+        self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
+        self.head_width = int(module.head_dim)
+        self._options: dict[str, Any] = {"scale": float(module.scaling), "window": window(config, index),
+                                         "softcap": getattr(config, "attn_logit_softcapping", None)}
+        self.q_norm = Norm(module.q_norm, family.one_plus) if family.qk_norm else None
+        self.k_norm = Norm(module.k_norm, family.one_plus) if family.qk_norm else None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self._options | {"sinks_N": self.sinks}
+
+    @property
+    def sinks(self) -> Tensor | None:  # gpt-oss
+        return getattr(self.module, "sinks", None)
+
+    @property
+    def qkv_width(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_width
+
+    @property
+    def out_width(self) -> int:
+        return self.heads * self.head_width
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    def forward(self, saved: Saved, documents: Documents, rows: Tensor | None) -> None:
+        """Everything before the output projection, out of `h`, and of `o` and `lse` where they were saved. `rows`: those that
+        go on."""
+        h, o, lse = saved["h"], saved["o"], saved["lse"]
+        self._project(self.qkv.of_norm(self.before, h, saved, "before_attention"), saved, documents)
+        if o is None or lse is None:
+            o = rows_like(h, self.out_width + self.out.extra)
+            _, lse = attention_forward(saved["q"], saved["k"], saved["v"], documents.cu_seqlens, documents.longest,
+                                       out=self.heads_of(o), spans_2T=documents.spans_2T, typical=documents.typical,
+                                       **self.options)
+        o_rows, h_rows = (o, h) if rows is None else (o.index_select(0, rows), h.index_select(0, rows))
+        saved.put(o=o, lse=lse, o_rows=o_rows, h_rows=h_rows)
+
+    def _project(self, x: Operand, saved: Saved, documents: Documents) -> None:
+        """q, k and v with their positions, their norms' rstd, where they lie or lay before qk-norm, and x A^T."""
+        if self.q_norm:
+            qkv, xa = self.qkv.apply(x)
+            self._rotate(qkv, saved, documents)
+            saved.put(qkv=qkv, xa1=self.qkv.owned(xa))
+            return
+        found = None
+        if not self.family.neighbours:
+            rotated = self.heads + self.kv_heads
+            found = self.qkv.apply_rotated(x, *documents.rotary[self.rope], rotated, self.head_width)
+        if found is not None:
+            qkv, xa = found
+            q, k, v = self.parts_of(qkv)
+            saved.put(q=scaled_queries(q, documents), k=k, v=v)
+        else:
+            qkv, xa = self.qkv.apply_spare(x)
+            self._rotate(qkv[:, : self.qkv_width], saved, documents)
+        saved.put(qkv=None if self.qkv.fp8 else qkv, xa1=xa)  # FP8: no spare columns, so the gradient does not take its place
+
+    def _rotate(self, qkv: Tensor, saved: Saved, documents: Documents) -> None:
+        cos, sin = documents.rotary[self.rope]
+        q, k, v, rstd = qk_rope_forward(qkv, cos, sin, **self.rope_options(), in_place=self.q_norm is None)
+        saved.put(q=scaled_queries(q, documents), k=k, v=v, qk_rstd=rstd)
+
+    def rope_options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"heads": self.heads, "kv_heads": self.kv_heads, "head_width": self.head_width,
+                                   "neighbours": self.family.neighbours}
+        return options | ({"eps": self.q_norm.eps, **self._norm_options()} if self.q_norm else {})
+
+    def _norm_options(self) -> dict[str, Any]:
+        assert self.q_norm
+        assert self.k_norm
+        return {"q_norm_H": self.q_norm.weight, "k_norm_H": self.k_norm.weight, "one_plus": self.family.one_plus,
+                "norm_kind": self.family.qk_norm}
+
+    def heads_of(self, o: Tensor) -> Tensor:
+        of_heads: Tensor = o[:, : self.out_width].unflatten(1, (self.heads, self.head_width))
+        return of_heads
+
+    def parts_of(self, qkv_ext: Tensor) -> Parts:
+        heads = (self.heads, self.kv_heads, self.kv_heads)
+        parts = qkv_ext[:, : self.qkv_width].split([n * self.head_width for n in heads], dim=1)
+        q, k, v = (part.unflatten(1, (n, self.head_width)) for part, n in zip(parts, heads, strict=True))
+        return q, k, v
+
+    # ---- backward ----------------------------------------------------------------------------------------------
+
+    def xa_of_out(self, saved: Saved) -> Tensor | None:
+        """o A^T of the output projection: saved apart, or in the columns behind o."""
+        return saved["o_rows"][:, self.out_width :] if self.out.extra else saved["xa_o"]
+
+    def backward(self, do: Tensor, saved: Saved, documents: Documents, norm_grads: dict[str, Tensor | None]
+                 ) -> tuple[Tensor, Tensor | None]:
+        """(the gradient of q, k and v before RoPE and qk-norm, in rows with spare columns; that of the sinks)"""
+        backend = self.backend(do, documents)
+        dqkv_ext = self._room_for_dqkv(do, saved["qkv"], backend)
+        options, sinks, rotary = self.options, self.sinks, documents.rotary[self.rope]
+        if sinks is not None and not sinks.requires_grad and backend in ("short", "flash2"):
+            options["sinks_N"] = None  # there, only their own gradient needs them once more: lse has them in it
+        rotates = self.q_norm is None and turns_back(backend, self.head_width, rotary[0], self.family.neighbours)
+        dq, dk, dv, dsinks = attention_backward(
+            self.heads_of(do), saved["q"], saved["k"], saved["v"], self.heads_of(saved["o"]), saved["lse"],
+            documents.cu_seqlens, documents.longest, spans_2T=documents.spans_2T, typical=documents.typical, **options,
+            backend=backend,
+            # FlashAttention-2 could only copy into them; RoPE's backward then reads its tensors where they are.
+            grads=None if backend == "flash2" else self.parts_of(dqkv_ext), turned=rotary if rotates else None)
+        scaled_queries(dq, documents)  # a factor a token: the same before RoPE's backward as behind it
+        if not rotates:
+            self._back_through_rope((dq, dk, dv), dqkv_ext, saved, documents, norm_grads)
+        return dqkv_ext, dsinks
+
+    def backend(self, do: Tensor, documents: Documents) -> Backend:
+        """The one that computes the gradients."""
+        return pick_backend(do.device, do.dtype, self.head_width, softcap=self._options["softcap"] is not None,
+                            sinks=self.sinks is not None, typical=documents.typical)
+
+    def _room_for_dqkv(self, do: Tensor, qkv: Tensor | None, backend: Backend) -> Tensor:
+        """In the place of q, k and v, if attention is done with them before it writes; qk-norm needs them once more."""
+        if qkv is not None and not self.q_norm and gradients_in_place(backend, self.heads, self.kv_heads, self.head_width):
+            return qkv
+        return rows_like(do, self.qkv_width + self.qkv.extra)
+
+    def _back_through_rope(self, grads: Parts, dqkv_ext: Tensor, saved: Saved, documents: Documents,
+                           norm_grads: dict[str, Tensor | None]) -> None:
+        cos, sin = documents.rotary[self.rope]
+        options: dict[str, Any] = {"neighbours": self.family.neighbours}
+        if self.q_norm and self.k_norm:
+            options |= {"qkv_TX": saved["qkv"], "rstd": saved["qk_rstd"], **self._norm_options(),
+                        "need_norm_grad": self.q_norm.trains() or self.k_norm.trains()}
+        _, norm_grads["q_norm"], norm_grads["k_norm"] = qk_rope_backward(
+            *grads, cos, sin, out=dqkv_ext[:, : self.qkv_width], **options
+        )

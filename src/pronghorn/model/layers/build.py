@@ -1,0 +1,49 @@
+"""The layer beside one of the model's own: which halves it has, and what its linears multiply in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pronghorn.model.families import ACTIVATIONS, Family, activation_name
+from pronghorn.model.fp8_linear import Fp8Linear
+from pronghorn.model.layers.attention import AttentionHalf
+from pronghorn.model.layers.fp8_linears import Fp8LinearGroup, Fp8Workspace, trains_whole
+from pronghorn.model.layers.layer import DecoderLayer
+from pronghorn.model.layers.linears import LinearGroup
+from pronghorn.model.layers.mlp import DenseMlp
+from pronghorn.model.layers.moe import ExpertsMlp
+from pronghorn.model.layers.types import Norm
+from pronghorn.model.quantized import NF4Linear
+
+
+def build_layer(layer: Any, family: Family, config: Any, index: int, workspace: Fp8Workspace, *, slot: int | None, fp8: bool
+                ) -> DecoderLayer:
+    """`slot`: its number among the layers with experts; None: its MLP is dense. In FP8 where its linears are stored so or, with
+    `fp8` and without experts, are in 4 bits or trained themselves."""
+    stored = (Fp8Linear, NF4Linear) if fp8 and slot is None else (Fp8Linear,)
+    trained = fp8 and slot is None
+    in_fp8 = any(isinstance(module, stored) or (trained and trains_whole(module)) for module in layer.modules())
+
+    def group(parent: Any, names: tuple[str, ...]) -> LinearGroup:
+        return Fp8LinearGroup(parent, names, workspace) if in_fp8 and names else LinearGroup(parent, names)
+
+    def norm(name: str | None) -> Norm | None:
+        return Norm(getattr(layer, name), family.one_plus) if name else None
+
+    norms, own, mlp = family.norms, layer.self_attn, layer.mlp
+    multiplier = float(getattr(config, "residual_multiplier", 1.0))
+    activation = ACTIVATIONS[activation_name(config)]
+    attention = AttentionHalf(own, family, config, index, group(own, family.qkv), group(own, ("o_proj",)),
+                              norm(norms.before_attention))
+    before, after = norm(norms.before_mlp), norm(norms.after_mlp)
+    half: DenseMlp | ExpertsMlp
+    if slot is None:
+        half = DenseMlp(group(mlp, family.gate_up), group(mlp, ("down_proj",)), activation, multiplier, before, after)
+    else:
+        assert family.experts
+        assert before is not None
+        shared = getattr(mlp, family.experts.shared, None)
+        names = (family.gate_up, ("down_proj",)) if shared is not None else ((), ())
+        gate_up, down = (group(mlp if shared is None else shared, linears) for linears in names)
+        half = ExpertsMlp(mlp, family, config, slot, workspace, gate_up, down, activation, multiplier, before)
+    return DecoderLayer(layer, family, index, multiplier, attention, half, norm(norms.after_attention))

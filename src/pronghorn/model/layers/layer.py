@@ -1,0 +1,249 @@
+"""One decoder layer for every family, with a hand-written backward: one autograd node, and exactly what it saves.
+
+The layer is a plain object beside the model's own layer module: it reads that module's parameters and changes nothing of
+it, so names, hooks, checkpoints and generation stay the family's. It is made of an attention half (attention.py) and an MLP,
+dense (mlp.py) or of experts (moe.py); what they save for backward is in saved.py, with the recompute levels. Between the two:
+
+   *h2 = h + o Wo, or h + norm(o Wo)     by the product; or by the norm before the MLP, in one pass with it
+
+With norms after attention or MLP (Gemma, OLMo 2) the branch's output is saved as well, since its norm needs it.
+
+Two things are left out where nobody looks at them: in the last layer everything behind attention for rows without a loss
+(`rows`), and below the first layer the gradient of frozen embeddings.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from pronghorn.kernels.lora.lora_collect import CollectJob
+from pronghorn.kernels.lora.lora_linear import NormOf
+from pronghorn.kernels.runtime.dispatch import keeps_graph
+from pronghorn.model.families import Family
+from pronghorn.model.layers.attention import OF_ATTENTION, AttentionHalf
+from pronghorn.model.layers.linears import Group, LinearGroup
+from pronghorn.model.layers.mlp import OF_MLP, DenseMlp
+from pronghorn.model.layers.moe import ExpertsMlp
+from pronghorn.model.layers.residual import NormGrads, add_branch, back_through_norm, grad_of_branch, gradients_behind_norm
+from pronghorn.model.layers.saved import Elsewhere, Left, Level, Saved, copied, leave, restore
+from pronghorn.model.layers.types import Documents, Grads, Norm, Waiting
+from pronghorn.model.rows import spread
+from pronghorn.model.same_weights import as_at_forward, stamp
+
+
+class DecoderLayer:
+    def __init__(self, layer: Any, family: Family, index: int, multiplier: float, attention: AttentionHalf,
+                 mlp: DenseMlp | ExpertsMlp, after_attention: Norm | None) -> None:
+        """`layer`: the model's own."""
+        self.layer, self.family, self.index, self.multiplier = layer, family, index, multiplier
+        self.attention, self.mlp, self.after_attention = attention, mlp, after_attention
+        self.groups: tuple[Group, ...] = (attention.qkv, attention.out, *mlp.groups)
+        named = {"before_attention": attention.before, "after_attention": after_attention, "before_mlp": mlp.before,
+                 "after_mlp": mlp.after, "q_norm": attention.q_norm, "k_norm": attention.k_norm}
+        self.norms = {slot: norm for slot, norm in named.items() if norm is not None}
+        self.fused = False  # set by `prepare`
+        self.level: Level = "nothing"  # what backward recomputes (saved.py)
+        # As people ask for it who know gradient checkpointing: everything, or nothing, whatever the level. None: nobody did.
+        self.recompute: bool | None = None
+        self.planned = False  # whether the level is a memory plan's, which a trainer's default does not overrule
+        self.offload: Elsewhere | None = None  # where saved tensors wait for backward
+        self.waiting: WeakSet[Waiting] = WeakSet()  # forwards whose backward will read this layer's state
+
+    # ---- its parts, for who looks at a layer from outside ------------------------------------------------------------
+
+    @property
+    def qkv(self) -> LinearGroup:
+        return self.attention.qkv
+
+    @property
+    def out(self) -> LinearGroup:
+        return self.attention.out
+
+    @property
+    def gate_up(self) -> LinearGroup:
+        """Of a mixture: the shared expert's, of no linears without one."""
+        return self.mlp.gate_up
+
+    @property
+    def down(self) -> LinearGroup:
+        return self.mlp.down
+
+    @property
+    def head_width(self) -> int:
+        return self.attention.head_width
+
+    @property
+    def fp8(self) -> bool:
+        """Whether its linears multiply in FP8."""
+        return self.qkv.fp8
+
+    @property
+    def pieces(self) -> int:
+        """Chunks in which the MLP's rows are done where gate and up are recomputed."""
+        return self.mlp.chunks
+
+    @pieces.setter
+    def pieces(self, chunks: int) -> None:
+        if self.mlp.may_chunk:
+            self.mlp.chunks = chunks
+
+    def keep_turned(self, keep: bool) -> None:
+        """Whether FP8 weights transposed for backward stay: twice the bytes, and no transposing. Before the first backward."""
+        for group in self.groups:
+            if isinstance(group, LinearGroup) and group.fp8:
+                group.keep_turned = keep  # type: ignore[attr-defined]
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def prepare(self, dtype: torch.dtype) -> bool:
+        """Before every forward: finds out what the modules are now. Returns whether adapters moved."""
+        self.fused = not self.why_not_fused()
+        moved = [group.prepare(dtype) for group in self.groups if self.fused]
+        return any(moved)
+
+    def why_not_fused(self) -> str:
+        """Why this layer runs as separate differentiable ops instead of one node; empty if it is one node."""
+        return next((why for group in self.groups if (why := group.why_not_fused())), "")
+
+    @property
+    def recomputes(self) -> bool:
+        """Asked for here, or by a trainer on the family's layer (`gradient_checkpointing_enable` sets it there)."""
+        if self.recompute is not None:
+            return self.recompute
+        return not self.planned and bool(getattr(self.layer, "gradient_checkpointing", False))
+
+    @property
+    def effective_level(self) -> Level:
+        if self.recomputes:
+            return "layer"
+        return "nothing" if self.recompute is False else self.level
+
+    def parameters(self) -> list[Tensor]:
+        """Everything the node may return a gradient for, in the order in which backward returns them."""
+        own = [p for group in self.groups for p in group.parameters] + [norm.weight for norm in self.norms.values()]
+        sinks = self.attention.sinks
+        return own if sinks is None else [*own, sinks]
+
+    def collect_jobs(self) -> list[CollectJob]:
+        """What takes the adapters' gradients out of their sums (model/adapter_sums.py)."""
+        norm = self.attention.before
+        behind = NormOf(norm.weight, norm.weight, norm.one_plus) if norm else None
+        return [*self.qkv.collect_jobs(behind), *self.out.collect_jobs(None), *self.mlp.collect_jobs()]
+
+    # ---- forward -----------------------------------------------------------------------------------------------------
+
+    def __call__(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None) -> Tensor:
+        """The residual stream after the layer: of all tokens, or of `rows`, which hold no token twice but the last one."""
+        if not self.fused:
+            from pronghorn.model.layers.composed import composed_layer
+
+            if self.recomputes and torch.is_grad_enabled():  # torch's own: it also puts back the random state of dropout
+                out: Tensor = checkpoint(composed_layer, self, h_TD, documents, use_reentrant=False)
+            else:
+                out = composed_layer(self, h_TD, documents)
+            return out if rows is None else out.index_select(0, rows)
+        if not torch.is_grad_enabled():
+            return self.forward_at("layer", h_TD, documents, rows)[0]
+        leaves = documents.leaves or {}
+        given = [leaves.get(id(parameter), parameter) for parameter in self.parameters()]
+        out = _Layer.apply(h_TD, self, documents, rows, *given)  # type: ignore[no-untyped-call]
+        return out
+
+    def forward_at(self, level: Level, h: Tensor, documents: Documents, rows: Tensor | None = None) -> tuple[Tensor, Saved]:
+        """(the residual stream after the layer, what the level saves)"""
+        saved = Saved(h=h)
+        self._to_mlp(saved, documents, rows)
+        h3 = self.mlp.forward(saved, level, documents, rows)
+        return h3, saved.at(level)
+
+    def _to_mlp(self, saved: Saved, documents: Documents, rows: Tensor | None) -> None:
+        """h2; or, where the norm before the MLP adds the residual, the attention branch's output in h2's place, and h_rows."""
+        self.attention.forward(saved, documents, rows)
+        out, h_rows = self.out, saved.pop("h_rows")
+        follows = self.mlp.before is not None and self.after_attention is None
+        o = out.of_rows(saved["o_rows"])
+        if follows and out.leaves_residual_to_norm(self.multiplier):
+            y, xa = out.apply(o)
+            saved.put(h2=y, h_rows=h_rows)
+        else:
+            h2, y1, xa = add_branch(out, o, h_rows, self.multiplier, self.after_attention, saved, "after_attention")
+            saved.put(h2=h2, y1=y1)
+        if out.fp8:  # else it stands behind o
+            saved.put(xa_o=xa)
+
+    def restored(self, left: Left, documents: Documents, rows: Tensor | None) -> Saved:
+        """What backward needs: back from where it waited, and recomputed where it was not saved."""
+        saved = restore(left, self.index, self.offload)
+        if saved.only_input():
+            saved = Saved(saved)
+            self._to_mlp(saved, documents, rows)
+        self.mlp.recompute(saved, documents)
+        return saved
+
+    # ---- backward ----------------------------------------------------------------------------------------------------
+
+    def backward(self, dh3: Tensor, saved: Saved, documents: Documents, rows: Tensor | None = None, need_dh: bool = True
+                 ) -> tuple[Tensor | None, Grads]:
+        """The gradient of the layer's input (of all tokens, if it is needed), and of `parameters()` in their order."""
+        dh3 = dh3 if dh3.stride(-1) == 1 else dh3.contiguous()
+        norm_grads: NormGrads = {}
+        dh, mlp_grads = self.mlp.backward(dh3, saved, documents, norm_grads, self.out.extra)
+        saved.release(*OF_MLP)
+        attention, room = self.attention, documents.room
+        dy = grad_of_branch(self.out, dh, saved["y1"], self.multiplier, self.after_attention, saved, "after_attention",
+                            norm_grads, room)
+        do, of_out = self.out.back(dy)
+        out_grads = self.out.gradients(of_out, saved["o_rows"][:, : attention.out_width], attention.xa_of_out(saved))
+        if rows is not None:
+            do, dh = spread(do, rows, len(saved["h"])), spread(dh, rows, len(saved["h"]))
+        dqkv, dsinks = attention.backward(do, saved, documents, norm_grads)
+        del do, dy, of_out
+        saved.release(*OF_ATTENTION)
+        dqkv_rows = self.qkv.of_rows(dqkv)
+        if need_dh or (attention.before and attention.before.trains()):
+            dx, of_qkv = self.qkv.back(dqkv_rows)
+            dh = back_through_norm(attention.before, dx, saved["h"], dh, saved, "before_attention", norm_grads,
+                                   self.down.extra, room)  # `down` of the layer below has as many extra columns
+        else:
+            of_qkv = self.qkv.back_adapters(dqkv_rows)
+        qkv_grads = gradients_behind_norm(self.qkv, of_qkv, attention.before, saved["h"], saved["xa1"], saved,
+                                          "before_attention")
+        ordered = [norm_grads.get(slot) for slot in self.norms] + ([] if attention.sinks is None else [dsinks])
+        return dh, [*qkv_grads, *out_grads, *mlp_grads, *ordered]
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, layer: DecoderLayer, documents: Documents, rows: Tensor | None, *parameters: Tensor
+                ) -> Tensor:
+        out, saved = layer.forward_at(layer.effective_level, h, documents, rows)
+        ctx.layer, ctx.documents, ctx.rows = layer, documents, rows
+        ctx.stamp = stamp(parameters) if documents.weights else None
+        ctx.left = leave(saved, layer.index, layer.offload)
+        ctx.waiting = Waiting()
+        layer.waiting.add(ctx.waiting)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
+        left = ctx.left
+        if left is None:
+            raise RuntimeError("backward was already called, and it released the saved activations: recompute the loss, or "
+                               "call the first backward with retain_graph=True")
+        if keeps_graph():
+            left = copied(left)  # gradients take the place of what was saved
+        else:
+            ctx.left = ctx.waiting = None  # what was saved is freed as it is used
+        with as_at_forward(ctx.documents.weights, ctx.stamp, ctx.layer.parameters, f"decoder layer {ctx.layer.index}"):
+            saved = ctx.layer.restored(left, ctx.documents, ctx.rows)
+            del left
+            dh, gradients = ctx.layer.backward(incoming[0], saved, ctx.documents, ctx.rows, ctx.needs_input_grad[0])
+        needed = ctx.needs_input_grad[4:]
+        return (dh, None, None, None, *(g if wanted else None for g, wanted in zip(gradients, needed, strict=True)))

@@ -1,0 +1,213 @@
+"""The dense MLP of a decoder layer, all rows at once or in chunks.
+
+T = packed tokens, F = MLP width. Saved for backward (saved.py): *
+
+    x2 = norm(h2)                             again only where weights are trained
+   *gu_T2F = x2 Wgu                           with spare columns: its gradient takes its place
+    a = act(gate) * up                        again, inside the kernel that needs its gradient
+    h3 = h2 + a Wdown                         the product adds the residual itself
+
+On Hopper the activation is done inside the product before it (kernels/gemm/hopper_product.py).
+
+Gate and up, the activation and their gradients are the largest tensors of a layer: at 16,384 tokens of an 8B model 1.4 GB, of
+which four chunks hold a quarter at a time. Rows are independent in everything but the sums that are the parameters' gradients,
+and those add up over the chunks. Products of 4,096 rows are as fast as those of 16,384; the weights are read once more a chunk.
+Chunks need a level that recomputes gate and up anyway. Where h2 is recomputed too, h3 takes its place in forward, and what
+backward starts from is the attention branch's output, which the first pass over a chunk turns into h2. Every row goes through
+the same operations as in one piece; products of fewer rows may sum in another order, and sums over chunks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.lora.lora_collect import CollectJob
+from pronghorn.kernels.lora.lora_linear import NormOf
+from pronghorn.kernels.mlp.gated_mlp import Kind
+from pronghorn.kernels.norm.rms_norm import rms_norm_then_add_forward
+from pronghorn.model.layers.linears import Group, LinearGroup, Operand
+from pronghorn.model.layers.residual import (
+    NormGrads,
+    add_branch,
+    back_through_norm,
+    back_through_norm_into,
+    grad_of_branch,
+    gradients_behind_norm,
+)
+from pronghorn.model.layers.saved import FROM_INPUT, Level, Saved
+from pronghorn.model.layers.types import Documents, GradientRoom, Grads, Norm
+
+OF_MLP = ("h2", "gu", "xa2", "xa3", "y2")  # not needed any more behind the MLP's backward
+
+
+class DenseMlp:
+    may_chunk = True
+
+    def __init__(self, gate_up: LinearGroup, down: LinearGroup, activation: Kind, multiplier: float, before: Norm | None,
+                 after: Norm | None) -> None:
+        self.gate_up, self.down, self.activation, self.multiplier = gate_up, down, activation, multiplier
+        self.before, self.after = before, after
+        self.chunks = 1
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return self.gate_up, self.down
+
+    def collect_jobs(self) -> list[CollectJob]:
+        norm = self.before
+        behind = NormOf(norm.weight, norm.weight, norm.one_plus) if norm else None
+        return [*self.gate_up.collect_jobs(behind), *self.down.collect_jobs(None)]
+
+    def composed(self, x_TD: Tensor, documents: Documents) -> Tensor:
+        """As separate differentiable ops."""
+        from pronghorn.model.layers.composed import composed_mlp
+
+        return composed_mlp(self, x_TD)
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    def forward(self, saved: Saved, level: Level, documents: Documents, rows: Tensor | None) -> Tensor:
+        """h3, out of h2, or of h_rows and the attention branch's output in h2's place."""
+        if self.chunks > 1 and level != "nothing":
+            return self._forward_in_chunks(saved, level)
+        x2 = self._input(saved["h2"], saved.pop("h_rows", None), saved)
+        if (found := self.gate_up.apply_gated(x2, self.activation, self.down)) is not None:
+            gu, xa2, a = found
+            del found
+        else:
+            gu, xa2 = self.gate_up.apply_spare(x2)
+            del x2  # nobody needs it beside a
+            a = self._activated(gu)
+        saved.put(gu=gu, xa2=xa2)
+        h3, y2, xa3 = add_branch(self.down, a, saved["h2"], self.multiplier, self.after, saved, "after_mlp")
+        saved.put(y2=y2, xa3=self.down.owned(xa3))
+        return h3
+
+    def _input(self, y: Tensor, h: Tensor | None, saved: Saved) -> Operand:
+        """norm(h + y), with the sum in y's place; norm(y) without h."""
+        if h is None or self.before is None:
+            return self.gate_up.of_norm(self.before, y, saved, "before_mlp")
+        return self.gate_up.of_norm_of_sum(self.before, y, h, self.multiplier, saved, "before_mlp")
+
+    def _activated(self, gu_ext: Tensor) -> Operand:
+        return self.down.of_activation(gu_ext[:, : gu_ext.shape[1] - self.gate_up.extra], self.activation)
+
+    def recompute(self, saved: Saved, documents: Documents) -> None:
+        """What backward needs of the MLP and is not there; gate and up are left out where chunks recompute them."""
+        if self.chunks > 1 or saved["gu"] is not None:
+            return
+        x2 = self._input(saved["h2"], saved.pop("h_rows", None), saved)
+        gu, xa2 = self.gate_up.apply_spare(x2)
+        del x2
+        saved["gu"] = gu
+        if "xa2" not in saved:
+            saved.put(xa2=xa2)
+        if self.after is not None and "y2" not in saved:
+            _, y2, _ = add_branch(self.down, self._activated(gu), saved["h2"], self.multiplier, self.after, saved, "after_mlp")
+            saved.put(y2=y2)
+
+    # ---- backward ----------------------------------------------------------------------------------------------
+
+    def backward(self, dh3: Tensor, saved: Saved, documents: Documents, norm_grads: NormGrads, extra: int
+                 ) -> tuple[Tensor, Grads]:
+        """(the gradient of h2, with `extra` columns behind it; those of the parameters of gate and up and of down)"""
+        if saved["gu"] is None:
+            return self._backward_in_chunks(dh3, saved, documents, norm_grads, extra)
+        dx2, dgu, fused, down_grads = self._back_to_input(dh3, saved, norm_grads, documents.room, thin=True)
+        dh2 = back_through_norm(self.before, dx2, saved["h2"], dh3, saved, "before_mlp", norm_grads, extra, documents.room)
+        return dh2, [*self._gate_up_grads(dgu, saved, fused), *down_grads]
+
+    def _back_to_input(self, dh3: Tensor, saved: Saved, norm_grads: NormGrads, room: GradientRoom, *, thin: bool
+                       ) -> tuple[Tensor, Any, bool, Grads]:
+        """(the gradient of gate and up's input, what their gradients are made of, whether a part of those is done, down's)"""
+        dy = grad_of_branch(self.down, dh3, saved["y2"], self.multiplier, self.after, saved, "after_mlp", norm_grads, room)
+        da, of_down = self.down.back(dy)
+        dgu, fused = self.gate_up.grad_of_activation(da, saved["gu"], self.activation, self.down, dy, saved["xa2"], thin)
+        down_grads = self.down.gradients(of_down, da, saved["xa3"], without="dA" if fused else None)
+        del da, dy, of_down
+        return *self.gate_up.back(dgu), fused, down_grads
+
+    def _gate_up_grads(self, dgu: Any, saved: Saved, fused: bool) -> Grads:
+        return gradients_behind_norm(self.gate_up, dgu, self.before, saved["h2"], saved["xa2"], saved, "before_mlp",
+                                     "dB" if fused else None)
+
+    # ---- in chunks ---------------------------------------------------------------------------------------------
+
+    def _forward_in_chunks(self, saved: Saved, level: Level) -> Tensor:
+        y, h_rows = saved["h2"], saved.pop("h_rows", None)
+        recomputed = level in FROM_INPUT
+        if recomputed:
+            saved.release(*(name for name in list(saved) if name not in FROM_INPUT[level]))
+        h3 = y if recomputed else y.new_empty(y.shape)
+        parts: dict[str, list[Tensor]] = {}
+        for chunk in chunks_of(len(y), self.chunks):
+            mine = Saved()
+            gu, xa2 = self.gate_up.apply_spare(self._input(y[chunk], None if h_rows is None else h_rows[chunk], mine))
+            a = self._activated(gu)
+            del gu
+            h2 = y[chunk]
+            _, y2, xa3 = add_branch(self.down, a, h2, self.multiplier, self.after, mine, "after_mlp",
+                                    out=h2 if recomputed else h3[chunk])
+            mine.put(xa3=self.down.owned(xa3))
+            if recomputed:
+                mine = Saved({name: tensor for name, tensor in mine.items() if name == "xa3"})
+            else:
+                mine.put(xa2=xa2, y2=y2)
+            del a, y2, xa2, xa3  # before the next chunk has its own
+            for name, tensor in mine.items():
+                parts.setdefault(name, []).append(tensor)
+        saved.update({name: torch.cat(tensors) for name, tensors in parts.items()})
+        return h3
+
+    def _backward_in_chunks(self, dh3: Tensor, saved: Saved, documents: Documents, norm_grads: NormGrads, extra: int
+                            ) -> tuple[Tensor, Grads]:
+        width, own = dh3.shape[1], self.down.shared_buffer(dh3, documents.room)
+        dh2_ext = own
+        if dh2_ext is None or dh2_ext.shape[1] != width + extra:
+            dh2_ext = dh3.new_empty(len(dh3), width + extra)
+        grads: Grads = []
+        for chunk in chunks_of(len(dh3), self.chunks):
+            mine, of_norms = self._chunk_again(chunk, saved), NormGrads()
+            room = GradientRoom(None if own is None else own[chunk])
+            dx2, dgu, fused, down_grads = self._back_to_input(dh3[chunk], mine, of_norms, room, thin=False)
+            back_through_norm_into(dh2_ext[chunk, :width], self.before, dx2, mine["h2"], dh3[chunk], mine, "before_mlp",
+                                   of_norms)
+            grads = _sum(grads, [*self._gate_up_grads(dgu, mine, fused), *down_grads])
+            del mine, dgu, dx2, down_grads  # before the next chunk has its own
+            for name, grad in of_norms.items():
+                (norm_grads[name],) = _sum([norm_grads.get(name)], [grad])
+        documents.room.buffer = dh2_ext
+        saved.release("h_rows")
+        return dh2_ext[:, :width], grads
+
+    def _chunk_again(self, chunk: slice, saved: Saved) -> Saved:
+        """What backward needs of these rows."""
+        mine, norm, h_rows = Saved(h2=saved["h2"][chunk]), self.after, saved["h_rows"]
+        gu, xa2 = self.gate_up.apply_spare(self._input(mine["h2"], None if h_rows is None else h_rows[chunk], mine))
+        xa3, y2 = saved["xa3"], saved["y2"]
+        mine.put(gu=gu, xa2=xa2, xa3=None if xa3 is None else xa3[chunk])
+        if norm is not None and y2 is not None:
+            mine.put(y2=y2[chunk])
+            mine["rstd.after_mlp"] = saved["rstd.after_mlp"][chunk]
+        elif norm is not None:
+            y = self.down.apply(self._activated(gu))[0]
+            mine.put(y2=y)
+            mine["rstd.after_mlp"] = rms_norm_then_add_forward(y, norm.weight, norm.eps, mine["h2"], one_plus=norm.one_plus)[1]
+        return mine
+
+
+def chunks_of(rows: int, chunks: int) -> Iterator[slice]:
+    """Of equal size, but for the last one."""
+    size = max(1, -(-rows // chunks))
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+def _sum(grads: Grads, more: Grads) -> Grads:
+    """Both lists have the same places; the first chunk's begins empty."""
+    if not grads:
+        return list(more)
+    return [b if a is None else a if b is None else a.add_(b) for a, b in zip(grads, more, strict=True)]

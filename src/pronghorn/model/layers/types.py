@@ -1,0 +1,71 @@
+"""What the layers of a step share: the documents of a pack, norms, and the buffer of the residual stream's gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from pronghorn.model.expert_load import ExpertLoad
+from pronghorn.model.same_weights import Weights
+
+Grads = list[Tensor | None]  # of parameters, in their order; None: frozen, or added to sums elsewhere
+
+
+@dataclass
+class GradientRoom:
+    """The buffer that holds the gradient which a layer handed down. The layer below writes its LoRA columns behind it instead
+    of copying it to a wider buffer (64 copies of T x D, 4 ms of an 8B step)."""
+
+    buffer: Tensor | None = None
+
+    def behind(self, dh: Tensor, extra: int) -> Tensor | None:
+        """dh with `extra` columns more, if it is still in that buffer and the buffer has as many."""
+        if not extra or not self.holds(dh):
+            return None
+        assert self.buffer is not None
+        return self.buffer if self.buffer.shape == (dh.shape[0], dh.shape[1] + extra) else None
+
+    def holds(self, dh: Tensor) -> bool:
+        return self.buffer is not None and dh.data_ptr() == self.buffer.data_ptr() and dh.stride() == self.buffer.stride()
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What every layer of a step shares about the pack. Built once per batch, never by a layer."""
+
+    cu_seqlens: Tensor
+    longest: int
+    rotary: dict[str, tuple[Tensor, Tensor]]  # kind of RoPE -> cos, sin, float32, [T, P / 2]
+    spans_2T: Tensor  # where each token's document begins and ends
+    typical: int  # mean length of the documents, each token counted: what is fast depends on it, the results do not
+    query_scale_T: Tensor | None = None  # factor of each token's queries, where the model has one
+    load: ExpertLoad | None = None  # what the experts of this step are given
+    room: GradientRoom = field(default_factory=GradientRoom)
+    guarded: bool = False  # whether a program may do anything between forward and backward
+    weights: Weights | None = None  # if so: those of this forward
+    leaves: dict[int, Tensor] | None = None  # by a parameter's id: what autograd sees in its place (model/captured_layers.py)
+
+
+class Norm:
+    """A norm module's weight and eps, read at each use: optimizers, adapters and scripts may replace them."""
+
+    def __init__(self, module: Any, one_plus: bool) -> None:
+        self.module, self.one_plus = module, one_plus
+
+    @property
+    def eps(self) -> float:
+        found = getattr(self.module, "variance_epsilon", None)
+        return float(self.module.eps if found is None else found)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.module.weight  # type: ignore[no-any-return]
+
+    def trains(self) -> bool:
+        return self.weight.requires_grad
+
+
+class Waiting:
+    """Lives as long as a forward waits for its backward."""
