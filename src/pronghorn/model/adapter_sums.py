@@ -1,7 +1,7 @@
 """The adapters' gradients of a whole step, added up by the products themselves, in one buffer, and collected once.
 
 Autograd would add each of them to its parameter's `.grad` after every micro-batch, in a launch of its own, after another that
-turned and scaled it: 28 launches a layer more (benchmarks/results/graph-steps.json). Here each group of linears adds its two
+turned and scaled it: 28 launches a layer more (docs/log/2026-11-15-cuda-graphs.md). Here each group of linears adds its two
 gradients to sums that stay where they are (kernels/lora/lora_linear.py), and `collect` puts all of them into the parameters'
 `.grad`, in one launch, before the update.
 """

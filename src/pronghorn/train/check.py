@@ -116,7 +116,7 @@ def _activations(recipe: Recipe, facts: ModelFacts, precision: Precision) -> int
     Our layers, a token and layer: two residuals, q, k, v and attention out, gate and up; no logits, only a chunk of them.
     With weights and adapters that is 16.7 and 66.8 GB for Llama 1B and 8B at 16,384 tokens in bf16, where 17.5 and 68.6 GB
     were measured. transformers' own: about 16 widths and 5 MLP widths, and the logits twice in float32; 30.4 GB for Llama 1B
-    at 8,192 tokens, where 33.6 were measured (H200, benchmarks/results/train-first-runs.json)."""
+    at 8,192 tokens, where 33.6 were measured (H200, docs/log/2026-11-15-fast-layer-first-profile.md)."""
     if facts.fast and recipe.layers == "fast":
         kept = 2 * facts.width + facts.attention_width + 2 * facts.mlp_width
         logits = min(LOGITS_CHUNK, recipe.train.capacity * facts.vocabulary * BYTES[precision])

@@ -37,7 +37,7 @@ MAX_FLASH_WIDTH = 256  # widest head of FlashAttention-2, and of flash-attn-4 on
 HALF = (torch.bfloat16, torch.float16)
 # Up to here documents are short, or of middle length: their mean length, each token counted. On a Hopper, forward and backward,
 # our kernel and flash-attn-4 were even at 512. FlashAttention-2, the choice where flash-attn-4 is not installed, takes 1.5
-# times as long as ours at 1,024 tokens, 1.24 times at 4,096, and as long at 32,768 (benchmarks/results/op-attention.json).
+# times as long as ours at 1,024 tokens, 1.24 times at 4,096, and as long at 32,768 (benchmarks/results/ops.json).
 SHORT, MIDDLE = 512, 16_384
 Length = Literal["short", "middle", "long"]
 BACKENDS: dict[Backend, Any] = {

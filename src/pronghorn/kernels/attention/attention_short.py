@@ -76,9 +76,9 @@ class Config(NamedTuple):
 
 # By head width; the first is used, `python -m benchmarks.ops --sweep attention` times the others. Of some twelve tiles for
 # each kernel these were the fastest (16,384 tokens of instructions, 32 query and 8 key/value heads, H200): forward 159 us at
-# width 64 and 250 at 128, where 64 keys at a time take 182 and 280 (benchmarks/results/sweep-attention.json). None spills.
-# Stages are from attention-short-variants.json: dk, dv at width 64 take 191 us with 4 and 197 with 3, dq at 128 353 with 2 and
-# 372 with 3. Forward by pairs takes 0.05 to 0.2 ms off a 1B step of 148 (step-tried-llama-1b.json); dq by pairs took 0.1 more,
+# width 64 and 250 at 128, where 64 keys at a time take 182 and 280 (docs/log/2026-11-15-short-attention.md). None spills.
+# Stages are from the same entry: dk, dv at width 64 take 191 us with 4 and 197 with 3, dq at 128 353 with 2 and
+# 372 with 3. Forward by pairs takes 0.05 to 0.2 ms off a 1B step of 148 (2026-11-16 in docs/log); dq by pairs took 0.1 more,
 # though it has a fifth fewer instructions, and at width 128 pairs leave room for fewer programs.
 CONFIGS = {
     64: [Config(Tiles(64, 32, 4, 3, pair=True), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 4)),

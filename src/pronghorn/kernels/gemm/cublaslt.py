@@ -5,13 +5,13 @@ its power limit, its clocks are a quarter lower, and the algorithm that needs th
 algorithms without split sums give the same bits (26 of each of ten shapes, seen), so which one runs is a matter of speed alone.
 
 Times as fast as torch.mm, measured in turns on an H200, LoRA's extra columns included (python -m benchmarks.products,
-benchmarks/results/products.json):
+docs/log/2026-11-15-cublaslt-algorithms.md):
 
     y = x W^T, W [O, D], O > D                    WIDE    8B 1.035 to 1.054, 14B 1.041, 1B 1.083, 0.6B 1.18; heads 1.03 to 1.12
     the same where WIDE is not offered, or O <= D NARROW  8B down 1.058, 14B down 1.005, 1B q, k, v 1.042
     dx = dy W, W [O, D]                           NARROW  8B 1.034 to 1.062, 14B 1.012 and 1.024, 1B down 1.091, 0.6B down 1.117
     less than 3,072 columns, many terms           LONG    torch's own but for 1B down, where a step takes 0.4 ms less by it
-                                                          (benchmarks/results/step-choices-llama-1b.json)
+                                                          (docs/log/2026-11-16-llama-1b-variants.md)
     other results of less than 3,072 columns      torch's
 
 On other GPUs than Hopper, for other dtypes than bf16, and where the library does not offer these algorithms: torch's choice.
@@ -103,7 +103,7 @@ def covered(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> boo
 def adds_freely(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether products of such numbers add rows that lie elsewhere than their result, without a copy of them. In a 1B step of
     149 ms the residual added by the output projection instead of the norm behind it is 0.0 to 0.3 ms, 0.16 on average
-    (benchmarks/results/step-tried-llama-1b.json), and a rounding less."""
+    (docs/log/2026-11-16-llama-1b-variants.md), and a rounding less."""
     if device.type != "cuda" or dtype != torch.bfloat16 or cuda_capability(device) != (9, 0):
         return False
     index = torch.cuda.current_device()

@@ -9,7 +9,7 @@
 // One block a multiprocessor, two blocks a cluster, which have the same columns and rows beside each other: each loads one half
 // of the weight's tile for both. In a block one warp copies and two groups of four warps compute, each a tile of its own; while
 // one multiplies, the other gives its results away, so that the tensor cores do not wait for that (which is what a step spends
-// at its power limit on, see docs/findings.md).
+// at its power limit on, see docs/log/2026-11-16-power-limit.md).
 //
 // Given by -D: one of GATED, POWERS and TURNED, HALF (columns of the half of a tile), STAGES, BUFFERS, LAST (sixteenths of
 // terms that the last tile of them has); GELU for GATED (0: SiLU).

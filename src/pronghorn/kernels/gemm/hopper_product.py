@@ -4,7 +4,7 @@ rotary positions of queries and keys.
 In a step at its power limit a kernel between two products costs what its bytes cost. The gated activation reads 537 MB a layer
 of a 1B model, the softmax 525 MB for 2,048 rows of 128,256 logits and writes as many; here both are done by the warps that
 hold the result in their registers, while the other warps of the multiprocessor multiply. A product's time on an H200, in turns
-with the library's (benchmarks/results/hopper-product.json):
+with the library's (docs/log/2026-11-16-fused-epilogues.md):
 
     16,384 rows, 1B's gate and up    library 1.66 ms, and with the activation and a A^T 1.82    here 1.68, with a A^T 1.74
     2,048 rows, 1B's head            library 1.56 ms, and with the softmax 1.84                 here 1.62

@@ -105,7 +105,7 @@ BACKWARD_CONFIGS = [Tile(*config) for config in (
 # With dgu sB: 29.2 instructions a value and 179 registers in the first, 28.4 to 32.9 in the others (31 of BACKWARD_CONFIGS[0]
 # without it); only the last spills, 40 bytes. 64 rows are what the tensor cores' large instruction takes: (32, 128, 8, 3, 2)
 # would be 44. In a 1B step of 148 to 150 ms the first saves 0.3 to 0.6 ms, the others nothing, up to 1.8 more
-# (benchmarks/results/step-tried-llama-1b.json).
+# (docs/log/2026-11-16-llama-1b-variants.md).
 THIN_CONFIGS = [Tile(*config) for config in (
     (64, THIN_COLUMNS, 4, 3, 2, False), (64, 64, 4, 2, 2, False), (64, 128, 8, 2, 1, False), (64, 128, 8, 3, 1, False),
     (32, 128, 4, 3, 2, False), (64, 64, 4, 2, 3, False),
@@ -118,7 +118,7 @@ FORWARD_CONFIGS = [Tile(*config) for config in (
 
 def _backward_tile(rank: int, itemsize: int, chip: Chip = HOPPER) -> Tile:
     """At rank 16: 48 KB of loads are under way for each of two programs, 31 instructions a value, 128 registers. With the ranks
-    first it is 28 and 126, and yet a 1B step takes 0.6 ms more (benchmarks/results/step-choices-llama-1b.json). Higher ranks
+    first it is 28 and 126, and yet a 1B step takes 0.6 ms more (docs/log/2026-11-16-llama-1b-variants.md). Higher ranks
     have larger sums, so fewer columns: 162 registers at rank 32, 111 at 64, where other chips than
     Hopper take more than 128. In fp32 the products are not the tensor cores'."""
     if itemsize > 2:

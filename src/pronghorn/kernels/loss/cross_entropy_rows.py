@@ -38,7 +38,7 @@ class Tile(NamedTuple):
 
 
 # The first is taken. In a 1B step of 150 ms each of the first five takes 0.8 to 0.9 ms less than two passes did, those of 32
-# warps 0 to 0.2 (benchmarks/results/step-tried-llama-1b.json).
+# warps 0 to 0.2 (docs/log/2026-11-16-llama-1b-variants.md).
 CONFIGS = [Tile(*config) for config in (
     (4096, 8, 3), (16384, 16, 3), (8192, 16, 3), (8192, 8, 3), (4096, 4, 4), (16384, 32, 3), (16384, 32, 2), (8192, 16, 4),
 )]  # fmt: skip
