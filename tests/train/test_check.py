@@ -141,7 +141,7 @@ def test_sources_unused_columns_and_empty_answers_are_told_by_check_and_train(re
     two = write_rows(tmp_path / "two.jsonl", chat_rows(4, seed=5))
     recipe = recipe_for(data={"train": [{"path": str(one), "weight": 2}, str(two)]}, train={"steps": 1})
     facts = check(recipe)
-    told = [f"columns not used: label_id ({one})", f"{one}: weight 2, so 24 rows an epoch from 12",
+    told = [f"unused columns: label_id ({one})", f"{one}: weight 2, so 24 rows per epoch from 12",
             "1 row with an empty answer"]
     assert facts.sources == (f"{one}: 12 rows, messages, weight 2", f"{two}: 4 rows, messages")
     assert facts.documents == 28
