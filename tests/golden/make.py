@@ -3,11 +3,11 @@
     python tests/golden/make.py            writes losses.json again, after a change that is meant to change the numbers
     python tests/golden/make.py --show     prints what this machine computes, and how far from the file it is
 
-Where file and machine are of one kind (processor, torch and its instruction set), losses are equal to the last digit.
-Elsewhere sums are added up in another order, and a difference of the last digit grows from step to step. How far is measured:
+Sums are added up in another order on another kind of machine, and after other tests in the same process (1e-7 of the first
+loss was seen), and a difference of the last digit grows from step to step. How far is measured:
 `noise` is the largest relative difference of a loss when every weight is moved by half a rounding step of float32, up or down
 by chance, before the first step. It is 1e-7 to 3e-7, and 4e-3 in FP8, where a value that differs in its eighth digit can fall
-on the other side of a rounding. Another machine rounds otherwise in every step, so NOISES of it and FLOOR are allowed.
+on the other side of a rounding. Another order rounds otherwise in every step, so NOISES of it and FLOOR are allowed.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def moved(seed: int) -> Callable[[Path], None]:
 
 
 def allowed(noise: float) -> float:
-    """The largest relative difference of a loss on a machine of another kind."""
+    """The largest relative difference of a loss."""
     return NOISES * noise + FLOOR
 
 
