@@ -183,6 +183,14 @@ class Placed:
         """Whether a text of another message stands between two of this one."""
         return i in self._mixed
 
+    def holds_another(self, i: int) -> bool:
+        """Whether a text of another message stands here too, between two of this one: a tool's result that the template writes
+        into every turn before it, for one."""
+        first, stop = self.first[i], self.stop[i]
+        return first is not None and stop is not None and any(
+            first < place < stop for number, places in self.repeated.items() if self.marks.slots[number].message != i
+            for place in places)
+
     def lost(self) -> Iterator[Lost]:
         reasoned: dict[int, list[bool]] = {}
         for slot, place in zip(self.marks.slots, self.at, strict=True):

@@ -270,6 +270,8 @@ class ChatTemplate:
         for i in speaking:
             if row.placed.mixed(i):
                 raise _cannot_tell(i, where, "the template writes part of it after the following message", so_far)
+            if row.placed.holds_another(i):
+                raise _cannot_tell(i, where, "the template writes another message inside it", so_far)
             repeated = [row.marks.slots[number] for number in row.placed.repeated]
             if any(slot.message == i and slot.what != "name" for slot in repeated):
                 raise _cannot_tell(i, where, "the template writes it more than once", so_far)
