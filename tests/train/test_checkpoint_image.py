@@ -77,7 +77,7 @@ def test_the_memory_is_used_again_and_grows(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_stored_is_our_bug() -> None:
-    with pytest.raises(TypeError, match=r"x: a is torch\.complex128"):
+    with pytest.raises(TypeError, match=r"x: a has dtype torch\.complex128"):
         safetensors_header(TensorFile("x", {"a": torch.ones(1, dtype=torch.complex128)}))
     with pytest.raises(RuntimeError, match="same name"):
         plan({"x": b""}, [TensorFile("x", {})])

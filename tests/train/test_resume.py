@@ -69,7 +69,7 @@ def test_forged_and_damaged_ones_are_passed_over(trained: tuple[Recipe, Path]) -
         found = find_checkpoint(recipe, run, say=said.append)
         assert found, name
         assert found[0].name == "checkpoint-3", name
-        assert "goes on from checkpoint-3: 1 step lost" in said[0], name
+        assert "resumes from checkpoint-3" in said[0], name
         aside = run / ("checkpoint-4.damaged" if number == 1 else f"checkpoint-4.damaged-{number}")
         assert str(aside.name) in said[0]
         shutil.copytree(aside, newest)
@@ -122,7 +122,7 @@ def test_a_changed_key_needs_to_be_allowed_and_is_told(trained: tuple[Recipe, Pa
 
 
 @pytest.mark.parametrize(("key", "said"), [
-    ("train.rl", "did you mean `train.lr`"), ("lora.r", "shape"), ("data.train", "other rows"),
+    ("train.rl", "did you mean `train.lr`"), ("lora.r", "shape"), ("data.train", "different rows"),
 ])
 def test_what_cannot_be_allowed(key: str, said: str, recipe_for: Callable[..., Recipe]) -> None:
     with pytest.raises(CommandError, match=f"--allow-change {key}") as caught:
