@@ -50,7 +50,7 @@ def _gpu_memory_is_given_back() -> Iterator[None]:
     """Several processes share the GPU: what torch keeps of a large test (132 GB were seen) is missing in the others."""
     yield
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2e9:
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2e9:
         gc.collect()
         torch.cuda.empty_cache()
 

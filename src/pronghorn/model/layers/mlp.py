@@ -77,7 +77,7 @@ class DenseMlp:
         x2 = self._input(saved["h2"], saved.pop("h_rows", None), saved)
         if (found := self.gate_up.apply_gated(x2, self.activation, self.down)) is not None:
             gu, xa2, a = found
-            del found
+            del found, x2
         else:
             gu, xa2 = self.gate_up.apply_spare(x2)
             del x2  # nobody needs it beside a
