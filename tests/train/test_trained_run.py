@@ -176,7 +176,7 @@ def test_other_weights_under_the_same_name_are_noticed(tiny_model: Path, tmp_pat
     folder = train(recipe, display=JsonDisplay()).folder
     file = model / "model.safetensors"
     save_file({name: 1.1 * tensor for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
-    expected = pytest.raises(CheckpointError, match="weights are not those of checkpoint-2")
+    expected = pytest.raises(CheckpointError, match="weights differ from those of checkpoint-2")
     for use in (lambda: train(recipe, display=JsonDisplay()), lambda: TrainedRun(folder, "last")):
         with expected if method == "lora" else nullcontext():
             use()
@@ -289,7 +289,7 @@ def test_a_pickled_adapter_is_never_opened(run: Path, tmp_path: Path, use: Any, 
     opened: list[Any] = []
     monkeypatch.setattr(torch, "load", lambda *arguments, **_: opened.append(arguments))
     forged = with_pickled_adapter(run, tmp_path / "forged", tmp_path / "ran")
-    with pytest.raises(CheckpointError, match=r"adapter_model.safetensors is not there") as caught:
+    with pytest.raises(CheckpointError, match=r"adapter_model.safetensors is missing") as caught:
         use(forged, tmp_path / "target")
     assert "a pickle" in caught.value.why
     assert opened == []
