@@ -9,7 +9,7 @@ of a core; what Triton has in its cache is not compiled again. Ends with 1 if a 
 has, spills registers, or does not compile.
 
 Cases are chosen so that every kernel meets its widest tiles: head widths 64, 80, 96, 128, 192 and 256, ranks 8 to 128, model
-widths 2,048 to 8,192, each method, each way to store weights and experts. What runs on 9.0 alone (CUDA C++: hopper_product.cu)
+widths 2,048 to 8,192, each method, each way to store weights and experts. What runs on 9.0 alone (CUDA C++: hopper_gemm.cu)
 is not Triton's; other chips launch the kernels of this table in its place.
 """
 
@@ -46,11 +46,11 @@ from pronghorn.kernels.quant.nvfp4 import nvfp4_dequantize, nvfp4_quantize
 from pronghorn.kernels.runtime.compile_for import Build, compiling_for
 from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER, Chip, as_on
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.few_bit_experts import STACKS, few_bit_experts_
 from pronghorn.model.fp8_linear import quantize_linears_fp8_
 from pronghorn.model.load import DTYPES
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.quantized import quantize_model_
+from pronghorn.model.quantized_experts import STACKS, few_bit_experts_
 from pronghorn.recipe import Lora
 from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.graphed_step import GraphedStep
@@ -158,7 +158,7 @@ def take_step(case: Case) -> None:
     if case.pieces > 1:
         engine.host_embeddings = not engine.backbone.embed_tokens.weight.requires_grad
         for layer in engine.layers:
-            layer.level, layer.pieces = "mlp", case.pieces
+            layer.level, layer.mlp_chunks = "mlp", case.pieces
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = FusedAdamW(trained, eight_bit=case.optimizer[0], paged=case.optimizer[1])
     step = GraphedStep(model, optimizer, device=torch.device("cpu"), precision=case.precision, clip=1.0, say=print)
@@ -213,7 +213,7 @@ def compile_all(chip: Chip, cases: Callable[[str], bool], kernels: Callable[[str
     lines: list[Line] = []
     with compiling_for(chip, kernels) as builds, ExitStack() as stack:
         if chip == HOPPER:  # its product that gives powers is CUDA C++; the kernels around it are Triton's
-            for name in ("covered", "powers_product"):
+            for name in ("covered", "powers_mm"):
                 stack.enter_context(replaced(cross_entropy_powers, name, lambda *_, **__: True))
         stack.enter_context(WithoutNumbers())
         for work in (work for work in works(chip) if cases(work.name)):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.ops import DEVICE, Line, Outputs, compare, compiled, replaced
-from pronghorn.kernels.lora.fp8 import Fp8Group, fp8_product
+from pronghorn.kernels.lora.fp8 import Fp8Group, fp8_mm
 from pronghorn.kernels.lora.fp8_lora import SplitTable, split_reference_job
 from pronghorn.kernels.lora.lora_linear import Adapter
 from pronghorn.kernels.mlp import fp8_gated
@@ -207,12 +207,12 @@ def _product_lines(case: dict[str, Any]) -> list[Line]:
 
     name = f"{case['group']} {case['pass']} T={case['T']}"
     tight_a, tight_b = a8.contiguous(), b8.contiguous()
-    ours = {"ours": lambda: fp8_product(a8, scale, b8, columns),
-            "rows back to back": lambda: fp8_product(tight_a, scale, tight_b, columns),
-            "without fast accumulation": lambda: fp8_product(a8, scale, b8, columns, fast_accumulation=False)}
+    ours = {"ours": lambda: fp8_mm(a8, scale, b8, columns),
+            "rows back to back": lambda: fp8_mm(tight_a, scale, tight_b, columns),
+            "without fast accumulation": lambda: fp8_mm(a8, scale, b8, columns, fast_accumulation=False)}
     lines = compare("fp8", name, ours, truth, flops=data.flops)
     bare_a, bare_b = a8[:, :width].contiguous(), b8[:, :width].contiguous()
-    bare = {"no adapters": lambda: fp8_product(bare_a, scale, bare_b, columns)}
+    bare = {"no adapters": lambda: fp8_mm(bare_a, scale, bare_b, columns)}
     lines += compare("fp8", name, bare, bare_truth, flops=data.flops)
     return lines + compare("fp8", name, {"bf16": lambda: torch.mm(a, b)}, lambda: a.float() @ b.float(), flops=data.flops)
 

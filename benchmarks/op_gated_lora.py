@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops import DEVICE, Line, compare, replaced
-from pronghorn.kernels.gemm.products import add_product, product
+from pronghorn.kernels.gemm.mm import mm, mm_accumulate_
 from pronghorn.kernels.lora import gated_lora as op
 from pronghorn.kernels.mlp.gated_mlp import Kind, _activation_torch, gated_activation_backward, gated_activation_forward
 
@@ -89,13 +89,13 @@ def _separate(data: _Data) -> Any:
 
     def forward() -> None:
         a = gated_activation_forward(data.gu, data.kind, out=data.a_ext[:, :F])
-        product(a, data.A.T, out=data.a_ext[:, F:])
+        mm(a, data.A.T, out=data.a_ext[:, F:])
 
     def backward() -> None:
         _, a = gated_activation_backward(data.da, data.gu, data.kind, out=data.dgu[:, : 2 * F])
         assert a is not None
-        add_product(data.down, data.dyb.T, a)
-        add_product(data.gate_up, data.xa.T, data.dgu[:, : 2 * F])
+        mm_accumulate_(data.down, data.dyb.T, a)
+        mm_accumulate_(data.gate_up, data.xa.T, data.dgu[:, : 2 * F])
 
     return _fresh(data, backward if data.backward else forward)
 

@@ -28,14 +28,14 @@ def run(case: dict[str, Any]) -> list[Line]:
     q, scale = q.view(weight.shape), scale.view(layer.E, outputs)
     weight = (q.float() * scale[..., None]).bfloat16()
     routing, tokens = layer.routing, layer.random(layer.T, layer.D)
-    order, offsets, turned = routing.order_S, routing.offsets_E1, op.fp8_turned_stack(q)
+    order, offsets, transposed = routing.order_S, routing.offsets_E1, op.fp8_transposed_stack(q)
     name = f"{layer.name} {case['product']} {case['pass']}"
 
     def eight_bits() -> torch.Tensor:
         if case["pass"] == "forward":
-            return op.fp8_grouped_product(*op.fp8_gather_rows(tokens, order, layer.K), q, scale, offsets)
+            return op.fp8_grouped_mm(*op.fp8_gather_rows(tokens, order, layer.K), q, scale, offsets)
         cast = op.fp8_cast_grad_rows(tokens, scale, routing.ids_TK, order, gather=True)
-        return op.fp8_grouped_product(*cast, turned, None, offsets)
+        return op.fp8_grouped_mm(*cast, transposed, None, offsets)
 
     def sixteen_bits() -> torch.Tensor:
         rows = gather_rows(tokens, order, layer.K)
@@ -47,6 +47,6 @@ def run(case: dict[str, Any]) -> list[Line]:
     lines = compare("grouped_fp8", name, calls, lambda: truth, flops=flops)
     if case["pass"] == "input":
         true = q.view(torch.uint8).transpose(1, 2)
-        calls = {"turned": lambda: op.fp8_turned_stack(q).view(torch.uint8)}
+        calls = {"transposed": lambda: op.fp8_transposed_stack(q).view(torch.uint8)}
         lines += compare("grouped_fp8", name, calls, lambda: true, moved_bytes=2 * q.nbytes)
     return lines

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from benchmarks.ops import DEVICE, Line, compare
-from pronghorn.kernels.gemm.products import product
+from pronghorn.kernels.gemm.mm import mm
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup
-from pronghorn.kernels.lora.lora_refresh import CopyTable
+from pronghorn.kernels.lora.multi_copy import CopyTable
 
 SHAPES = {  # input width, rows of each linear
     "8B gate+up": (4096, (14336, 14336)),
@@ -93,7 +93,7 @@ def _each_way(
             part = dy[:, bounds[i] : bounds[i + 1]]
             dyb = (part @ B) * SCALE
             dx.addmm_(dyb, A)
-            grads += [product(dyb.T, x, torch.float32), product(part.T, saved[i], torch.float32) * SCALE]
+            grads += [mm(dyb.T, x, torch.float32), mm(part.T, saved[i], torch.float32) * SCALE]
         return [dx, *grads]
 
     def ours_backward(group: LoraGroup, x_ext: torch.Tensor, dy_ext: torch.Tensor) -> list[torch.Tensor]:
@@ -136,13 +136,13 @@ def _thin(name: str, group: LoraGroup, x_ext: torch.Tensor, dy_ext: torch.Tensor
         found = []
         for rows, columns in zip(group.rows, group.columns, strict=True):
             if transposed:
-                found.append(product(xa[:, columns].T, dy[:, rows], torch.float32).T * SCALE)
+                found.append(mm(xa[:, columns].T, dy[:, rows], torch.float32).T * SCALE)
             else:
-                found.append(product(dy[:, rows].T, xa[:, columns], torch.float32).mul_(SCALE))
+                found.append(mm(dy[:, rows].T, xa[:, columns], torch.float32).mul_(SCALE))
         return found
 
     def grads_joint() -> list[torch.Tensor]:
-        everything = product(xa.T, dy, torch.float32)
+        everything = mm(xa.T, dy, torch.float32)
         return [everything[c, r].T * SCALE for r, c in zip(group.rows, group.columns, strict=True)]
 
     def both() -> list[torch.Tensor]:
@@ -163,10 +163,10 @@ def _thin(name: str, group: LoraGroup, x_ext: torch.Tensor, dy_ext: torch.Tensor
         "all at once": grads_joint,
     }
     extend = {
-        "into columns": lambda: product(x, A.T, out=xa),
-        "contiguous": lambda: product(x, A.T, out=into),
+        "into columns": lambda: mm(x, A.T, out=xa),
+        "contiguous": lambda: mm(x, A.T, out=into),
     }
-    dA = {"[R, D]": lambda: product(dyb.T, x, torch.float32), "[D, R]": lambda: product(x.T, dyb, torch.float32).T}
+    dA = {"[R, D]": lambda: mm(dyb.T, x, torch.float32), "[D, R]": lambda: mm(x.T, dyb, torch.float32).T}
     return [
         *compare("lora x A^T", name, extend, lambda: x.float() @ A.float().T, moved_bytes=x_bytes),
         *compare("lora dA", name, dA, lambda: dyb.float().T @ x.float(), moved_bytes=x_bytes),

@@ -24,7 +24,7 @@ from benchmarks.record import record, write
 from pronghorn.bench.ceiling import products
 from pronghorn.bench.workloads import MODELS
 from pronghorn.kernels.gemm import cublaslt
-from pronghorn.kernels.gemm.products import product, product_plus
+from pronghorn.kernels.gemm.mm import mm, mm_add
 from pronghorn.kernels.lora.lora_linear import default_padding
 
 ROOT = Path(__file__).parent.parent
@@ -68,9 +68,9 @@ def ways(work: Product, out: Tensor) -> dict[str, Run]:
     a, b, add = work.a, work.b, work.add
     found: dict[str, Run] = {}
     if add is None:
-        found |= {"torch": lambda: torch.mm(a, b, out=out), "ours": lambda: product(a, b, out=out)}
+        found |= {"torch": lambda: torch.mm(a, b, out=out), "ours": lambda: mm(a, b, out=out)}
     else:
-        found |= {"torch": lambda: torch.addmm(add, a, b, out=out), "ours": lambda: product_plus(add, a, b, out=out)}
+        found |= {"torch": lambda: torch.addmm(add, a, b, out=out), "ours": lambda: mm_add(add, a, b, out=out)}
     for algorithm, run in cublaslt.offered(a, b, out, add).items():
         found["/".join(map(str, algorithm))] = run
     return found

@@ -24,7 +24,7 @@ WITHOUT = "without "
 def of_absences(workload: Workload) -> Iterator[tuple[str, Choice]]:
     found: dict[str, Choice] = {}
     for part, shape in products(workload.config).items():
-        inside = {"qkv": "turned_product", "gate_up": "gated_product"}.get(part)
+        inside = {"qkv": "rope_mm", "gate_up": "gated_mm"}.get(part)
         if part != "gate_up":  # whose dgu sB the activation's kernel makes
             found[f"{WITHOUT}dy sB of {part}"] = lambda s=shape: _not_extended("extend_grad", s)
         if inside is None:
@@ -73,8 +73,8 @@ def _narrow(name: str) -> AbstractContextManager[None]:
     """A product without the terms behind x: 2,048 instead of 2,112 at 1B."""
     usual = getattr(linears, name)
 
-    def without(x: Tensor, weight: Tensor, *others: Any, behind_TR: Tensor | None = None, **options: Any) -> bool:
-        del behind_TR
+    def without(x: Tensor, weight: Tensor, *others: Any, lora_TR: Tensor | None = None, **options: Any) -> bool:
+        del lora_TR
         return usual(x, weight[:, : x.shape[1]], *others, **options)  # type: ignore[no-any-return]
 
     return replaced(linears, name, without)

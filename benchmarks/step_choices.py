@@ -32,8 +32,8 @@ from pronghorn.bench.ours import Ours
 from pronghorn.bench.weights import make_model_folder
 from pronghorn.bench.workloads import WORKLOADS, Workload
 from pronghorn.kernels.attention import attention_short
-from pronghorn.kernels.gemm import cublaslt, hopper_product
-from pronghorn.kernels.lora import gated_lora, lora_linear, thin_sums
+from pronghorn.kernels.gemm import cublaslt, hopper_gemm
+from pronghorn.kernels.lora import gated_lora, lora_grad_gemm, lora_linear
 from pronghorn.kernels.lora.lora_linear import default_padding
 from pronghorn.kernels.loss import cross_entropy_powers, cross_entropy_rows, linear_cross_entropy
 from pronghorn.kernels.norm import rms_norm
@@ -96,8 +96,8 @@ def of_tiles(workload: Workload) -> Iterator[tuple[str, Choice]]:
     for tile in (None, *gated_lora.THIN_CONFIGS[1:]):
         named = "apart" if tile is None else tuple(tile)
         yield f"gated backward, dgu sB {named}", lambda t=tile: replaced(gated_lora, "_thin_tile", lambda: t)
-    for tile in thin_sums.CONFIGS[1:]:
-        yield f"adapters' gradients {tuple(tile)}", lambda t=tile: replaced(thin_sums, "_tile", lambda _: t)
+    for tile in lora_grad_gemm.CONFIGS[1:]:
+        yield f"adapters' gradients {tuple(tile)}", lambda t=tile: replaced(lora_grad_gemm, "_tile", lambda _: t)
     yield "adapters' gradients by products", lambda: replaced(lora_linear, "covered", lambda _: False)
     yield "softmax in two passes", lambda: replaced(linear_cross_entropy, "takes_factors", lambda *_: False)
     for tile in gated_lora.FORWARD_CONFIGS[1:]:
@@ -115,19 +115,19 @@ def of_tiles(workload: Workload) -> Iterator[tuple[str, Choice]]:
     for tile in NORM_TILES:
         yield f"norms {tuple(tile)}", lambda t=tile: replaced(rms_norm, "_tile", lambda *_: t)
     yield from of_products_with_more(workload)
-    yield "RoPE's gradient apart", lambda: replaced(attention_half, "turns_back", lambda *_: False)
+    yield "RoPE's gradient apart", lambda: replaced(attention_half, "unrotates", lambda *_: False)
 
 
 def of_products_with_more(workload: Workload) -> Iterator[tuple[str, Choice]]:
     """What follows a product done by a kernel of its own, and other orders of tiles."""
     del workload
-    apart = {"gated activation": (linears, "gated_product"), "RoPE": (linears, "turned_product"),
+    apart = {"gated activation": (linears, "gated_mm"), "RoPE": (linears, "rope_mm"),
              "softmax": (cross_entropy_powers, "covered")}
     for name, (module, function) in apart.items():
         yield f"{name} apart", lambda m=module, f=function: replaced(m, f, _not_done)
     yield "all three apart", lambda: _together(*(replaced(*place, _not_done) for place in apart.values()))
     for band in (8, 12, 24):
-        yield f"bands of {band} tiles", lambda b=band: replaced(hopper_product, "BAND", b)
+        yield f"bands of {band} tiles", lambda b=band: replaced(hopper_gemm, "BAND", b)
 
 
 def _not_done(*_: Any, **__: Any) -> bool:

@@ -21,7 +21,7 @@ from pronghorn.bench.meter import Meter, machine
 from pronghorn.bench.ours import Ours
 from pronghorn.bench.weights import make_model_folder
 from pronghorn.bench.workloads import WORKLOADS
-from pronghorn.kernels.gemm import products
+from pronghorn.kernels.gemm import mm
 from pronghorn.report.stages import process_age
 
 PROFILED_STEPS = 3
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.products == "torch":
-        products.multiply = lambda *_, **__: False
+        mm.try_mm = lambda *_, **__: False
     workload = WORKLOADS[options.workload]
     changes = {name: getattr(options, name) for name in ("tokens", "document") if getattr(options, name) is not None}
     workload = replace(workload, **changes)

@@ -11,9 +11,9 @@ from benchmarks import step_choices
 from benchmarks.step_choices import AS_IT_IS, NotOffered, _choose, choices, in_turns
 from pronghorn.bench.workloads import WORKLOADS
 from pronghorn.kernels.attention import attention_short
-from pronghorn.kernels.gemm import cublaslt, hopper_product
+from pronghorn.kernels.gemm import cublaslt, hopper_gemm
 from pronghorn.kernels.gemm.cublaslt import LONG, NARROW, WIDE
-from pronghorn.kernels.lora import gated_lora, lora_linear, thin_sums
+from pronghorn.kernels.lora import gated_lora, lora_grad_gemm, lora_linear
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup
 from pronghorn.kernels.loss import cross_entropy_powers, cross_entropy_rows, linear_cross_entropy
 from pronghorn.kernels.norm import rms_norm
@@ -24,7 +24,7 @@ from pronghorn.model.layers.linears import LinearGroup
 
 def test_a_choice_is_made_and_undone() -> None:
     modules = (attention_short, cross_entropy_rows, cublaslt, gated_lora, linear_cross_entropy, lora_linear, rms_norm,
-               thin_sums, attention_half, LoraGroup, linears, LinearGroup, cross_entropy_powers, hopper_product)  # fmt: skip
+               lora_grad_gemm, attention_half, LoraGroup, linears, LinearGroup, cross_entropy_powers, hopper_gemm)  # fmt: skip
     before = [dict(vars(module)) for module in modules]
     found = choices(WORKLOADS["llama-1b"], [])
     for name, choice in found.items():
@@ -32,9 +32,9 @@ def test_a_choice_is_made_and_undone() -> None:
             pairs = zip(modules, before, strict=True)
             changed = [key for module, was in pairs for key in was if vars(module)[key] is not was[key]]
             if name == "without all of these":
-                assert set(changed) == {"extend", "extend_grad", "_beside", "gated_product", "turned_product"}
+                assert set(changed) == {"extend", "extend_grad", "_beside", "gated_mm", "rope_mm"}
             elif name == "all three apart":
-                assert set(changed) == {"gated_product", "turned_product", "covered"}
+                assert set(changed) == {"gated_mm", "rope_mm", "covered"}
             else:
                 assert len(changed) == (0 if name.startswith(AS_IT_IS) else 1), name
     assert [dict(vars(module)) for module in modules] == before
@@ -92,11 +92,11 @@ def test_what_is_left_out_is_of_one_group_alone() -> None:
 
 def test_without_the_terms_behind_it_a_product_is_that_of_x_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(linears, "gated_product", lambda *parts, **options: bool(given.append((*parts, options))) or True)
+    monkeypatch.setattr(linears, "gated_mm", lambda *parts, **options: bool(given.append((*parts, options))) or True)
     x, weight = torch.randn(3, 4), torch.randn(6, 7)
     name = "without LoRA's columns in gate_up"
     with choices(WORKLOADS["llama-1b"], [name])[name]():
-        assert linears.gated_product(x, weight, "silu", gu_out=x, a_out=x, behind_TR=torch.randn(3, 3))
+        assert linears.gated_mm(x, weight, "silu", gu_out=x, a_out=x, lora_TR=torch.randn(3, 3))
     assert given[0][0] is x
     assert torch.equal(given[0][1], weight[:, :4])
     assert given[0][3] == {"gu_out": x, "a_out": x}

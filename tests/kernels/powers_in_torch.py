@@ -1,11 +1,11 @@
-"""hopper_product.powers_product, which needs a Hopper GPU, in torch: for what stands around it."""
+"""hopper_gemm.powers_mm, which needs a Hopper GPU, in torch: for what stands around it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.gemm.hopper_product import COLUMNS, Labelled
+from pronghorn.kernels.gemm.hopper_gemm import COLUMNS, Labelled
 
 
 class Product:

@@ -46,9 +46,9 @@ from pronghorn.kernels.attention.attention import attention_backward, attention_
 from pronghorn.kernels.attention.rope import qk_rope_backward, qk_rope_forward, qk_rope_reference
 from pronghorn.kernels.embedding.host_embedding import host_embedding
 from pronghorn.kernels.lora.gated_lora import gated_lora_backward, gated_lora_forward, gated_lora_reference
-from pronghorn.kernels.lora.lora_collect import CollectJob, CollectTable, collect_reference
-from pronghorn.kernels.lora.lora_refresh import CopyJob, CopyTable
-from pronghorn.kernels.lora.thin_sums import ThinJob, add_thin_products, thin_product_reference
+from pronghorn.kernels.lora.lora_grad_gemm import LoraGradJob, lora_grad_gemm, lora_grad_gemm_reference
+from pronghorn.kernels.lora.multi_copy import CopyJob, CopyTable
+from pronghorn.kernels.lora.multi_gather import GatherJob, GatherTable, multi_gather_reference
 from pronghorn.kernels.loss import cross_entropy_powers, cross_entropy_rows
 from pronghorn.kernels.loss import linear_cross_entropy as cross_entropy
 from pronghorn.kernels.mlp.gated_mlp import gated_activation_backward, gated_activation_forward, gated_activation_reference
@@ -195,7 +195,7 @@ def check_cross_entropy_powers(device: str) -> None:
     (true,) = torch.autograd.grad(loss, leaf)
     powers, got, factors = (torch.full(shape, float("nan")).to(device) for shape in ((rows, vocabulary), (rows,), (rows,)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cross_entropy_powers, "powers_product", Product())
+        patch.setattr(cross_entropy_powers, "powers_mm", Product())
         on_device = (x.to(device) for x in (hidden, weight, labels))
         chunks = cross_entropy_powers.Powers(*on_device, cross_entropy_rows.Terms(), rows)
         assert chunks.loss_and_gradient(slice(0, rows), powers, None, got, torch.ones(()).to(device), factors)
@@ -203,7 +203,7 @@ def check_cross_entropy_powers(device: str) -> None:
     near("gradient", (powers * factors[:, None]).cpu() @ weight, true)
 
 
-def check_lora_refresh(device: str) -> None:
+def check_multi_copy(device: str) -> None:
     wide = torch.full((40, 150), 7.0, dtype=BF16)
     sources = [torch.randn(3, 150), torch.randn(30, 100), torch.randn(1, 1)]
     expected, got = wide.clone(), wide.to(device)
@@ -218,17 +218,17 @@ def check_lora_refresh(device: str) -> None:
         assert (got.cpu()[rows, columns] == 7).all()
 
 
-def check_lora_collect(device: str) -> None:
+def check_multi_gather(device: str) -> None:
     """More than one tile a job; a block of strided rows, one of them turned round, one times a weight of each column."""
     sums, weight = torch.randn(48, 1300).to(device), torch.randn(133).to(device, BF16)
-    jobs = [CollectJob(sums[:17, :133], torch.empty(17, 133).to(device), weight=weight, one_plus=True),
-            CollectJob(sums[3:8, 97:1250], torch.empty(1153, 5).to(device), scale=0.25, transposed=True),
-            CollectJob(sums[47:, 1299:], torch.empty(1, 1).to(device), scale=-2.0)]  # fmt: skip
-    CollectTable(jobs).run()
+    jobs = [GatherJob(sums[:17, :133], torch.empty(17, 133).to(device), weight=weight, one_plus=True),
+            GatherJob(sums[3:8, 97:1250], torch.empty(1153, 5).to(device), scale=0.25, transposed=True),
+            GatherJob(sums[47:, 1299:], torch.empty(1, 1).to(device), scale=-2.0)]  # fmt: skip
+    GatherTable(jobs).run()
     for job in jobs:
         moved = None if job.weight is None else job.weight.cpu()
-        on_cpu = CollectJob(job.source.cpu(), job.target.cpu(), job.scale, job.transposed, moved, job.one_plus)
-        near("collected", job.target, collect_reference(on_cpu))
+        on_cpu = GatherJob(job.source.cpu(), job.target.cpu(), job.scale, job.transposed, moved, job.one_plus)
+        near("collected", job.target, multi_gather_reference(on_cpu))
 
 
 def check_copy_rows(device: str) -> None:
@@ -286,17 +286,18 @@ def check_gated_lora_thin(device: str) -> None:
     untouched("dgu sB", space, 2 * width + 64)
 
 
-def check_thin_sums(device: str) -> None:
+def check_lora_grad_gemm(device: str) -> None:
     """Two jobs that differ in everything, two that are alike, and one; the last rows, columns and ranks are partial."""
     many = 1100 if device == "cuda" else 37
     alike = (16, 40, False)
     cases: list[tuple[Any, ...]] = [(many, BF16, (48, 133, True), (16, 300, False)), (5, FP16, alike, alike)]
     for rows, dtype, *shapes in [*cases, (3, BF16, (33, 70, True))]:
-        jobs = [ThinJob(rows_of(S, D, 3, FP32, device), rows_of(rows, S, 5, dtype, device), rows_of(rows, D, 7, dtype, device),
-                        torch.rand(rows).to(device) if scaled else None) for S, D, scaled in shapes]  # fmt: skip
-        true = [job.total_SD.cpu() + thin_product_reference(ThinJob(*(None if x is None else x.cpu() for x in job)))
+        jobs = [LoraGradJob(rows_of(S, D, 3, FP32, device), rows_of(rows, S, 5, dtype, device),
+                            rows_of(rows, D, 7, dtype, device), torch.rand(rows).to(device) if scaled else None)
+                for S, D, scaled in shapes]  # fmt: skip
+        true = [job.total_SD.cpu() + lora_grad_gemm_reference(LoraGradJob(*(None if x is None else x.cpu() for x in job)))
                 for job in jobs]  # type: ignore[arg-type]
-        add_thin_products(jobs)
+        lora_grad_gemm(jobs)
         for job, expected in zip(jobs, true, strict=True):
             near(f"thin sums {rows} x {tuple(job.total_SD.shape)}", job.total_SD, expected, dtype)
             assert job.total_SD._base is None or job.total_SD._base[:, job.total_SD.shape[1] :].isnan().all()
@@ -320,11 +321,12 @@ def check_attention_short(device: str) -> None:
 
 OPS: dict[str, Callable[[str], None]] = {
     "rms_norm": check_rms_norm, "rope": check_rope, "gated_mlp": check_gated_mlp, "cross_entropy": check_cross_entropy,
-    "lora_refresh": check_lora_refresh, "lora_collect": check_lora_collect, "copy_rows": check_copy_rows, "adamw": check_adamw,
+    "multi_copy": check_multi_copy, "multi_gather": check_multi_gather, "copy_rows": check_copy_rows, "adamw": check_adamw,
     "adamw8bit": check_adamw8bit, "nf4": check_nf4, "gated_lora": check_gated_lora, "gated_lora_thin": check_gated_lora_thin,
     "attention_short": check_attention_short, "cross_entropy_powers": check_cross_entropy_powers,
     "fp8_cast": check_fp8_cast, "fp8_norm": check_fp8_norm, "fp8_gated": check_fp8_gated, "fp8_lora": check_fp8_lora,
-    "nf4_fp8": check_nf4_fp8, "nvfp4": check_nvfp4, "host_embedding": check_host_embedding, "thin_sums": check_thin_sums,
+    "nf4_fp8": check_nf4_fp8, "nvfp4": check_nvfp4, "host_embedding": check_host_embedding,
+    "lora_grad_gemm": check_lora_grad_gemm,
     "routing": check_routing, "load_balance": check_load_balance, "grouped_gemm": check_grouped_gemm,
     "moe_rows": check_moe_rows, "moe_gated": check_moe_gated, "mxfp4": check_mxfp4,
     "grouped_quantized": check_grouped_quantized, "grouped_fp8": check_grouped_fp8,

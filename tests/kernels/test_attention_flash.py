@@ -11,15 +11,15 @@ import torch
 
 from pronghorn.kernels.attention import attention_flash
 from pronghorn.kernels.attention.attention import gradients_in_place
-from pronghorn.kernels.attention.attention_flash import Flash4, backward_turns
+from pronghorn.kernels.attention.attention_flash import Flash4, backward_chunks
 from pronghorn.kernels.attention.attention_torch import Packed, PlainTorch
 
 
 def test_turns_begin_where_the_sums_are_large() -> None:
-    assert [backward_turns(tokens, 32, 8, 128) for tokens in (16384, 65536, 131072, 200_000, 524288)] == [1, 1, 2, 4, 8]
-    assert backward_turns(10**6, 32, 8, 128) == 8  # one key head a turn
-    assert backward_turns(10**6, 40, 10, 128) == 2  # 10 is no multiple of 4
-    assert backward_turns(10**6, 4, 1, 128) == 1
+    assert [backward_chunks(tokens, 32, 8, 128) for tokens in (16384, 65536, 131072, 200_000, 524288)] == [1, 1, 2, 4, 8]
+    assert backward_chunks(10**6, 32, 8, 128) == 8  # one key head a turn
+    assert backward_chunks(10**6, 40, 10, 128) == 2  # 10 is no multiple of 4
+    assert backward_chunks(10**6, 4, 1, 128) == 1
 
 
 @pytest.mark.parametrize("turns", [1, 2, 4])

@@ -16,7 +16,7 @@ from pronghorn.kernels.attention.attention import (
     attention_forward,
     attention_reference,
     pick_backend,
-    turns_back,
+    unrotates,
 )
 from pronghorn.kernels.attention.attention_short import Config, Tiles
 from pronghorn.kernels.attention.attention_torch import spans
@@ -102,9 +102,9 @@ def by_autograd(
 def ours(tensors: list[torch.Tensor], cu: torch.Tensor, options: dict[str, Any], **more: Any) -> list[torch.Tensor]:
     dout, q, k, v = tensors[:4]
     settings = options | {"sinks_N": tensors[4] if len(tensors) > 4 else None, "backend": "short"} | more
-    turned = settings.pop("turned", None)
+    rotated = settings.pop("rotated", None)
     out, lse = attention_forward(q, k, v, cu, max(LENGTHS), **settings)
-    grads = attention_backward(dout, q, k, v, out, lse, cu, max(LENGTHS), turned=turned, **settings)
+    grads = attention_backward(dout, q, k, v, out, lse, cu, max(LENGTHS), rotated=rotated, **settings)
     return [out, *(grad for grad in grads if grad is not None)]
 
 
@@ -224,24 +224,24 @@ def test_gradients_can_be_those_before_the_rotary_positions(
         dout, *qkv = [x.detach().to(kind).clone() for x in tensors]
         qkv = [x.requires_grad_() for x in qkv]
         row = torch.cat([x.flatten(1) for x in qkv], dim=1)
-        turned = qk_rope_reference(row, cos, sin, heads=2, kv_heads=1, head_width=2 * half)
-        return list(torch.autograd.grad(attention_reference(*turned, cu, **options), qkv, dout))
+        rotated = qk_rope_reference(row, cos, sin, heads=2, kv_heads=1, head_width=2 * half)
+        return list(torch.autograd.grad(attention_reference(*rotated, cu, **options), qkv, dout))
 
     dout, q, k, v = tensors
     row = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
     q, k, v = qk_rope_reference(row, cos, sin, heads=2, kv_heads=1, head_width=2 * half)
-    got = ours([dout, q, k, v], cu, options, turned=(cos, sin))[1:]
+    got = ours([dout, q, k, v], cu, options, rotated=(cos, sin))[1:]
     for what, mine, theirs, exact in zip(("dq", "dk", "dv"), got, through(dtype), through(torch.float64), strict=True):
         judge(mine, theirs, exact, what)
 
 
-def test_only_whole_heads_that_turn_by_halves_are_turned_back() -> None:
+def test_only_whole_heads_that_rotate_by_halves_are_rotated_back() -> None:
     cos = torch.zeros(3, 32)
-    assert turns_back("short", 64, cos, neighbours=False)
-    assert not turns_back("short", 64, cos, neighbours=True)
-    assert not turns_back("short", 96, cos, neighbours=False)  # a part of a head
-    assert not turns_back("short", 48, torch.zeros(3, 24), neighbours=False)  # no power of 2
-    assert not turns_back("flash4", 64, cos, neighbours=False)
+    assert unrotates("short", 64, cos, neighbours=False)
+    assert not unrotates("short", 64, cos, neighbours=True)
+    assert not unrotates("short", 96, cos, neighbours=False)  # a part of a head
+    assert not unrotates("short", 48, torch.zeros(3, 24), neighbours=False)  # no power of 2
+    assert not unrotates("flash4", 64, cos, neighbours=False)
 
 
 def test_documents_do_not_see_each_other(where: str) -> None:

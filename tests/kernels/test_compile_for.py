@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 
-from pronghorn.kernels.lora import gated_lora, thin_sums
+from pronghorn.kernels.lora import gated_lora, lora_grad_gemm
 from pronghorn.kernels.moe import grouped_gemm, grouped_quantized, moe_gather
 from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER, Chip
 
@@ -28,8 +28,8 @@ def test_what_is_wrong_with_a_build() -> None:
 
 
 def test_hopper_has_the_tiles_that_were_measured_there() -> None:
-    assert [thin_sums._tile(ranks).registers(ranks, HOPPER) for ranks in (16, 32, 64)] == [168, 168, 168]
-    assert [thin_sums._tile(ranks).programs(ranks, HOPPER) for ranks in (16, 32, 64)] == [3, 3, 3]
+    assert [lora_grad_gemm._tile(ranks).registers(ranks, HOPPER) for ranks in (16, 32, 64)] == [168, 168, 168]
+    assert [lora_grad_gemm._tile(ranks).programs(ranks, HOPPER) for ranks in (16, 32, 64)] == [3, 3, 3]
     assert [gated_lora._backward_tile(rank, 2, HOPPER).registers for rank in (16, 32, 64)] == [128, 168, 128]
     assert [gated_lora._forward_tile(rank, 2, HOPPER).registers for rank in (16, 32, 64)] == [128, 128, 128]
     bf16 = torch.bfloat16
@@ -46,5 +46,5 @@ def test_small_chips_have_small_tiles_and_all_registers(chip: Chip) -> None:
     for tile in (grouped_gemm._tile(10**5, 8, 4096, bf16, chip), grouped_gemm._tile(10**5, 8, 16, bf16, chip),
                  grouped_gemm._weight_tile(4096, 4096, bf16, chip), moe_gather._lora_tile(bf16, chip)):
         assert tile.stages * (tile.rows + tile.columns) * tile.inner * 2 <= 99 * 1024
-    assert [thin_sums._tile(ranks).registers(ranks, chip) for ranks in (16, 32, 64)] == [None, None, None]
+    assert [lora_grad_gemm._tile(ranks).registers(ranks, chip) for ranks in (16, 32, 64)] == [None, None, None]
     assert gated_lora._backward_tile(64, 2, chip).registers is None

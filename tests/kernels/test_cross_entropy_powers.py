@@ -12,7 +12,7 @@ from pronghorn.kernels.loss import linear_cross_entropy as head
 from pronghorn.kernels.loss.cross_entropy_powers import Powers
 from pronghorn.kernels.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 
-# Where there is a GPU its kernels are compiled, and tests/kernels/test_hopper_product.py has the product itself.
+# Where there is a GPU its kernels are compiled, and tests/kernels/test_hopper_gemm.py has the product itself.
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
 ROWS, WIDTH, VOCABULARY = 70, 24, 500  # 3 tiles of columns, the last of 116; 5 programs of rows, and chunks of 16 below
 
@@ -21,7 +21,7 @@ ROWS, WIDTH, VOCABULARY = 70, 24, 500  # 3 tiles of columns, the last of 116; 5 
 def product(monkeypatch: pytest.MonkeyPatch) -> Product:
     stand_in = Product()
     monkeypatch.setattr(cross_entropy_powers, "covered", lambda *_: True)
-    monkeypatch.setattr(cross_entropy_powers, "powers_product", stand_in)
+    monkeypatch.setattr(cross_entropy_powers, "powers_mm", stand_in)
     monkeypatch.setattr(head, "chunk_rows", lambda *_: 16)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     return stand_in

@@ -22,11 +22,11 @@ from pronghorn.kernels.gemm.cublaslt import (
     _strides,
     choose,
     favoured,
-    multiply,
     offered,
     taken,
+    try_mm,
 )
-from pronghorn.kernels.gemm.products import product_plus
+from pronghorn.kernels.gemm.mm import mm_add
 from tables import gpu_rows, table
 
 OTHER = Algorithm(31, 5, 7)
@@ -68,7 +68,7 @@ def test_an_offer_is_as_long_as_the_librarys() -> None:
 
 def test_a_cpu_is_left_to_torch() -> None:
     a, b, out = torch.randn(2048, 64), torch.randn(64, 4096), torch.zeros(2048, 4096)
-    assert not multiply(a, b, out)
+    assert not try_mm(a, b, out)
     assert not out.any()
     assert offered(a, b, out) == {}
 
@@ -155,7 +155,7 @@ def factors(rows: int, inner: int, columns: int, by_rows: bool) -> tuple[Tensor,
 ]))
 def test_layers_take_another_algorithm_with_torchs_bits(rows: int, inner: int, columns: int, by_rows: bool) -> None:
     a, b, out = factors(rows, inner, columns, by_rows)
-    assert multiply(a, b, out)
+    assert try_mm(a, b, out)
     assert taken(a, b, out) in (WIDE, NARROW)
     assert torch.equal(out, torch.mm(a, b))
 
@@ -180,14 +180,14 @@ def test_every_algorithm_gives_torchs_bits(rows: int, inner: int, columns: int, 
 def test_a_sum_is_rounded_once(rows: int) -> None:
     a, b, out = factors(rows, 8208, 2048, by_rows=True)
     h = torch.randn_like(out)
-    assert multiply(a, b, out, h, 0.5)
+    assert try_mm(a, b, out, h, 0.5)
     exact = h.double() + 0.5 * (a.double() @ b.double())
     results = (out, exact.bfloat16(), torch.addmm(h, a, b, alpha=0.5))
     errors = [(result.double() - exact).abs().mean().item() for result in results]
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)
     assert errors[2] > 1.2 * errors[1]  # else torch has changed, and products.py need not care any more
-    assert torch.equal(out[:128], product_plus(h[:128], a[:128], b, 0.5))
-    assert torch.equal(out, product_plus(h, a, b, 0.5, h[:]))
+    assert torch.equal(out[:128], mm_add(h[:128], a[:128], b, 0.5))
+    assert torch.equal(out, mm_add(h, a, b, 0.5, h[:]))
     assert torch.equal(out, h)
 
 
@@ -195,10 +195,10 @@ def test_a_sum_is_rounded_once(rows: int) -> None:
 @on_hopper
 def test_a_graph_repeats_it() -> None:
     a, b, out = factors(2048, 512, 4096, by_rows=True)
-    assert multiply(a, b, out)
+    assert try_mm(a, b, out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        assert multiply(a, b, out)
+        assert try_mm(a, b, out)
     a.copy_(torch.randn_like(a))
     graph.replay()
     assert torch.equal(out, torch.mm(a, b))
@@ -215,7 +215,7 @@ def test_what_is_not_covered_is_left_to_torch(why: str) -> None:
         a = torch.randn(2048 * 512 + 8, device="cuda").bfloat16()[8:].view(2048, 512)
     else:
         a = a.T.contiguous().T
-    assert not multiply(a, b, out)
+    assert not try_mm(a, b, out)
     assert not out.any()
 
 

@@ -15,7 +15,7 @@ from pronghorn.kernels.lora.fp8 import (
     fp8_linear_backward,
     fp8_linear_forward,
     fp8_linear_reference,
-    fp8_product,
+    fp8_mm,
 )
 from pronghorn.kernels.lora.fp8_lora import SplitJob, SplitTable, fp8_extend, split_reference, split_reference_job
 from pronghorn.kernels.lora.lora_linear import Adapter
@@ -68,16 +68,16 @@ def test_product(place: str, tokens: int, inputs: int, outputs: int, fast: bool)
     wide = torch.zeros(tokens, inputs + 48, device=place).to(E4M3)
     x8, x_scale = fp8_cast_rows(x, out=wide[:, :inputs])
     quantized, weight = fp8_dequantize(x8, x_scale), fp8_dequantize(q, scale)
-    assert_product(fp8_product(x8, x_scale, q, scale, fast_accumulation=fast), quantized, weight)
+    assert_product(fp8_mm(x8, x_scale, q, scale, fast_accumulation=fast), quantized, weight)
     bias = torch.randn(outputs, device=place).to(BF16)
-    assert_product(fp8_product(x8, x_scale, q, scale, bias_O=bias), quantized, weight, bias.double())
+    assert_product(fp8_mm(x8, x_scale, q, scale, bias_O=bias), quantized, weight, bias.double())
     out = torch.zeros(tokens, outputs + 16, dtype=BF16, device=place)
-    fp8_product(x8, x_scale, q, scale, out=out[:, :outputs])
+    fp8_mm(x8, x_scale, q, scale, out=out[:, :outputs])
     assert_product(out[:, :outputs], quantized, weight)
     assert (out[:, outputs:] == 0).all()
     dy = torch.randn(tokens, outputs, device=place).to(BF16)
     dy8, dy_scale = fp8_cast_rows(dy, scale)
-    dx = fp8_product(dy8, dy_scale, fp8_transpose(q), None, fast_accumulation=fast)
+    dx = fp8_mm(dy8, dy_scale, fp8_transpose(q), None, fast_accumulation=fast)
     assert_product(dx, fp8_dequantize(dy8, dy_scale), q.T)  # the same bytes of q serve both ways
 
 
@@ -189,7 +189,7 @@ def test_gradients_through_the_product(place: str, trained: float) -> None:
     _, scale = fp8_cast_rows(dy, group.scale_O, bound=group.bound_grad, out=dy8[:, : group.O])
     dyb = group.extend_grad(dy, dy8, scale)
     assert dyb is not None
-    buffer = torch.zeros(group.turned_bytes + 7, device=place).to(E4M3)
+    buffer = torch.zeros(group.transposed_bytes + 7, device=place).to(E4M3)
     dx = group.backward_input(dy8, scale, group.transposed(buffer))
     q = weight.double() / group.scale_O.double()[:, None]
     base = fp8_dequantize(dy8[:, : group.O], scale).double() @ q
@@ -343,7 +343,7 @@ def test_an_mlp_as_a_layer_runs_it(place: str) -> None:
     aa = down.extend(a, a8, scale)
     out = h + down.forward(a8, scale)
 
-    buffer = torch.empty(max(g.turned_bytes for g in groups), device=place, dtype=E4M3)  # all layers share one
+    buffer = torch.empty(max(g.transposed_bytes for g in groups), device=place, dtype=E4M3)  # all layers share one
     dy8 = torch.empty(T, down.grad_width, device=place, dtype=E4M3)
     scale = fp8_cast_rows(dh, down.scale_O, bound=down.bound_grad, out=dy8[:, :D])[1]
     dyb = down.extend_grad(dh, dy8, scale)

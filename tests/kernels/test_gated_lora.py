@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.gemm.products import add_product
+from pronghorn.kernels.gemm.mm import mm_accumulate_
 from pronghorn.kernels.lora import gated_lora
 from pronghorn.kernels.lora.gated_lora import (
     MOST_RANK,
@@ -86,11 +86,11 @@ class Case:
         F = a.shape[1]
         down, gate_up = self.sums_down.to(dtype, copy=True), self.sums_gate_up.to(dtype, copy=True)
         wide = dgu.dtype if dtype == torch.float32 else dtype
-        add_product(down, self.dyb.to(wide).contiguous().T, a.to(wide))
+        mm_accumulate_(down, self.dyb.to(wide).contiguous().T, a.to(wide))
         for ranks, columns in ((self.gate, slice(0, F)), (self.up, slice(F, 2 * F))):
             if ranks is not None:
                 xa, part = self.xa[:, ranks].to(wide).contiguous(), dgu[:, columns].to(wide).contiguous()
-                add_product(gate_up[ranks, columns], xa.T, part)
+                mm_accumulate_(gate_up[ranks, columns], xa.T, part)
         return down, gate_up
 
     def judge_sums(self, judge: Callable[..., None], kind: Kind, dgu: Tensor, down: Tensor | None, gate_up: Tensor) -> None:

@@ -179,9 +179,9 @@ def small_model(device: str) -> Callable[[], tuple[float, dict[str, Tensor]]]:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from pronghorn.data.batches import build_batch
-    from pronghorn.model.adapter_sums import AdapterSums
     from pronghorn.model.causal_lm import engine_of, install
     from pronghorn.model.lora import add_adapter
+    from pronghorn.model.lora_grad_buffer import LoraGradBuffer
     from pronghorn.recipe import Lora
     from samples import random_table
 
@@ -200,7 +200,7 @@ def small_model(device: str) -> Callable[[], tuple[float, dict[str, Tensor]]]:
         assert engine is not None
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        sums = AdapterSums(engine, torch.bfloat16)
+        sums = LoraGradBuffer(engine, torch.bfloat16)
         loss = engine.packed_loss(batch.ids_T, batch.positions_T, batch.cu_seqlens, batch.longest, loss_rows=batch.loss_rows,
                                   labels_T=batch.labels_T)[0]  # fmt: skip
         loss.backward()

@@ -11,9 +11,9 @@ from pronghorn.kernels.moe.grouped_fp8 import (
     fp8_cast_grad_rows,
     fp8_cast_grad_rows_reference,
     fp8_gather_rows,
-    fp8_grouped_product,
+    fp8_grouped_mm,
     fp8_grouped_supported,
-    fp8_turned_stack,
+    fp8_transposed_stack,
 )
 from pronghorn.kernels.moe.grouped_gemm import grouped_linear_backward_input, grouped_linear_reference
 from pronghorn.kernels.moe.grouped_lora import ExpertAdapter
@@ -72,13 +72,13 @@ def test_both_ways(device: str) -> None:
     q, scale = q.view(weight.shape), scale.view(E, outputs)
     dense = q.float() * scale[..., None]
     x, dy = torch.randn(T, D, device=device).bfloat16(), torch.randn(T * K, outputs, device=device).bfloat16()
-    y = fp8_grouped_product(*fp8_gather_rows(x, order, K), q, scale, offsets)
+    y = fp8_grouped_mm(*fp8_gather_rows(x, order, K), q, scale, offsets)
     true = grouped_linear_reference(x.float()[(order // K).long()], dense, offsets)
     assert y.dtype == torch.bfloat16
     assert float((y.float() - true).norm() / true.norm()) < 0.03
-    turned = fp8_turned_stack(q)
+    turned = fp8_transposed_stack(q)
     assert torch.equal(turned.float(), q.float().transpose(1, 2))
-    dx = fp8_grouped_product(*fp8_cast_grad_rows(dy, scale, ids, order, gather=False), turned, None, offsets)
+    dx = fp8_grouped_mm(*fp8_cast_grad_rows(dy, scale, ids, order, gather=False), turned, None, offsets)
     true = grouped_linear_reference(dy.float(), dense.transpose(1, 2), offsets)
     assert float((dx.float() - true).norm() / true.norm()) < 0.03
     if device == "cpu":
@@ -102,7 +102,7 @@ def test_an_experts_adapter_is_added_to_both_products(device: str) -> None:
     x8, dy8 = fp8_cast_rows(x), fp8_cast_grad_rows(dy, scale, ids, order, gather=False)
     xa = grouped_linear_reference(x, group.A_ERD, offsets)
     dyb = grouped_linear_backward_input(dy, group.sB_EOR, offsets)
-    buffer = torch.empty(group.turned_bytes + 256, dtype=E4M3, device=device)
+    buffer = torch.empty(group.transposed_bytes + 256, dtype=E4M3, device=device)
     A_ErD, B_EOr = adapter.by_expert()
     delta = torch.bmm(B_EOr, A_ErD) * adapter.scale
     true_y = grouped_linear_reference(x.float(), delta, offsets)

@@ -78,7 +78,7 @@ def test_where_the_product_writes_the_powers(dtype: torch.dtype, steep: float, m
     """Steep rows: their labels lie so low that the product is done once more, with another anchor."""
     stand_in = Product()
     monkeypatch.setattr(cross_entropy_powers, "covered", lambda *_: True)
-    monkeypatch.setattr(cross_entropy_powers, "powers_product", stand_in)
+    monkeypatch.setattr(cross_entropy_powers, "powers_mm", stand_in)
     monkeypatch.setattr(head, "chunk_rows", lambda *_: 16)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     hidden, weight, labels = sample(dtype, steep=steep)

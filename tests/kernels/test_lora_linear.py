@@ -17,7 +17,7 @@ from pronghorn.kernels.lora.lora_linear import (
     lora_linear,
     lora_linear_reference,
 )
-from pronghorn.kernels.lora.lora_refresh import CopyTable
+from pronghorn.kernels.lora.multi_copy import CopyTable
 from pronghorn.kernels.runtime.dispatch import use_triton
 from tables import covering, table
 
@@ -256,10 +256,10 @@ def test_gradients_added_to_sums(
     device: str, name: str, has_norm: bool, without: Part | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
     judge: Callable[..., None],
 ) -> None:  # fmt: skip
-    """By one launch of thin_sums.py where it covers them (not 128 ranks, not fp32), else by products: the same sums."""
+    """By one launch of lora_grad_gemm.py where it covers them (not 128 ranks, not fp32), else by products: the same sums."""
     weights, adapters = make(name, dtype, device)
     group = LoraGroup(weights, adapters)
-    shapes = group.sum_shapes
+    shapes = group.grad_shapes
     before = [torch.randn(*shape, device=device) for shape in shapes]
     dy_ext = torch.randn(70, group.grad_width, device=device).to(dtype)
     x_ext = torch.randn(70, group.input_width, device=device).to(dtype)
@@ -273,9 +273,9 @@ def test_gradients_added_to_sums(
         return [dA, dB]
 
     launches: list[int] = []
-    add = lora_linear_file.add_thin_products
+    add = lora_linear_file.lora_grad_gemm
     with monkeypatch.context() as patch:
-        patch.setattr(lora_linear_file, "add_thin_products", lambda jobs: (launches.append(len(jobs)), add(jobs)))
+        patch.setattr(lora_linear_file, "lora_grad_gemm", lambda jobs: (launches.append(len(jobs)), add(jobs)))
         got = run()
     in_one = use_triton(x_ext) and dtype == torch.float16 and shapes[0][0] <= 64
     assert launches == ([1 if without else 2] if in_one else [])

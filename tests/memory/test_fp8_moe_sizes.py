@@ -17,13 +17,13 @@ from pronghorn.memory.costs import MixtureModel, predicted_costs
 from pronghorn.memory.forecast import plan_report
 from pronghorn.memory.gpus import GPUS
 from pronghorn.memory.sizes import Job, kept_bytes, kept_parts, shape_of, static_parts, unpacked_bytes
-from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import install
-from pronghorn.model.few_bit_experts import STACKS, few_bit_experts_
 from pronghorn.model.fp8_linear import Fp8Linear, quantize_linears_fp8_
 from pronghorn.model.layers.fp8_linears import Fp8LinearGroup
 from pronghorn.model.layers.saved import Level
 from pronghorn.model.lora import add_adapter
+from pronghorn.model.lora_grad_buffer import LoraGradBuffer
+from pronghorn.model.quantized_experts import STACKS, few_bit_experts_
 from pronghorn.recipe import Lora, Recipe
 from tables import table
 
@@ -84,7 +84,7 @@ def test_weights_and_adapters_are_counted_as_they_are_stored_and_shared(family: 
             if isinstance(group, Fp8LinearGroup):
                 own = group.group
                 held += [own.M, own.scale_O, own.A_RD, own.sB_OR, own.factors_2R, own.bounds_2]
-                shared.append(group.workspace.turned._buffer)
+                shared.append(group.workspace.transposed._buffer)
         for stack in (layer.mlp.expert_gate_up, layer.mlp.expert_down):
             held += [stack.group.q_EOD, stack.group.scale_EO, stack.group.A_ERD, stack.group.sB_EOR]
     parts = static_parts(job)
@@ -93,7 +93,7 @@ def test_weights_and_adapters_are_counted_as_they_are_stored_and_shared(family: 
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.grad = torch.zeros_like(p)
-    sums = AdapterSums(engine, torch.float32)
+    sums = LoraGradBuffer(engine, torch.float32)
     assert parts["adapter sums"] == pytest.approx(sums.buffer.nbytes, abs=256 * 14 * 2)  # each is padded
     assert parts["adapters and optimizer"] == 4 * sum(p.nbytes for p in trained)
 

@@ -18,15 +18,15 @@ from pronghorn.kernels.quant.fp8_cast import fp8_supported
 from pronghorn.memory.sizes import Job, Recompute, kept_bytes, shape_of, unpacked_bytes
 from pronghorn.memory.working import evaluation_bytes, forward_bytes, working_bytes
 from pronghorn.model import experts
-from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.few_bit_experts import STACKS, Fp8Experts, few_bit_experts_
 from pronghorn.model.fp8_linear import quantize_linears_fp8_
 from pronghorn.model.layers import fp8_linears
 from pronghorn.model.layers.fp8_linears import Fp8LinearGroup
 from pronghorn.model.layers.saved import leave
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
+from pronghorn.model.lora_grad_buffer import LoraGradBuffer
+from pronghorn.model.quantized_experts import STACKS, Fp8Experts, few_bit_experts_
 from pronghorn.recipe import Lora
 from tables import covering, gpu_rows
 
@@ -44,13 +44,13 @@ FEW = 832
 def stand_in_for_thin_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of adapters' gradients, in bf16 and summed in fp32: elsewhere than on a GPU they copy what they read."""
 
-    def product(a: Any, b: Any, dtype: Any = None, out: Any = None) -> Any:
+    def mm(a: Any, b: Any, dtype: Any = None, out: Any = None) -> Any:
         return a.new_empty(len(a), b.shape[1], dtype=dtype or a.dtype) if out is None else out
 
     adapters = fp8_linears.Fp8Group.add_adapter_grads.__globals__
     for own in (adapters, fp8_linears.Fp8Group.extend.__globals__, vars(fp8_linears)):
-        monkeypatch.setitem(own, "product", product)
-    monkeypatch.setitem(adapters, "add_product", lambda total, a, b: None)
+        monkeypatch.setitem(own, "mm", mm)
+    monkeypatch.setitem(adapters, "mm_accumulate_", lambda total, a, b: None)
 
 
 def stand_in_for_fp8_experts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,9 +78,9 @@ def stand_in_for_fp8_experts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(in_16_bits, name,
                             lambda x, stack, *_, width=width: x.new_empty(len(x), stack.shape[width]))
     own = experts.Fp8ExpertGroup.forward.__globals__  # by the class, as in test_fp8_working.py
-    for name, stand_in in {"fp8_cast_rows": cast, "gather_rows": experts.gather_rows, "fp8_grouped_product": product,
+    for name, stand_in in {"fp8_cast_rows": cast, "gather_rows": experts.gather_rows, "fp8_grouped_mm": product,
                            "grouped_linear_forward": experts.grouped_linear_forward,
-                           "fp8_turned_stack": lambda q, out: out.unflatten(1, (len(q), -1)).permute(1, 0, 2)}.items():
+                           "fp8_transposed_stack": lambda q, out: out.unflatten(1, (len(q), -1)).permute(1, 0, 2)}.items():
         monkeypatch.setitem(own, name, stand_in)
     for module, names in {
         experts: {"fp8_cast_rows": cast, "fp8_cast_grad_rows": cast_grad},
@@ -106,7 +106,7 @@ def model_of(family: str, adapters: str, dtype: torch.dtype = torch.bfloat16) ->
 
 
 def there_all_the_time(model: Any, layer: Any) -> list[Any]:
-    found = [*model.parameters(), layer.qkv.workspace.turned.take(torch.device("meta"))]
+    found = [*model.parameters(), layer.qkv.workspace.transposed.take(torch.device("meta"))]
     for group in layer.groups:
         if isinstance(group, Fp8LinearGroup):
             own = group.group
@@ -139,7 +139,7 @@ def held_by_a_layer(family: str, adapters: str, monkeypatch: pytest.MonkeyPatch,
             if graphed:
                 for parameter in model.parameters():
                     parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-                known.append(AdapterSums(engine, torch.bfloat16).buffer)
+                known.append(LoraGradBuffer(engine, torch.bfloat16).buffer)
             for stand_in in (stand_in_for_kernels, stand_in_for_experts, stand_in_for_fp8, stand_in_for_fp8_experts,
                              stand_in_for_thin_products):
                 stand_in(patch)
@@ -210,7 +210,7 @@ def test_the_allocator_of_a_gpu_agrees(family: str, adapters: str, recompute: Re
     found: dict[str, int] = {}
     with torch.no_grad():
         for _ in range(2):  # kernels are compiled, and what layers and libraries share is made, in the first round
-            shared.room.buffer = None
+            shared.grad_buffer.buffer = None
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated() - h.nbytes

@@ -96,7 +96,7 @@ def test_weights_are_counted_as_they_are_stored_and_shared(family: str, kind: st
                 shared.append(projections.workspace.matrix(projections.names)._buffer)
             else:
                 held.append(group.M)
-            shared.append(projections.workspace.turned._buffer)
+            shared.append(projections.workspace.transposed._buffer)
     found = bytes_of(*held) - (0 if kind != "full" else 2 * 4 * 2 * 4)  # bounds of groups that have no adapter
     if kind == "qlora":  # scales of 4-bit weights, which the formula counts by the block, not to the byte
         linears = [m for m in modules if isinstance(m, NF4Linear)]

@@ -17,7 +17,6 @@ from pronghorn.bench.workloads import MODELS
 from pronghorn.memory.sizes import Job, Recompute, kept_bytes, shape_of, unpacked_bytes
 from pronghorn.memory.working import forward_bytes, working_bytes
 from pronghorn.model import causal_lm, fp8_linear
-from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.fp8_linear import quantize_linears_fp8_
 from pronghorn.model.layers import fp8_linears, mlp, residual
@@ -26,6 +25,7 @@ from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.saved import leave
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
+from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.recipe import Lora
 from tables import table
 
@@ -54,7 +54,7 @@ def stand_in_for_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # By the class: tests/kernels imports its modules afresh, so the one of that name may be another than the layers'.
     own = fp8_linears.Fp8Group.forward.__globals__
-    for name, stand_in in {"fp8_product": product, "fp8_extend": lambda *_: None,
+    for name, stand_in in {"fp8_mm": product, "fp8_extend": lambda *_: None,
                            "fp8_transpose": lambda q, out=None: out}.items():  # fmt: skip
         monkeypatch.setitem(own, name, stand_in)
     for module, names in {
@@ -92,7 +92,7 @@ def engine_of_size(config: Any) -> Any:
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         engine = engine_of(model)
         assert engine is not None
-        AdapterSums(engine, torch.float32)
+        LoraGradBuffer(engine, torch.float32)
     assert engine.layers[0].fp8
     return engine
 
@@ -116,12 +116,12 @@ def weights_of(layer: DecoderLayer) -> list[torch.Tensor]:
         assert isinstance(projections, Fp8LinearGroup)
         group = projections.group
         found += [group.M, group.A_RD, group.sB_OR, group.scale_O, group.factors_2R, group.bounds_2, *(group.sums or ())]
-    return [*found, layer.groups[0].workspace.turned.take(torch.device("meta"))]
+    return [*found, layer.groups[0].workspace.transposed.take(torch.device("meta"))]
 
 
 def most_held(layer: DecoderLayer, recompute: Recompute, pieces: int, job: Job, shared: Documents) -> tuple[int, int]:
     """Bytes in the layer's forward, and in its backward."""
-    layer.level, layer.pieces, there, D = recompute, pieces, weights_of(layer), job.shape.width
+    layer.level, layer.mlp_chunks, there, D = recompute, pieces, weights_of(layer), job.shape.width
     h = torch.empty(job.capacity, D, device="meta")
     with torch.no_grad(), Allocations() as counted:
         counted.know(h, *layer.parameters(), *there)
@@ -131,7 +131,7 @@ def most_held(layer: DecoderLayer, recompute: Recompute, pieces: int, job: Job, 
         del kept, out
         assert counted.alive + h.nbytes == kept_bytes(job, recompute)
         dh = torch.empty(job.capacity, D, device="meta")
-        shared.room.buffer = dh if pieces > 1 else None  # at once, the gradient that comes out has a place of its own
+        shared.grad_buffer.buffer = dh if pieces > 1 else None  # at once, the gradient that comes out has a place of its own
         counted.peak = counted.alive
         found = layer.restored(left, shared, None)
         del left

@@ -21,11 +21,11 @@ from pronghorn.memory.offload import bytes_needed
 from pronghorn.memory.plan import make_plan, smallest_budget
 from pronghorn.memory.sizes import RECOMPUTES, Job, kept_bytes, kept_parts, shape_of, static_parts, unpacked_bytes
 from pronghorn.memory.working import pieces_worth_trying, working_bytes
-from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.few_bit_experts import FewBitExperts, few_bit_experts_
 from pronghorn.model.layers.saved import Level, Saved, leave
 from pronghorn.model.lora import add_adapter
+from pronghorn.model.lora_grad_buffer import LoraGradBuffer
+from pronghorn.model.quantized_experts import QuantizedExperts, few_bit_experts_
 from pronghorn.recipe import Lora
 from tables import covering, table
 
@@ -129,7 +129,7 @@ def test_weights_and_adapters_are_counted_as_they_are_stored(family: str, adapte
     parts = static_parts(job)
     for p in trained:
         p.grad = torch.zeros_like(p)
-    sums = AdapterSums(engine, torch.float32)
+    sums = LoraGradBuffer(engine, torch.float32)
     assert parts["adapter sums"] == pytest.approx(sums.buffer.nbytes, abs=256 * 14 * 2)  # each is padded
     assert parts["weights"] == sum(storages(*(p for n, p in model.named_parameters()
                                               if not p.requires_grad and not n.endswith(few))).values())
@@ -148,7 +148,7 @@ def test_experts_in_4_bits_are_counted_as_they_are_stored(family: str, adapters:
     job, found = job_of(family, targets=TARGETS[adapters], method="qlora"), 0
     for stack in (engine.layers[0].mlp.expert_gate_up, engine.layers[0].mlp.expert_down):
         own = stack.module()
-        assert isinstance(own, FewBitExperts)
+        assert isinstance(own, QuantizedExperts)
         found += own.stacks[stack.parameter].nbytes + stack.group.A_ERD.nbytes + stack.group.sB_EOR.nbytes
     router = engine.layers[0].mlp.router.weight_ED.nbytes
     assert stored(job) == pytest.approx(found + router, rel=0.02)  # without NF4's tables

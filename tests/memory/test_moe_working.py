@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pronghorn.bench.workloads import MODELS
 from pronghorn.memory.sizes import Job, Recompute, kept_bytes, shape_of
 from pronghorn.memory.working import evaluation_bytes, forward_bytes, working_bytes
-from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.layers.saved import leave
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
+from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.recipe import Lora
 from tables import covering, gpu_rows
 
@@ -80,7 +80,7 @@ def test_a_layer_holds_what_the_formulas_say(family: str, adapters: str) -> None
         if graphed:
             for parameter in model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-            known.append(AdapterSums(engine, torch.float32).buffer)
+            known.append(LoraGradBuffer(engine, torch.float32).buffer)
         job = Job(shape_of(config_of(family)), TOKENS, element=4, graphed=graphed, **options)
         with pytest.MonkeyPatch.context() as patch:
             stand_in_for_kernels(patch)
@@ -99,11 +99,11 @@ def assert_held_as_told(job: Job, engine: Any, h: torch.Tensor, known: list[torc
             del kept, out
             assert counted.alive + h.nbytes == kept_bytes(job, recompute)
             assert forward == pytest.approx(kept_bytes(job, recompute) + forward_bytes(job, recompute), rel=0.005)
-            shared.room.buffer = torch.empty(TOKENS, D + layer.down.extra, device="meta")
+            shared.grad_buffer.buffer = torch.empty(TOKENS, D + layer.down.extra, device="meta")
             counted.peak = counted.alive
             found = layer.restored(left, shared, None)
             del left
-            layer.backward(shared.room.buffer[:, :D], found, shared)
+            layer.backward(shared.grad_buffer.buffer[:, :D], found, shared)
             held = counted.peak + h.nbytes
             del found
         told = kept_bytes(job, recompute) + working_bytes(job, recompute)
@@ -116,7 +116,7 @@ def test_an_evaluation_holds_a_layers_forward_or_the_head() -> None:
     assert evaluation_bytes(job, 4096) >= kept_bytes(half, "nothing") + forward_bytes(half, "nothing")
 
 
-def ready_on_a_gpu(model: Any) -> tuple[Any, AdapterSums, Documents]:
+def ready_on_a_gpu(model: Any) -> tuple[Any, LoraGradBuffer, Documents]:
     """Engine, sums of its adapters' gradients as a captured step has them, and documents of 256 tokens."""
     gc.collect()  # models of earlier tests, which would be counted as freed in the middle of this one
     engine = engine_of(model)
@@ -125,7 +125,7 @@ def ready_on_a_gpu(model: Any) -> tuple[Any, AdapterSums, Documents]:
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     bounds = torch.arange(0, TOKENS + 1, 256, dtype=torch.int32, device="cuda")
     shared = engine.documents(bounds, 256, torch.arange(TOKENS, device="cuda") % 256, 256)
-    return engine, AdapterSums(engine, torch.bfloat16), shared
+    return engine, LoraGradBuffer(engine, torch.bfloat16), shared
 
 
 @pytest.mark.gpu
@@ -148,7 +148,7 @@ def test_the_allocator_of_a_gpu_agrees(family: str, adapters: str, recompute: Re
 
     with torch.no_grad():
         for _ in range(2):  # kernels are compiled, and libraries take their workspaces, in the first round
-            shared.room.buffer = torch.empty(TOKENS, D + layer.down.extra, device="cuda", dtype=torch.bfloat16).normal_()
+            shared.grad_buffer.buffer = torch.empty(TOKENS, D + layer.down.extra, device="cuda", dtype=torch.bfloat16).normal_()
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated() - h.nbytes
@@ -159,8 +159,8 @@ def test_the_allocator_of_a_gpu_agrees(family: str, adapters: str, recompute: Re
             assert torch.cuda.memory_allocated() - before == pytest.approx(kept_bytes(job, recompute), rel=0.01)
             again = layer.restored(left, shared, None)
             del left
-            layer.backward(shared.room.buffer[:, :D], again, shared)
-            mark("backward", before - shared.room.buffer.nbytes)
+            layer.backward(shared.grad_buffer.buffer[:, :D], again, shared)
+            mark("backward", before - shared.grad_buffer.buffer.nbytes)
             del again
     sums.release()
     kept_size = kept_bytes(job, recompute)

@@ -56,7 +56,7 @@ def test_a_step_gets_back_what_it_left(layers: int, turn: bool) -> None:
             expected[layer] = clones(tensors)
             pool.leave(layer, tensors)
         if turn:
-            pool.turn()
+            pool.start_prefetch()
         for layer in reversed(range(layers)):
             assert same(pool.back(layer), expected[layer])
         pool.finish()
@@ -111,7 +111,7 @@ def test_the_last_to_leave_was_never_away() -> None:
     pool.leave(0, layer_tensors(0))
     last = layer_tensors(1)
     pool.leave(1, last)
-    pool.turn()
+    pool.start_prefetch()
     assert all(a is b for a, b in zip(pool.back(1), last, strict=True))
 
 
@@ -123,7 +123,7 @@ def test_two_buffers_serve_any_number_of_layers() -> None:
         tensors = layer_tensors(layer)
         expected[layer] = clones(tensors)
         pool.leave(layer, tensors)
-    pool.turn()
+    pool.start_prefetch()
     places = []
     for layer in reversed(range(6)):
         tensors = pool.back(layer)
@@ -171,7 +171,7 @@ def step(pool: OffloadPool | None, x: Tensor, weights: list[Tensor]) -> Tensor:
         x = y
         del y
     if pool is not None:
-        pool.turn()
+        pool.start_prefetch()
     gradient = torch.ones_like(x)
     del x
     for layer in reversed(range(len(weights))):
@@ -195,7 +195,7 @@ def test_pinned_memory_is_pinned_and_bytes_are_the_same() -> None:
         tensors = layer_tensors(layer, device)
         expected[layer] = clones(tensors)
         pool.leave(layer, tensors)
-    pool.turn()
+    pool.start_prefetch()
     for layer in reversed(range(4)):
         assert same(pool.back(layer), expected[layer])
     pool.finish()

@@ -25,10 +25,10 @@ from pronghorn.memory.costs import LayerCosts
 from pronghorn.memory.levels import KEEP, Problem, evaluate
 from pronghorn.memory.sizes import LIBRARY_BYTES, RECOMPUTES, Job, kept_bytes, kept_parts, shape_of, static_parts
 from pronghorn.memory.working import head_bytes, working_bytes
-from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.layers.saved import Saved
 from pronghorn.model.lora import add_adapter
+from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.recipe import Lora
 from tables import table
 
@@ -105,7 +105,7 @@ def test_weights_and_adapters_are_counted_as_they_are_stored(family: str) -> Non
     parts = static_parts(job)
     for p in trained:
         p.grad = torch.zeros_like(p)
-    sums = AdapterSums(engine, torch.float32)
+    sums = LoraGradBuffer(engine, torch.float32)
     assert parts["adapter sums"] == pytest.approx(sums.buffer.nbytes, abs=256 * 8 * 2)  # each is padded
     assert "adapter sums" not in static_parts(replace(job, graphed=False))
     assert parts["weights"] == sum(frozen.values())

@@ -12,18 +12,18 @@ from allocations import Allocations, stand_in_for_kernels
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pronghorn.bench.workloads import MODELS
-from pronghorn.kernels.attention.attention_flash import backward_turns
+from pronghorn.kernels.attention.attention_flash import backward_chunks
 from pronghorn.kernels.lora.gated_lora import THIN_CONFIGS
 from pronghorn.kernels.lora.gated_lora_thin import ThinSums
 from pronghorn.memory.sizes import FROM_ITS_INPUT, Job, Recompute, kept_bytes, shape_of
 from pronghorn.memory.working import _sums_of_attention, _thin_sums, forward_bytes, pieces_worth_trying, working_bytes
-from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.layers import attention
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.saved import leave
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
+from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.recipe import Lora
 from tables import gpu_rows, table
 
@@ -49,7 +49,7 @@ def eight_b() -> Any:
 def built() -> DecoderLayer:
     engine = engine_of(eight_b())
     assert engine is not None
-    AdapterSums(engine, torch.float32)
+    LoraGradBuffer(engine, torch.float32)
     return engine.layers[0]
 
 
@@ -68,7 +68,7 @@ def documents() -> Documents:
 @table(("recompute", "pieces"), CASES)
 def test_a_layer_holds_what_the_formulas_say(layer: DecoderLayer, recompute: Recompute, pieces: int) -> None:
     job = Job(shape_of(MODELS["llama-8b"]), TOKENS, element=4)
-    layer.level, layer.pieces = recompute, pieces
+    layer.level, layer.mlp_chunks = recompute, pieces
     shared, h = documents(), torch.empty(TOKENS, 4096, device="meta")
     with torch.no_grad(), Allocations() as counted:
         counted.know(h, *layer.parameters())
@@ -79,8 +79,8 @@ def test_a_layer_holds_what_the_formulas_say(layer: DecoderLayer, recompute: Rec
         assert counted.alive + h.nbytes == kept_bytes(job, recompute)
         assert forward == pytest.approx(kept_bytes(job, recompute) + forward_bytes(job, recompute, pieces), abs=SMALL_CHANGE)
 
-        shared.room.buffer = torch.empty(TOKENS, 4096 + layer.down.extra, device="meta")
-        dh = shared.room.buffer[:, :4096]
+        shared.grad_buffer.buffer = torch.empty(TOKENS, 4096 + layer.down.extra, device="meta")
+        dh = shared.grad_buffer.buffer[:, :4096]
         counted.peak = counted.alive
         found = layer.restored(left, shared, None)
         del left
@@ -102,7 +102,7 @@ def test_one_long_document_holds_what_the_formulas_say(layer: DecoderLayer, reco
     def attention_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *_: Any, grads: Any, **__: Any) -> Any:
         assert all(mine.data_ptr() == theirs.data_ptr() and mine.stride() == theirs.stride()
                    for mine, theirs in zip(grads, (q, k, v), strict=True))
-        turns = backward_turns(tokens, 32, 8, 128)
+        turns = backward_chunks(tokens, 32, 8, 128)
         assert turns == {131072: 2, 524288: 8}[tokens]
         sums = [q.new_empty(tokens + 128 * 32, x.shape[1] // turns, x.shape[2]) for x in (q, k, v)]
         del sums
@@ -110,12 +110,12 @@ def test_one_long_document_holds_what_the_formulas_say(layer: DecoderLayer, reco
 
     monkeypatch.setattr(attention, "attention_backward", attention_backward)
     monkeypatch.setattr(attention, "pick_backend", lambda *_, **__: "flash4")
-    layer.level, layer.pieces = recompute, pieces
+    layer.level, layer.mlp_chunks = recompute, pieces
     with torch.device("meta"):
         tables = {"every layer": (torch.empty(tokens, 64), torch.empty(tokens, 64))}
         spans = torch.empty(2, tokens, dtype=torch.int32)
         shared = Documents(torch.empty(32, dtype=torch.int32), tokens, tables, spans, tokens)
-        h, shared.room.buffer = torch.empty(tokens, 4096), torch.empty(tokens, 4096 + layer.down.extra)
+        h, shared.grad_buffer.buffer = torch.empty(tokens, 4096), torch.empty(tokens, 4096 + layer.down.extra)
     with torch.no_grad(), Allocations() as counted:
         counted.know(h, *layer.parameters())
         kept = layer.forward_at(recompute, h, shared)[1]
@@ -125,7 +125,7 @@ def test_one_long_document_holds_what_the_formulas_say(layer: DecoderLayer, reco
         counted.peak = counted.alive
         found = layer.restored(left, shared, None)
         del left
-        layer.backward(shared.room.buffer[:, :4096], found, shared)
+        layer.backward(shared.grad_buffer.buffer[:, :4096], found, shared)
     expected = kept_bytes(job, recompute) + working_bytes(job, recompute, pieces)
     assert counted.peak + h.nbytes == pytest.approx(expected, rel=0.003)
 
@@ -176,11 +176,11 @@ def test_the_allocator_of_a_gpu_agrees(recompute: Recompute, pieces: int) -> Non
     assert engine is not None
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    sums = AdapterSums(engine, torch.bfloat16)
+    sums = LoraGradBuffer(engine, torch.bfloat16)
     bounds = torch.arange(0, TOKENS + 1, 256, dtype=torch.int32, device="cuda")
     shared = engine.documents(bounds, 256, torch.arange(TOKENS, device="cuda") % 256, 256)
     layer, job = engine.layers[0], Job(shape_of(MODELS["llama-1b"]), TOKENS)
-    layer.level, layer.pieces = recompute, pieces
+    layer.level, layer.mlp_chunks = recompute, pieces
     h = torch.randn(TOKENS, 2048, device="cuda", dtype=torch.bfloat16)
     found: dict[str, int] = {}
 
@@ -190,7 +190,8 @@ def test_the_allocator_of_a_gpu_agrees(recompute: Recompute, pieces: int) -> Non
 
     with torch.no_grad():
         for _ in range(2):  # kernels are compiled, and libraries take their workspaces, in the first round
-            shared.room.buffer = torch.empty(TOKENS, 2048 + layer.down.extra, device="cuda", dtype=torch.bfloat16).normal_()
+            shared.grad_buffer.buffer = torch.empty(
+                TOKENS, 2048 + layer.down.extra, device="cuda", dtype=torch.bfloat16).normal_()
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated() - h.nbytes
@@ -201,8 +202,8 @@ def test_the_allocator_of_a_gpu_agrees(recompute: Recompute, pieces: int) -> Non
             assert torch.cuda.memory_allocated() - before == pytest.approx(kept_bytes(job, recompute), rel=0.01)
             again = layer.restored(left, shared, None)
             del left
-            layer.backward(shared.room.buffer[:, :2048], again, shared)
-            mark("backward", before - shared.room.buffer.nbytes)
+            layer.backward(shared.grad_buffer.buffer[:, :2048], again, shared)
+            mark("backward", before - shared.grad_buffer.buffer.nbytes)
             del again
     sums.release()
     kept_size = kept_bytes(job, recompute)

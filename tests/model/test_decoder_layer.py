@@ -212,28 +212,28 @@ def test_loss_and_every_gradient_equal_transformers(family: str, method: str) ->
 
 
 class Inside:
-    """hopper_product.py's products, which need a Hopper GPU, in torch; and how often each was asked for."""
+    """hopper_gemm.py's products, which need a Hopper GPU, in torch; and how often each was asked for."""
 
     def __init__(self) -> None:
-        self.gated = self.turned = 0
+        self.gated = self.rotated = 0
 
-    def gated_product(self, x: torch.Tensor, weight: torch.Tensor, kind: Any, *, gu_out: torch.Tensor, a_out: torch.Tensor,
-                      behind_TR: torch.Tensor | None = None) -> bool:
+    def gated_mm(self, x: torch.Tensor, weight: torch.Tensor, kind: Any, *, gu_out: torch.Tensor, a_out: torch.Tensor,
+                      lora_TR: torch.Tensor | None = None) -> bool:
         self.gated += 1
-        gu_out.copy_(self._product(x, weight, behind_TR))
+        gu_out.copy_(self._mm(x, weight, lora_TR))
         a_out.copy_(gated_activation_reference(gu_out, kind))
         return True
 
-    def turned_product(self, x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, turning: int,
-                       head_width: int, out: torch.Tensor, behind_TR: torch.Tensor | None = None) -> bool:
+    def rope_mm(self, x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, rope_heads: int,
+                       head_width: int, out: torch.Tensor, lora_TR: torch.Tensor | None = None) -> bool:
         if cos.shape[1] * 2 != head_width:
             return False
-        self.turned += 1
-        heads = self._product(x, weight, behind_TR).unflatten(1, (-1, head_width))
-        out.copy_(torch.cat([_rotate(heads[:, :turning], cos, sin, False), heads[:, turning:]], dim=1).flatten(1))
+        self.rotated += 1
+        heads = self._mm(x, weight, lora_TR).unflatten(1, (-1, head_width))
+        out.copy_(torch.cat([_rotate(heads[:, :rope_heads], cos, sin, False), heads[:, rope_heads:]], dim=1).flatten(1))
         return True
 
-    def _product(self, x: torch.Tensor, weight: torch.Tensor, behind: torch.Tensor | None) -> torch.Tensor:
+    def _mm(self, x: torch.Tensor, weight: torch.Tensor, behind: torch.Tensor | None) -> torch.Tensor:
         whole = x if behind is None else torch.cat([x, behind], dim=1)
         return whole @ weight[:, : whole.shape[1]].T
 
@@ -245,11 +245,11 @@ def test_the_same_where_rope_and_the_activation_are_inside_the_products(
 ) -> None:
     inside = Inside()
     monkeypatch.setattr(linears, "covered", lambda *_: True)
-    for name in ("gated_product", "turned_product"):
+    for name in ("gated_mm", "rope_mm"):
         monkeypatch.setattr(linears, name, getattr(inside, name))
     assert_all_equal(model_of(family, "lora", torch.float64), [packed_batch(), single_batch()])
     assert inside.gated == 2 * SMALL["num_hidden_layers"]
-    assert inside.turned == (inside.gated if turns else 0)
+    assert inside.rotated == (inside.gated if turns else 0)
 
 
 @pytest.mark.parametrize(("family", "method", "trained_every"), [("llama", "lora", 100), ("llama", "full", 7),

@@ -31,11 +31,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Mixtral
 from pronghorn.data.batches import IGNORED, PackedBatch
 from pronghorn.errors import RecipeError
 from pronghorn.memory.offload import OffloadPool
-from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import base_of, engine_of, install
 from pronghorn.model.export import save_model
 from pronghorn.model.layers.saved import Level
 from pronghorn.model.lora import add_adapter
+from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.recipe import Lora
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
@@ -246,7 +246,7 @@ def test_gradients_added_up_over_micro_batches_are_autograds(family: str) -> Non
     model.zero_grad(set_to_none=False)
     engine = engine_of(model)
     assert engine is not None
-    sums = AdapterSums(engine, torch.float64)
+    sums = LoraGradBuffer(engine, torch.float64)
     for batch in batches:
         fast_loss(model, batch).backward()
     sums.collect()

@@ -1,4 +1,4 @@
-"""The norm before the head: the same gradients as plain torch's, in rows with room for the last layer's columns."""
+"""The norm before the head: the same gradients as plain torch's, in rows with grad_buffer for the last layer's columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from pronghorn.kernels.norm.rms_norm import rms_norm_reference
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.final_norm import final_norm
-from pronghorn.model.layers.types import GradientRoom, Norm
+from pronghorn.model.layers.types import GradBuffer, Norm
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 
@@ -20,16 +20,16 @@ def test_gradients_are_plain_torch_s_with_room_behind(trains: bool) -> None:
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(12, dtype=torch.float64), requires_grad=trains)
     h, dy = torch.randn(5, 12, dtype=torch.float64, requires_grad=True), torch.randn(5, 12, dtype=torch.float64)
-    room = GradientRoom()
+    grad_buffer = GradBuffer()
     norm = Norm(SimpleNamespace(weight=weight, variance_epsilon=1e-6), one_plus=False)
     wanted = [h, weight] if trains else [h]
-    y = final_norm(h, norm, room, 16)
+    y = final_norm(h, norm, grad_buffer, 16)
     found = torch.autograd.grad(y, wanted, dy)
     truth = rms_norm_reference(h, weight, 1e-6)[0]
     torch.testing.assert_close(y, truth)
     for one, other in zip(found, torch.autograd.grad(truth, wanted, dy), strict=True):
         torch.testing.assert_close(one, other)
-    assert room.behind(found[0], 16) is not None
+    assert grad_buffer.with_columns(found[0], 16) is not None
 
 
 @pytest.mark.parametrize("pieces", [1, 3])
@@ -45,16 +45,16 @@ def test_the_last_layer_copies_nothing(pieces: int, some_rows: bool, monkeypatch
     engine = engine_of(model)
     assert engine is not None
     for layer in engine.layers:
-        layer.level, layer.pieces = "layer", pieces
+        layer.level, layer.mlp_chunks = "layer", pieces
     found: list[bool] = []
-    behind = GradientRoom.behind
+    with_columns = GradBuffer.with_columns
 
-    def watched(self: GradientRoom, dh: torch.Tensor, extra: int) -> torch.Tensor | None:
-        room = behind(self, dh, extra)
-        found.append(room is not None)
-        return room
+    def watched(self: GradBuffer, dh: torch.Tensor, extra: int) -> torch.Tensor | None:
+        grad_buffer = with_columns(self, dh, extra)
+        found.append(grad_buffer is not None)
+        return grad_buffer
 
-    monkeypatch.setattr(GradientRoom, "behind", watched)
+    monkeypatch.setattr(GradBuffer, "with_columns", watched)
     ids = torch.arange(9) % 64
     rows = torch.tensor([1, 4, 7]) if some_rows else None
     labels = torch.full((9,), -100)

@@ -33,11 +33,11 @@ from pronghorn.data.batches import PackedBatch, build_batch
 from pronghorn.errors import EnvironmentFault
 from pronghorn.memory.offload import OffloadPool
 from pronghorn.model import fp8_linear
-from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
 from pronghorn.model.fp8_linear import dequantize_fp8_, quantize_linears_fp8_
 from pronghorn.model.layers import fp8_linears
 from pronghorn.model.lora import add_adapter
+from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.model.quantized import dequantize_model_, quantize_model_
 from pronghorn.recipe import Lora
 from samples import random_table
@@ -163,7 +163,7 @@ def test_without_the_rounding_nothing_differs(family: str, monkeypatch: pytest.M
     functions = [
         *(functions_of[name] for name in ("fp8_cast_rows", "nf4_to_fp8", "rms_norm_fp8_forward",
                                           "gated_activation_fp8_forward")),
-        group["fp8_product"], group["fp8_extend"], functions_of["SharedBytes"].take,
+        group["fp8_mm"], group["fp8_extend"], functions_of["SharedBytes"].take,
     ]
     for function in functions:
         monkeypatch.setitem(function.__globals__, "E4M3", torch.float32)
@@ -238,7 +238,7 @@ def test_every_level_gives_the_same_bits(family: str) -> None:
 
 def set_layers(model: Any, levels: list[str], pieces: int, place: OffloadPool | None = None) -> None:
     for layer, level in zip(engine(model).layers, levels, strict=True):
-        layer.level, layer.pieces, layer.offload = level, pieces, place  # type: ignore[assignment]
+        layer.level, layer.mlp_chunks, layer.offload = level, pieces, place  # type: ignore[assignment]
 
 
 def assert_close(one: Result, other: Result) -> None:
@@ -272,7 +272,7 @@ def test_pieces_add_to_the_adapters_sums() -> None:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for p in trained.values():
         p.grad = torch.zeros_like(p)
-    sums, found = AdapterSums(engine(model), torch.float32), []
+    sums, found = LoraGradBuffer(engine(model), torch.float32), []
     for pieces in (1, 3):
         set_layers(model, ["layer", "gate_up", "layer"], pieces)
         sums.buffer.zero_()
@@ -292,17 +292,17 @@ def test_pieces_hold_a_part_of_gate_and_up_and_write_the_gradient_where_it_was()
     engine(model).prepare(torch.float32)
     seen: list[int] = []
     assert layer.fp8
-    real = layer.gate_up.product
+    real = layer.gate_up.mm
 
-    def product(x: Any) -> Any:
+    def mm(x: Any) -> Any:
         seen.append(len(x.values))
         return real(x)
 
-    layer.gate_up.product = product  # type: ignore[method-assign]
+    layer.gate_up.mm = mm  # type: ignore[method-assign]
     with torch.no_grad():
         h = engine(model).embed(batch.ids_T)
-        documents.room.buffer = torch.randn_like(h)
-        dh, buffer = documents.room.buffer.clone(), documents.room.buffer
+        documents.grad_buffer.buffer = torch.randn_like(h)
+        dh, buffer = documents.grad_buffer.buffer.clone(), documents.grad_buffer.buffer
         kept = layer.forward_at("layer", h, documents)[1]
         assert kept.only_input()
         ours, _ = layer.backward(buffer, layer.restored(kept, documents, None), documents)
@@ -323,19 +323,19 @@ def test_a_step_in_fp8_is_not_gone_through_without_kernels() -> None:
 
 
 def test_who_can_do_the_mlp_in_pieces() -> None:
-    assert engine(model_of("llama")).has_pieces
-    assert engine(model_of("llama", stored="nf4")).has_pieces
+    assert engine(model_of("llama")).can_chunk_mlp
+    assert engine(model_of("llama", stored="nf4")).can_chunk_mlp
     trained = AutoModelForCausalLM.from_config(FAMILIES["llama"])
     assert install(trained, fp8=True) == ""
     assert all(layer.fp8 for layer in engine(trained).layers)
-    assert not engine(trained).has_pieces
+    assert not engine(trained).can_chunk_mlp
 
 
 def test_a_kept_turned_weight_gives_the_same_bits_and_follows_the_adapters() -> None:
     model, other, batch = model_of("llama"), model_of("llama"), batch_of()
     for layer in engine(model).layers:
         assert layer.fp8
-        layer.keep_turned(True)
+        layer.keep_transposed(True)
     for _ in range(2):
         assert_same(gradients(model, fast_loss(model, batch)), gradients(other, fast_loss(other, batch)))
         for either in (model, other):
@@ -363,7 +363,7 @@ def test_sums_over_micro_batches(family: str) -> None:
     expected = {name: p.grad.clone() for name, p in trained.items()}
     for p in trained.values():
         p.grad.fill_(7)
-    sums = AdapterSums(engine(model), torch.float32)
+    sums = LoraGradBuffer(engine(model), torch.float32)
     for batch in batches:
         fast_loss(model, batch).backward()
     assert all(bool((p.grad == 7).all()) for p in trained.values())
@@ -458,7 +458,7 @@ def test_a_captured_step_follows_adapters_and_batches(stored: str, monkeypatch: 
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for p in trained.values():
         p.grad = torch.zeros_like(p)
-    sums = AdapterSums(engine(model), torch.bfloat16)
+    sums = LoraGradBuffer(engine(model), torch.bfloat16)
 
     def step() -> torch.Tensor:
         sums.buffer.zero_()

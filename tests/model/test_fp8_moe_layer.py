@@ -16,8 +16,8 @@ import pytest
 import torch
 from test_decoder_layer import apart, fast_loss, gradients, packed_batch, single_batch
 from test_experts import own_loss
-from test_few_bit_experts import CONFIGS, SIZES, TARGETS, few_bit_model
 from test_fp8_layer import cosine
+from test_quantized_experts import CONFIGS, SIZES, TARGETS, quantized_model
 from transformers import Qwen3MoeConfig
 
 from pronghorn.errors import EnvironmentFault
@@ -29,19 +29,19 @@ from pronghorn.kernels.moe.grouped_fp8 import Fp8ExpertGroup, fp8_grouped_suppor
 from pronghorn.kernels.moe.grouped_quantized import QuantizedExpertGroup, QuantizedStack
 from pronghorn.kernels.quant import fp8_cast, fp8_norm
 from pronghorn.memory.offload import OffloadPool
-from pronghorn.model import experts, few_bit_experts, fp8_linear
-from pronghorn.model.adapter_sums import AdapterSums
+from pronghorn.model import experts, fp8_linear, quantized_experts
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.few_bit_experts import FewBitExperts, dequantize_experts_
 from pronghorn.model.fp8_linear import dequantize_fp8_, quantize_linears_fp8_
 from pronghorn.model.layers import fp8_linears
+from pronghorn.model.lora_grad_buffer import LoraGradBuffer
+from pronghorn.model.quantized_experts import QuantizedExperts, dequantize_experts_
 from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora
 from tables import gpu_rows
 
 
 def model_of(family: str, targets: str, *, fast: bool = True, dtype: torch.dtype = torch.float32) -> Any:
-    model = few_bit_model(family, 8, targets, before=quantize_linears_fp8_, dtype=dtype)
+    model = quantized_model(family, 8, targets, before=quantize_linears_fp8_, dtype=dtype)
     assert not fast or install(model, fp8=True) == ""
     return model
 
@@ -68,7 +68,7 @@ def result_of(model: Any, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_without_the_rounding_nothing_differs(family: str, targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """float32 in the place of e4m3 everywhere: of weights, rows and gradients. Measured: 5e-6 at most."""
-    modules = (few_bit_experts, fp8, fp8_cast, fp8_gated, fp8_linear, fp8_lora, fp8_norm, fp8_linears, grouped_fp8)
+    modules = (quantized_experts, fp8, fp8_cast, fp8_gated, fp8_linear, fp8_lora, fp8_norm, fp8_linears, grouped_fp8)
     for module in modules:
         if hasattr(module, "E4M3"):
             monkeypatch.setattr(module, "E4M3", torch.float32)
@@ -88,7 +88,7 @@ def test_without_the_rounding_nothing_differs(family: str, targets: str, monkeyp
             assert apart(ours[1][name], truth[name]) < 1e-5, name
 
 
-class RoundedExperts(FewBitExperts):
+class RoundedExperts(QuantizedExperts):
     """The modules' own products in FP8, one expert after the other under autograd: they share no code with the layer but the
     casts."""
 
@@ -102,7 +102,7 @@ class RoundedExperts(FewBitExperts):
 def rounded(family: str, targets: str) -> Any:
     model = model_of(family, targets, fast=False)
     for module in model.modules():
-        if isinstance(module, FewBitExperts):
+        if isinstance(module, QuantizedExperts):
             module.__class__ = RoundedExperts
     return model
 
@@ -161,7 +161,7 @@ def test_sums_over_micro_batches(family: str) -> None:
         p.grad.fill_(7)  # type: ignore[union-attr]
     engine = engine_of(model)
     assert engine is not None
-    sums = AdapterSums(engine, torch.float32)
+    sums = LoraGradBuffer(engine, torch.float32)
     for batch in batches:
         fast_loss(model, batch).backward()
     sums.collect()
@@ -187,7 +187,7 @@ def test_nothing_dequantizes_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QuantizedStack, "dequantized_reference", refuse)
     result_of(model, batch)
     for module in model.modules():
-        if isinstance(module, FewBitExperts):
+        if isinstance(module, QuantizedExperts):
             assert all(stack.values.itemsize == 1 and stack.scales.shape == stack.shape[:2] for stack in module.stacks.values())
 
 
@@ -210,7 +210,7 @@ def test_what_one_node_does_not_cover_runs_on_the_modules() -> None:
     batch, found = packed_batch(), []
     for make in (model_of, dequantized):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("test_few_bit_experts.Lora", lambda **options: Lora(**{**options, "dora": True}))
+            patch.setattr("test_quantized_experts.Lora", lambda **options: Lora(**{**options, "dora": True}))
             model = make("qwen2_moe", "attention")
         install(model)
         found.append(gradients(model, fast_loss(model, batch)))

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Olmo2Config, Phi3Config, Qwen2Config, Qwen3Config
 
 from pronghorn.data.batches import PackedBatch, build_batch
-from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import base_of, engine_of, install
 from pronghorn.model.layers.linears import NF4LoraGroup
 from pronghorn.model.lora import add_adapter
+from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.model.quantized import NF4Linear, dequantize_model_, quantize_model_
 from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora
@@ -337,7 +337,7 @@ def test_gradients_added_up_over_a_step(lora: str) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    sums = AdapterSums(engine, torch.float32)
+    sums = LoraGradBuffer(engine, torch.float32)
     for seed in range(2):
         loss_of(model, batch_of(seed)).backward()
         loss_of(twin, batch_of(seed)).backward()

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator, cpu_offload
 from accelerate.state import AcceleratorState
 from test_changes import IDS, _said, assert_same_look, assert_same_step, pair, runs, step  # noqa: F401
-from test_few_bit_experts import GPT_OSS
+from test_quantized_experts import GPT_OSS
 from transformers import AutoModelForCausalLM
 
 from pronghorn import FastLanguageModel
@@ -142,7 +142,7 @@ def test_experts_in_4_bits_merge_before_a_first_forward(small_gpt_oss: Path, tmp
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained_merged(tmp_path)
-    experts = next(module for module in base_of(model).modules() if type(module).__name__ == "FewBitExperts")
+    experts = next(module for module in base_of(model).modules() if type(module).__name__ == "QuantizedExperts")
     assert not any(experts.gate_up_proj.stride()), "nothing is stored beside the 4 bits"
     with pytest.raises(ModelError, match="save_pretrained_merged"):
         model.merge_and_unload()

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pronghorn import FastLanguageModel
-from pronghorn.model.few_bit_experts import FewBitExperts
 from pronghorn.model.load import load_model
+from pronghorn.model.quantized_experts import QuantizedExperts
 from pronghorn.model.wide_parts import cast, stays_wide
 from samples import make_tokenizer
 from tables import table
@@ -51,7 +51,7 @@ def biases(model: Any) -> dict[str, torch.Tensor]:
 def test_every_family_loads_in_few_bits_under_its_own_names(family: str, storage: str, tmp_path: Path) -> None:
     folder, truth = saved(family, tmp_path)
     model = load_model(str(folder), torch.bfloat16, torch.device("cpu"), **{storage: True})
-    assert any(isinstance(module, FewBitExperts) for module in model.modules())
+    assert any(isinstance(module, QuantizedExperts) for module in model.modules())
     found = biases(model)
     assert found.keys() == truth.keys()
     for name, value in truth.items():

@@ -9,7 +9,7 @@ from rich.console import Console
 from synthetic_run import RECIPE, synthetic_events
 
 from pronghorn.report import summary as module
-from pronghorn.report.figures import figures
+from pronghorn.report.run_stats import run_stats
 from pronghorn.report.summary import advise, render, summary
 from tables import table
 
@@ -20,7 +20,7 @@ def _a_machine_with_many_cores(monkeypatch):
 
 
 def run_with(stages=None, **changes):
-    run = figures(synthetic_events(20))
+    run = run_stats(synthetic_events(20))
     settings = {"step": 800, "stages": stages or {"step": 95.0, "load": 5.0}, "recipe": RECIPE} | changes
     return dataclasses.replace(run, **settings)
 

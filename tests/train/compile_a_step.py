@@ -107,7 +107,7 @@ def compile_once() -> None:
         kernel = id(source.fn)
         with locks[kernel]:
             if kernel not in made:
-                heavy = source.fn.module.rsplit(".", 1)[-1] in ("attention_short", "gated_lora", "thin_sums")
+                heavy = source.fn.module.rsplit(".", 1)[-1] in ("attention_short", "gated_lora", "lora_grad_gemm")
                 made[kernel] = SimpleNamespace() if heavy else own(source, *args, **options)
         return made[kernel]
 

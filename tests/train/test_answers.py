@@ -19,8 +19,8 @@ from pronghorn.errors import CommandError, Interrupted, RecipeError
 from pronghorn.evaluation.questions import held_out_questions
 from pronghorn.model.generate import generate_answers
 from pronghorn.recipe import Recipe
-from pronghorn.report.figures import figures
 from pronghorn.report.run_log import history, read_log
+from pronghorn.report.run_stats import run_stats
 from pronghorn.train.checkpoint import verify_checkpoint
 from pronghorn.train.loop import train
 from pronghorn.train.setup import prepare_data
@@ -93,7 +93,7 @@ def test_answers_stand_beside_the_base_models(recipe_for: Callable[..., Recipe],
     assert last["metrics"]["rouge_l"] == pytest.approx(sum(line["scores"]["rouge_l"] for line in lines) / 8)
     assert [shown["base"] for shown in last["generations"]] == base[:1]
     assert last["cut"] <= 8
-    measured = figures(read_log(run)).metrics["rouge_l"]
+    measured = run_stats(read_log(run)).metrics["rouge_l"]
     assert (measured.base, measured.first, measured.last) == (of_base["metrics"]["rouge_l"], first["metrics"]["rouge_l"],
                                                              last["metrics"]["rouge_l"])
 
@@ -117,7 +117,7 @@ def test_the_best_checkpoint_is_the_best_by_the_metric(
     assert len(set(values)) > 2
     assert result.best_step == 1 + values.index(max(values))
     assert [event["step"] for event in events_of(result.folder, "eval") if event["best"]][-1] == result.best_step
-    assert figures(read_log(result.folder)).decides == "noise"
+    assert run_stats(read_log(result.folder)).decides == "noise"
     assert events_of(result.folder, "end")[-1]["best"] == {"step": result.best_step, "noise": max(values)}
 
 

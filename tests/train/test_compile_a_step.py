@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
 LORA = {"adamw", "attention_short", "cross_entropy_rows", "gated_lora", "gated_lora_thin", "linear_cross_entropy",
-        "lora_collect", "lora_refresh", "rms_norm", "rope", "thin_sums"}  # fmt: skip
+        "multi_gather", "multi_copy", "rms_norm", "rope", "lora_grad_gemm"}  # fmt: skip
 
 
 def test_a_few_tokens_need_the_kernels_of_a_whole_batch(tmp_path: Path) -> None:

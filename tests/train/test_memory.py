@@ -18,7 +18,7 @@ from pronghorn.memory.costs import LayerCosts, predicted_costs
 from pronghorn.memory.forecast import problem_of
 from pronghorn.memory.gpus import GPUS
 from pronghorn.memory.levels import KEEP
-from pronghorn.memory.longest import with_one_document
+from pronghorn.memory.max_context import with_one_document
 from pronghorn.memory.plan import smallest_budget
 from pronghorn.model.capture import raise_if_out_of_memory
 from pronghorn.model.causal_lm import engine_of
@@ -193,7 +193,7 @@ def test_offloaded_layers_train_the_same_numbers(deep_recipe: RecipeFor, tmp_pat
 
     def watched(*args: Any, **options: Any) -> Any:
         pool, made = pools[-1], real(*args, **options)
-        turn = pool.turn
+        turn = pool.start_prefetch
         monkeypatch.setattr(pool, "turn", lambda: (turns.append(len(pool._away)), turn()))
         return made
 
@@ -251,7 +251,7 @@ def test_the_smallest_budget_does_the_mlp_in_pieces_and_reads_embeddings_from_th
     assert session.memory is not None
     plan = session.memory.plan
     assert plan.pieces > 1
-    assert {layer.pieces for layer in engine.layers} == {plan.pieces}
+    assert {layer.mlp_chunks for layer in engine.layers} == {plan.pieces}
     assert engine.host_embeddings
     assert engine.head_terms["chunk_share"] == max(1, plan.pieces // 4)
     assert any("chunks" in line for line in session.memory.text())

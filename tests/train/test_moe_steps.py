@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen
 
 from pronghorn.data.batches import build_batch
 from pronghorn.model.causal_lm import base_of, engine_of, install
-from pronghorn.model.few_bit_experts import Bits, few_bit_experts_
 from pronghorn.model.fp8_linear import quantize_linears_fp8_
 from pronghorn.model.lora import add_adapter
+from pronghorn.model.quantized_experts import Bits, few_bit_experts_
 from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora
 from pronghorn.train.objectives import loss_sum

@@ -4,7 +4,7 @@
 
 One step in bf16 (float32 without a GPU): for every linear of every layer the product forward and the one for the input's
 gradient (not for layer 0's q, k and v, below which nothing is trained), and both of the head, for every token; q, k, v as one
-product, gate and up as one, by the algorithms that the layers take (kernels/gemm/products.py); those of experts as grouped
+product, gate and up as one, by the algorithms that the layers take (kernels/gemm/mm.py); those of experts as grouped
 products, of rows spread evenly over them. Where the workload asks for FP8, the layers' products are in FP8, of operands that
 are FP8 already, both ways; the head's stay in bf16. Attention is not part of it, so long documents stay further below it. A few
 copies of the weights take turns, so that none is still in L2. Time between two device events, median of several steps.
@@ -23,8 +23,8 @@ import torch
 
 from pronghorn.bench.meter import machine
 from pronghorn.bench.workloads import WORKLOADS, Workload
-from pronghorn.kernels.gemm.products import product
-from pronghorn.kernels.lora.fp8 import fp8_product
+from pronghorn.kernels.gemm.mm import mm
+from pronghorn.kernels.lora.fp8 import fp8_mm
 from pronghorn.kernels.moe.grouped_gemm import grouped_linear_backward_input, grouped_linear_forward
 from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows, fp8_transpose
 
@@ -95,8 +95,8 @@ def measure(workload: Workload) -> dict[str, Any]:
                 kind.forward(weight)
         for begin in range(0, workload.tokens, HEAD_ROWS):
             some = slice(begin, begin + HEAD_ROWS)
-            product(wide[head_shape[1]][some], head.t(), out=out[head_shape[0]])
-            product(wide[head_shape[0]], head, out=out[head_shape[1]][some])
+            mm(wide[head_shape[1]][some], head.t(), out=out[head_shape[0]])
+            mm(wide[head_shape[0]], head, out=out[head_shape[1]][some])
         for i in reversed(range(count)):
             for name, weight in reversed(layers[i % COPIES].items()):
                 if i or name != "qkv":
@@ -120,10 +120,10 @@ class _Plain:
         return weight
 
     def forward(self, weight: torch.Tensor) -> None:
-        product(self.wide[weight.shape[1]], weight.t(), out=self.out[weight.shape[0]])
+        mm(self.wide[weight.shape[1]], weight.t(), out=self.out[weight.shape[0]])
 
     def backward(self, weight: torch.Tensor) -> None:
-        product(self.wide[weight.shape[0]], weight, out=self.out[weight.shape[1]])
+        mm(self.wide[weight.shape[0]], weight, out=self.out[weight.shape[1]])
 
 
 class _Grouped(_Plain):
@@ -161,21 +161,21 @@ class _Fp8(_Plain):
     def __init__(self, wide: dict[int, torch.Tensor], out: dict[int, torch.Tensor]) -> None:
         super().__init__(wide, out)
         self.rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._turned: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._transposed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def weight(self, weight: torch.Tensor) -> torch.Tensor:
         self.rows |= {size: fp8_cast_rows(self.wide[size]) for size in weight.shape if size not in self.rows}
         q, scale = fp8_cast_rows(weight)
-        self._turned[q.data_ptr()] = fp8_transpose(q), scale
+        self._transposed[q.data_ptr()] = fp8_transpose(q), scale
         return q
 
     def forward(self, weight: torch.Tensor) -> None:
         rows, scale = self.rows[weight.shape[1]]
-        fp8_product(rows, scale, weight, self._turned[weight.data_ptr()][1], out=self.out[weight.shape[0]])
+        fp8_mm(rows, scale, weight, self._transposed[weight.data_ptr()][1], out=self.out[weight.shape[0]])
 
     def backward(self, weight: torch.Tensor) -> None:
         rows, scale = self.rows[weight.shape[0]]
-        fp8_product(rows, scale, self._turned[weight.data_ptr()][0], None, out=self.out[weight.shape[1]])
+        fp8_mm(rows, scale, self._transposed[weight.data_ptr()][0], None, out=self.out[weight.shape[1]])
 
 
 def _seconds(step: Callable[[], None], device: torch.device) -> float:

@@ -63,12 +63,12 @@ def layer_work(engine: FastCausalLM, documents: Documents, tokens: int, rows: in
 
     def whole_layer(pieces: int) -> Callable[[], object]:
         def run() -> None:
-            layer.pieces = pieces
+            layer.mlp_chunks = pieces
             try:
                 layer.forward_at("layer", h, documents)
                 layer.backward(dh, recomputed("layer"), documents)
             finally:
-                layer.pieces = 1
+                layer.mlp_chunks = 1
 
         return run
 
@@ -79,7 +79,7 @@ def layer_work(engine: FastCausalLM, documents: Documents, tokens: int, rows: in
         recompute_around=lambda: recomputed("around_attention"),
         recompute_layer=lambda: recomputed("layer"),
         rest=rest,
-        pieces=(whole_layer(1), whole_layer(PIECES), PIECES) if engine.has_pieces and tokens >= PIECES else None,
+        pieces=(whole_layer(1), whole_layer(PIECES), PIECES) if engine.can_chunk_mlp and tokens >= PIECES else None,
     )
 
 

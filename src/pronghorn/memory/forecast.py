@@ -14,7 +14,7 @@ from pronghorn.errors import CommandError
 from pronghorn.memory.costs import LayerCosts, predicted_costs
 from pronghorn.memory.gpus import PRICES_AS_OF, Gpu, find_gpu
 from pronghorn.memory.levels import LEVELS, POOL_SLOTS, Level, Problem, evaluate
-from pronghorn.memory.longest import STEP, longest_document, with_one_document
+from pronghorn.memory.max_context import STEP, max_context, with_one_document
 from pronghorn.memory.plan import Plan, make_plan, parse_budget
 from pronghorn.memory.sizes import Job, host_moments, kept_bytes, shape_of, static_parts
 from pronghorn.memory.working import pieces_worth_trying
@@ -114,13 +114,13 @@ def plan_report(recipe: Recipe, config: Any, *, gpu: str | Gpu = "h200", tokens:
                     tokens, chosen.price if price is None else price, price is not None)
 
 
-def longest_report(recipe: Recipe, config: Any, *, gpu: str | Gpu, price: float | None = None, host: int = HOST_BYTES,
+def max_context_report(recipe: Recipe, config: Any, *, gpu: str | Gpu, price: float | None = None, host: int = HOST_BYTES,
                    loss_share: float = 1.0) -> Forecast:
     """The same recipe with the longest document that fits, one a step."""
     chosen = find_gpu(gpu) if isinstance(gpu, str) else gpu
     job = job_of(recipe, config, loss_share=loss_share)
     problem = problem_of(job, predicted_costs(job, chosen), parse_budget(recipe.memory.budget, chosen.memory), host)
-    if not (tokens := longest_document(problem)):
+    if not (tokens := max_context(problem)):
         make_plan(with_one_document(problem, STEP))  # raises, with what would work
     longer = with_one_document(problem, tokens)
     plan = make_plan(replace(longer, costs=predicted_costs(longer.job, chosen)))

@@ -138,7 +138,7 @@ class OffloadPool:
 
     # ---- backward ------------------------------------------------------------------------------------------------------------
 
-    def turn(self) -> None:
+    def start_prefetch(self) -> None:
         """After the last layer's forward: as many layers as there are buffers start to come back."""
         for layer in list(reversed(self._away))[: BUFFERS + 1]:  # the latest one is still here, and needs none
             self.prefetch(layer)

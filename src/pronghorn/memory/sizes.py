@@ -253,7 +253,7 @@ def static_parts(job: Job) -> dict[str, int]:
     parts = {"weights": s.layers * stored + (embeddings + s.width + s.beside) * e,
              "adapters and optimizer": adapters * 2 * FP32 + moment_bytes(job.optimizer, adapters)[0],
              "rope and libraries": _rope_and_libraries(job)}
-    if job.graphed:  # model/adapter_sums.py
+    if job.graphed:  # model/lora_grad_buffer.py
         ranks = {g.adapters: min(g.extra, -(-g.adapters * job.rank // 16) * 16) for g in groups}
         sums = sum(ranks[g.adapters] * (g.inputs + sum(g.outputs)) for g in groups) + moe_sizes.adapter_parameters(job)
         parts["adapter sums"] = s.layers * sums * FP32

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pronghorn.kernels.attention.attention_flash import backward_turns
+from pronghorn.kernels.attention.attention_flash import backward_chunks
 from pronghorn.kernels.lora.gated_lora_thin import COLUMNS as THIN_COLUMNS
 from pronghorn.kernels.lora.gated_lora_thin import WIDTH as THIN_WIDTH
 from pronghorn.kernels.loss.linear_cross_entropy import chunk_rows
@@ -143,7 +143,7 @@ def _sums_of_attention(job: Job) -> int:
     if job.attends_itself:
         return T * s.heads * 2 * FP32
     sums = (T + 128 * job.entries) * (s.heads + 2 * s.kv_heads) * s.head_width * FP32
-    return -(-sums // backward_turns(T, s.heads, s.kv_heads, s.head_width)) if job.in_place else sums
+    return -(-sums // backward_chunks(T, s.heads, s.kv_heads, s.head_width)) if job.in_place else sums
 
 
 def top_bytes(job: Job, recompute: Recompute, pieces: int = 1) -> int:

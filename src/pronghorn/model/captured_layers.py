@@ -12,7 +12,7 @@ embedded tokens and every parameter that trains, and hands their gradients out.
 
 Graphs have fixed shapes. A batch is filled up with documents of padding, which nobody looks at, to one of a few sizes, eight
 between a number and its double; a size that comes again is captured, unless a graph that is there has room for it.
-Captured backwards add the adapters' gradients up as our own step does (model/adapter_sums.py).
+Captured backwards add the adapters' gradients up as our own step does (model/lora_grad_buffer.py).
 
 Whatever is not sure to be the same runs eagerly, on the same layers: a second forward while one still waits for its backward, a
 second backward through the same forward, mixtures of experts, FP8, models that train whole.
@@ -44,8 +44,8 @@ from pronghorn.model.watched import Watched
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pronghorn.model.adapter_sums import GradientBuffers
     from pronghorn.model.causal_lm import FastCausalLM
+    from pronghorn.model.lora_grad_buffer import GradientBuffers
 
 # So often a size runs eagerly before it is captured, which takes as long as five steps and saves a fraction of one: the first
 # size may well be the only one (packed rows), others must show that they come often.
@@ -214,7 +214,7 @@ class _State:
 
     def __init__(self, engine: FastCausalLM, dtype: torch.dtype, *, failed: Callable[[Exception], None], simulated: bool
                  ) -> None:
-        from pronghorn.model.adapter_sums import AdapterSums, GradientBuffers
+        from pronghorn.model.lora_grad_buffer import GradientBuffers, LoraGradBuffer
 
         self.engine = engine
         self.parameters = _trained(engine)
@@ -222,26 +222,26 @@ class _State:
         frozen = [p for p in adapters if not p.requires_grad]  # have sums nevertheless
         self.gradients = GradientBuffers([*self.parameters, *frozen])
         with _as_gradients(self.gradients):
-            self.sums = AdapterSums(engine, dtype)
+            self.sums = LoraGradBuffer(engine, dtype)
         self.sums.release()
         self.watched = Watched(engine)
         device = self.parameters[0].device
         self.graphs = Graphs(torch.device("cpu") if simulated else device, failed=failed)
         self.pairs: dict[Size, _Pair] = {}
         self.under_way: WeakSet[Waiting] = WeakSet()  # forwards that wait for their backward
-        self._rooms: list[Tensor] = []
+        self._buffers: list[Tensor] = []
         groups = [group for layer in engine.layers for group in layer.groups if isinstance(group, LinearGroup)]
         self._scratches = {id(s): s for group in groups if isinstance(group._group, NF4LoraGroup)
                            for s in (group._group.scratch,)}.values()
 
-    def room(self, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def buffers(self, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """h0 and io. All sizes lie in the same memory, since one pair is under way at a time; a larger size than any before
         gets memory of its own."""
         width = int(self.engine.config.hidden_size)
-        if not self._rooms or len(self._rooms[0]) < tokens or self._rooms[0].dtype != dtype:
+        if not self._buffers or len(self._buffers[0]) < tokens or self._buffers[0].dtype != dtype:
             device = self.parameters[0].device
-            self._rooms = [torch.zeros(tokens, width, dtype=dtype, device=device) for _ in range(2)]
-        h0, io = self._rooms
+            self._buffers = [torch.zeros(tokens, width, dtype=dtype, device=device) for _ in range(2)]
+        h0, io = self._buffers
         return h0[:tokens], io[:tokens]
 
     def fitting(self, size: Size, tokens: int, entries: int) -> _Pair | None:
@@ -273,15 +273,15 @@ class _State:
 
 
 @contextmanager
-def _as_gradients(room: GradientBuffers) -> Iterator[None]:
+def _as_gradients(buffers: GradientBuffers) -> Iterator[None]:
     """It stands in `.grad` for the moment, for who takes the address of what stands there."""
-    before = [p.grad for p in room.parameters]
-    for parameter, view in zip(room.parameters, room.views, strict=True):
+    before = [p.grad for p in buffers.parameters]
+    for parameter, view in zip(buffers.parameters, buffers.views, strict=True):
         parameter.grad = view
     try:
         yield
     finally:
-        for parameter, gradient in zip(room.parameters, before, strict=True):
+        for parameter, gradient in zip(buffers.parameters, before, strict=True):
             parameter.grad = gradient
 
 
@@ -300,7 +300,7 @@ class _Pair:
 
     def __init__(self, state: _State, size: Size, typical: int) -> None:
         self.state, self.size, self.typical = state, size, typical
-        self.h0, self.io = state.room(size.tokens, size.dtype)
+        self.h0, self.io = state.buffers(size.tokens, size.dtype)
         device = self.h0.device
         self.cu_seqlens = torch.zeros(size.entries, dtype=torch.int32, device=device)
         self.positions = torch.zeros(size.tokens, dtype=torch.int64, device=device)

@@ -19,20 +19,20 @@ from pronghorn.errors import ModelError
 from pronghorn.kernels.attention.attention_torch import spans
 from pronghorn.kernels.embedding.host_embedding import host_embedding
 from pronghorn.kernels.lora.fp8_lora import SplitTable
-from pronghorn.kernels.lora.lora_refresh import CopyTable
+from pronghorn.kernels.lora.multi_copy import CopyTable
 from pronghorn.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.captured_layers import CapturedLayers
 from pronghorn.model.changes import Changes, inner_of, is_known
-from pronghorn.model.expert_load import ExpertCounts, ExpertLoad, padding_mask
 from pronghorn.model.families import family_of, num_experts, why_not_fast
 from pronghorn.model.final_norm import final_norm
 from pronghorn.model.layers.build import build_layer
 from pronghorn.model.layers.fp8_linears import Fp8LinearGroup, Fp8Workspace, trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.saved import Elsewhere
-from pronghorn.model.layers.types import Documents, GradientRoom, Norm
+from pronghorn.model.layers.types import Documents, GradBuffer, Norm
 from pronghorn.model.positions import Positions
+from pronghorn.model.router_stats import ExpertCounts, RouterStats, padding_mask
 from pronghorn.model.same_weights import Weights
 from pronghorn.model.text_stack import backbone
 
@@ -43,7 +43,7 @@ ENGINE = "_pronghorn_engine"  # attribute of the model instance
 class Offload(Elsewhere, Protocol):
     """memory.offload.OffloadPool, as the model uses it."""
 
-    def turn(self) -> None: ...
+    def start_prefetch(self) -> None: ...
     def finish(self) -> None: ...
 
 
@@ -102,7 +102,7 @@ class FastCausalLM:
         return left_behind, ()
 
     @property
-    def has_pieces(self) -> bool:
+    def can_chunk_mlp(self) -> bool:
         """Whether the layers can do their MLP in several turns (model/layers/mlp.py): not mixtures, nor, in FP8, weights that
         are trained, whose gradients of all pieces together the planner does not count."""
         trained = any(isinstance(group, Fp8LinearGroup) and any(map(trains_whole, group.modules()))
@@ -145,17 +145,17 @@ class FastCausalLM:
             if late and rows is not None:
                 h_TD = h_TD.index_select(0, rows)
         if self.offload is not None and torch.is_grad_enabled():
-            self.offload.turn()  # the way back begins under the head
+            self.offload.start_prefetch()  # the way back begins under the head
         return h_TD
 
-    def _counted(self, load: ExpertLoad, h_TD: Tensor) -> Tensor:
+    def _counted(self, load: RouterStats, h_TD: Tensor) -> Tensor:
         if self.expert_counts is None:
             self.expert_counts = ExpertCounts(self.expert_layers, load.stats_L2E.shape[2], h_TD.device)
         self.expert_counts.add(load)
         return load.balanced(h_TD)
 
     def load_of(self, labels_T: Tensor | None = None, spans_2T: Tensor | None = None, rows: Tensor | None = None
-                ) -> ExpertLoad | None:
+                ) -> RouterStats | None:
         """What a forward that trains counts. `labels_T`, `spans_2T`: of a pack with padding at its end."""
         if not self.expert_layers or not torch.is_grad_enabled():
             return None
@@ -163,8 +163,9 @@ class FastCausalLM:
         if labels_T is not None and spans_2T is not None:
             real_T = padding_mask(labels_T, spans_2T, IGNORED)
             real_rows = None if rows is None else (labels_T.index_select(0, rows) != IGNORED).float()
-        return ExpertLoad(len(self.expert_layers), num_experts(self.config), inner_of(self.backbone.embed_tokens).weight.device,
-                          coefficient=self.balance, real_T=real_T, real_rows=real_rows)
+        return RouterStats(len(self.expert_layers), num_experts(self.config),
+                           inner_of(self.backbone.embed_tokens).weight.device, coefficient=self.balance, real_T=real_T,
+                           real_rows=real_rows)
 
     def prepare(self, dtype: torch.dtype) -> None:
         """Weights and adapters as the layers read them. On every forward: nothing tells reliably that an optimizer stepped."""
@@ -179,10 +180,10 @@ class FastCausalLM:
             self._adapters.run()
         self._adapters_fp8.run()
 
-    def loss(self, h_ND: Tensor, labels_N: Tensor, room: GradientRoom | None = None) -> tuple[Tensor, Tensor]:
-        """(sum of the losses, loss of each row, detached), of rows out of `hidden`. `room`: the layers', for the gradient."""
+    def loss(self, h_ND: Tensor, labels_N: Tensor, grad_buffer: GradBuffer | None = None) -> tuple[Tensor, Tensor]:
+        """(sum of the losses, loss of each row, detached), of rows out of `hidden`. `grad_buffer`: the layers'."""
         with torch.autocast(h_ND.device.type, enabled=False):
-            x_ND = final_norm(h_ND, self.norm, GradientRoom() if room is None else room, self.layers[-1].down.extra)
+            x_ND = final_norm(h_ND, self.norm, GradBuffer() if grad_buffer is None else grad_buffer, self.layers[-1].down.extra)
             head = head_of(self.model)
             if type(head) is not torch.nn.Linear:
                 raise ModelError(what=f"the LM head is {type(head).__name__}, not a linear layer",
@@ -206,7 +207,8 @@ class FastCausalLM:
         documents = self.documents(cu_seqlens, longest, positions_T, typical)
         load = self.load_of(labels_T, documents.spans_2T, loss_rows)
         h_ND = self.hidden(self.embed(ids_T), replace(documents, load=load), loss_rows)
-        total, each = self.loss(h_ND, labels_T if loss_rows is None else labels_T.index_select(0, loss_rows), documents.room)
+        labels_N = labels_T if loss_rows is None else labels_T.index_select(0, loss_rows)
+        total, each = self.loss(h_ND, labels_N, documents.grad_buffer)
         if load is not None and load.loss is not None:  # transformers adds it to the mean over the labels
             total = total + self.balance * load.loss * (labels_T != IGNORED).sum()
         return total, each

@@ -117,10 +117,10 @@ def require_weights_for(config: Any, stored: Stored | None, where: str) -> None:
                          fix="download all files of the model, in the same version")
     vocabulary, width = getattr(text, "vocab_size", None), getattr(text, "hidden_size", None)
     if isinstance(vocabulary, int) and isinstance(width, int):
-        require_room(vocabulary * width, stored, where)
+        require_enough_weights(vocabulary * width, stored, where)
 
 
-def require_room(parameters: int, stored: Stored | None, where: str) -> None:
+def require_enough_weights(parameters: int, stored: Stored | None, where: str) -> None:
     if stored is not None and stored.tensors and parameters > VALUES_A_BYTE * stored.bytes:
         raise ModelError(what=f"config.json needs {parameters:,} weights, but the weight files have {stored.bytes:,} bytes",
                          where=where, why="the weights do not belong to config.json",

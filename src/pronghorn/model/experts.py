@@ -6,7 +6,7 @@ stack, R = extra columns that carry its adapter, r = the adapter's rank.
 
 The modules stay the model's own; PEFT wraps them around the parameters it adapts (`target_parameters`), one wrapper around
 another. With an adapter the stack moves into one buffer with it (grouped_lora.py), and the model's parameter becomes a
-view of that, so it is stored once and keeps its name. A stack in few bits (few_bit_experts.py) stays where it is; one in FP8 is
+view of that, so it is stored once and keeps its name. A quantized stack (quantized_experts.py) stays where it is; one in FP8 is
 multiplied in FP8 where the chip has such products, with the rows cast before each.
 """
 
@@ -18,9 +18,9 @@ import torch
 from peft.tuners.lora import ParamWrapper
 from torch import Tensor, nn
 
-from pronghorn.kernels.lora.lora_collect import CollectJob
 from pronghorn.kernels.lora.lora_linear import Adapter
-from pronghorn.kernels.lora.lora_refresh import CopyJob
+from pronghorn.kernels.lora.multi_copy import CopyJob
+from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.moe.grouped_fp8 import (
     WIDTH_MULTIPLE,
     Fp8ExpertGroup,
@@ -96,14 +96,14 @@ class Adapted:
     copy_jobs: tuple[CopyJob, ...] = ()  # adapters are read by `prepare`
 
     @property
-    def sum_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    def grad_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
         """Of dA and dB^T, where the adapters' gradients are to be added up; None: autograd adds them up."""
         return None
 
-    def add_up_in(self, sums: tuple[Tensor, Tensor] | None) -> None:
+    def accumulate_in(self, sums: tuple[Tensor, Tensor] | None) -> None:
         assert sums is None
 
-    def collect_jobs(self) -> list[CollectJob]:
+    def gather_jobs(self) -> list[GatherJob]:
         return []
 
     def forget_weights(self) -> None:
@@ -179,11 +179,11 @@ class Router(Adapted):
 class ExpertStack(Adapted):
     """All experts' gate and up, or all experts' down: one grouped product, its bias left to the kernels around it."""
 
-    def __init__(self, parent: nn.Module, parameter: str, *, transposed: bool, turned: SharedBytes) -> None:
+    def __init__(self, parent: nn.Module, parameter: str, *, transposed: bool, scratch: SharedBytes) -> None:
         """`transposed`: the model keeps [E, D, O] instead of [E, O, D]. `turned`: where stacks in FP8 are turned round for
         backward, shared by all layers."""
         super().__init__(parent, "experts")
-        self.parameter, self.transposed, self.turned = parameter, transposed, turned
+        self.parameter, self.transposed, self.scratch = parameter, transposed, scratch
         self.bias_EO: Tensor | None = None
         self.group: ExpertGroup | QuantizedExpertGroup | Fp8ExpertGroup
         self._built_for: tuple[Any, ...] = ()
@@ -240,16 +240,16 @@ class ExpertStack(Adapted):
         for adapter in self.adapters:
             its = ExpertAdapter(adapter.A_RD, adapter.B_OR, self.experts, adapter.scale)
         if stack is not None:
-            self.group = self._few_bit_group(stack, its, dtype)
+            self.group = self._quantized_group(stack, its, dtype)
         else:
             assert self._weight is not None
             self.group = ExpertGroup(self._usual(self._weight.detach()), its)
             self._weight.data = self._usual(self.group.weight_view())
         self._built_for = self._identity(dtype)
-        self.add_up_in(self._sums)
+        self.accumulate_in(self._sums)
         return True
 
-    def _few_bit_group(self, stack: QuantizedStack, adapter: ExpertAdapter | None, dtype: torch.dtype
+    def _quantized_group(self, stack: QuantizedStack, adapter: ExpertAdapter | None, dtype: torch.dtype
                        ) -> QuantizedExpertGroup | Fp8ExpertGroup:
         if stack.format != "fp8":
             return QuantizedExpertGroup(stack, adapter, dtype)
@@ -257,7 +257,7 @@ class ExpertStack(Adapted):
             say_once(f"experts are stored in FP8 but multiplied in 16 bits: {why}")
             return QuantizedExpertGroup(stack, adapter, dtype)
         group = Fp8ExpertGroup(stack.values, stack.scales, adapter, dtype)
-        self.turned.reserve(group.turned_bytes)
+        self.scratch.reserve(group.transposed_bytes)
         return group
 
     @property
@@ -283,17 +283,17 @@ class ExpertStack(Adapted):
             vars(self).pop("group", None)  # there is none before the first forward
             weight.data = weight.data.contiguous()
 
-    # ---- the adapter's gradients over a whole step (model/adapter_sums.py) ------------------------------------------
+    # ---- the adapter's gradients over a whole step (model/lora_grad_buffer.py) ------------------------------------------
 
     @property
-    def sum_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    def grad_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
         """Of dA [E r, D] and of dB^T [r E, O], in the order in which PEFT keeps the columns of B."""
         if not self.adapters:
             return None
         adapter = self.adapters[0]
         return (len(adapter.A_RD), adapter.A_RD.shape[1]), (adapter.B_OR.shape[1], len(adapter.B_OR))
 
-    def add_up_in(self, sums: tuple[Tensor, Tensor] | None) -> None:
+    def accumulate_in(self, sums: tuple[Tensor, Tensor] | None) -> None:
         self._sums = sums
         if self.group.adapters is not None:
             self.group.adapters.sums = None
@@ -301,14 +301,14 @@ class ExpertStack(Adapted):
                 by_expert = sums[0].unflatten(0, (self.experts, -1)), sums[1].unflatten(0, (-1, self.experts)).transpose(0, 1)
                 self.group.adapters.sums = by_expert
 
-    def collect_jobs(self) -> list[CollectJob]:
+    def gather_jobs(self) -> list[GatherJob]:
         if self._sums is None or not self.adapters:
             return []
         adapter = self.adapters[0]
         assert adapter.A_RD.grad is not None
         assert adapter.B_OR.grad is not None
-        return [CollectJob(self._sums[0], adapter.A_RD.grad),
-                CollectJob(self._sums[1], adapter.B_OR.grad, scale=adapter.scale, transposed=True)]
+        return [GatherJob(self._sums[0], adapter.A_RD.grad),
+                GatherJob(self._sums[1], adapter.B_OR.grad, scale=adapter.scale, transposed=True)]
 
     # ---- products ------------------------------------------------------------------------------------------------
 
@@ -338,7 +338,7 @@ class ExpertStack(Adapted):
         if isinstance(group, Fp8ExpertGroup):
             cast = fp8_cast_grad_rows(dy_TO, group.scale_EO, routing.ids_TK, order, gather=True)
             dyb_SR = dy_ext[:, group.outputs :] if dy_ext is not None else None
-            return group.backward_input(*cast, dyb_SR, offsets, self._room(group)), dy_ext
+            return group.backward_input(*cast, dyb_SR, offsets, self._scratch(group)), dy_ext
         assert dy_ext is not None
         return group.backward_input(dy_ext, offsets), dy_ext
 
@@ -348,11 +348,11 @@ class ExpertStack(Adapted):
         if isinstance(group, Fp8ExpertGroup):
             dy_SO, dyb_SR = dy_ext[:, : group.outputs], dy_ext[:, group.outputs :]
             cast = fp8_cast_grad_rows(dy_SO, group.scale_EO, routing.ids_TK, routing.order_S, gather=False)
-            return group.backward_input(*cast, dyb_SR, offsets, self._room(group))
+            return group.backward_input(*cast, dyb_SR, offsets, self._scratch(group))
         return group.backward_input(dy_ext, offsets)
 
-    def _room(self, group: Fp8ExpertGroup) -> Tensor:
-        return self.turned.take(group.q_EOD.device)
+    def _scratch(self, group: Fp8ExpertGroup) -> Tensor:
+        return self.scratch.take(group.q_EOD.device)
 
     def backward_parameters(self, dy_ext: Tensor | None, x_ext: Tensor | None, routing: Routing, *, weighted: bool
                             ) -> list[Tensor | None]:

@@ -18,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 from pronghorn.errors import CommandError, EnvironmentFault, ModelError
 from pronghorn.model.config import read_config
 from pronghorn.model.families import text_config
-from pronghorn.model.few_bit_experts import dequantize_experts_
 from pronghorn.model.fp8_linear import dequantize_fp8_
 from pronghorn.model.load import DTYPES, load_model, pick_device, resolve_precision, without_progress_bars
 from pronghorn.model.lora import ADAPTER_WEIGHTS, PICKLED, load_adapter, require_adapter
 from pronghorn.model.quantized import dequantize_model_
+from pronghorn.model.quantized_experts import dequantize_experts_
 from pronghorn.model.text_stack import auto_class, copy_processor_files
 from pronghorn.model.wide_parts import cast
 from pronghorn.recipe import Recipe, named
@@ -186,14 +186,14 @@ def trained_model(checkpoint: Path, recipe: Recipe, dtype: torch.dtype, device: 
 def merged_model(checkpoint: Path, recipe: Recipe) -> Any:
     """Base weights plus adapter, added in float32; rounded once where the recipe asks for bf16 or fp16."""
     if recipe.method in ("qlora", "fp8"):
-        return _merged_from_few_bits(checkpoint, recipe)
+        return _merged_from_quantized(checkpoint, recipe)
     model = trained_model(checkpoint, recipe, torch.float32, torch.device("cpu"))
     assert isinstance(model, PeftModel)
     merged = model.merge_and_unload(safe_merge=True)
     return cast(merged, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision, torch.float32))
 
 
-def _merged_from_few_bits(checkpoint: Path, recipe: Recipe) -> Any:
+def _merged_from_quantized(checkpoint: Path, recipe: Recipe) -> Any:
     """The adapter is added to what it was trained on: the weights out of their 4 or 8 bits, in the precision of the run.
 
     They are quantized where the run did it, on the GPU if there is one: its reciprocals differ in the last bit, which decides

@@ -1,6 +1,6 @@
-"""The norm before the head, whose backward hands its gradient down in rows with room behind them.
+"""The norm before the head, whose backward hands its gradient down in rows with spare columns.
 
-The last layer puts its adapters' columns there, as every other layer does with the gradient from above (kept.GradientRoom):
+The last layer puts its adapters' columns there, as every other layer does with the gradient from above (`GradBuffer`):
 without it, that layer's backward would hold a copy, T x D, at the moment when a step with long documents holds most.
 """
 
@@ -13,21 +13,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_forward
-from pronghorn.model.layers.types import GradientRoom, Norm
+from pronghorn.model.layers.types import GradBuffer, Norm
 from pronghorn.model.rows import rows_like
 
 
-def final_norm(h_ND: Tensor, norm: Norm, room: GradientRoom, extra: int) -> Tensor:
+def final_norm(h_ND: Tensor, norm: Norm, grad_buffer: GradBuffer, extra: int) -> Tensor:
     """norm(h). `extra`: columns that the layer below adds to the gradient."""
-    return _FinalNorm.apply(h_ND, norm.weight, norm.eps, norm.one_plus, room, extra)  # type: ignore[no-untyped-call, no-any-return]
+    return _FinalNorm.apply(h_ND, norm.weight, norm.eps, norm.one_plus, grad_buffer, extra)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _FinalNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h_ND: Tensor, weight_D: Tensor, eps: float, one_plus: bool, room: GradientRoom, extra: int) -> Tensor:
+    def forward(ctx: Any, h_ND: Tensor, weight_D: Tensor, eps: float, one_plus: bool, grad_buffer: GradBuffer, extra: int
+                ) -> Tensor:
         y_ND, _, rstd_N = rms_norm_forward(h_ND, weight_D, eps, one_plus=one_plus)
         ctx.save_for_backward(h_ND, weight_D, rstd_N)
-        ctx.one_plus, ctx.room, ctx.extra = one_plus, room, extra
+        ctx.one_plus, ctx.grad_buffer, ctx.extra = one_plus, grad_buffer, extra
         return y_ND
 
     @staticmethod
@@ -36,7 +37,7 @@ class _FinalNorm(torch.autograd.Function):
         h_ND, weight_D, rstd_N = ctx.saved_tensors
         dy_ND = incoming[0] if incoming[0].stride(-1) == 1 else incoming[0].contiguous()
         width = h_ND.shape[1]
-        ctx.room.buffer = rows_like(h_ND, width + ctx.extra)
+        ctx.grad_buffer.buffer = rows_like(h_ND, width + ctx.extra)
         dh_ND, dw_D = rms_norm_backward(dy_ND, h_ND, weight_D, rstd_N, one_plus=ctx.one_plus,
-                                        need_weight_grad=ctx.needs_input_grad[1], out=ctx.room.buffer[:, :width])
+                                        need_weight_grad=ctx.needs_input_grad[1], out=ctx.grad_buffer.buffer[:, :width])
         return dh_ND, None if dw_D is None else dw_D.to(weight_D.dtype), None, None, None, None

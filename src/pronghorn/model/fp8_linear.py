@@ -6,7 +6,7 @@ their usual names. Its `state_dict` has the names and values of compressed-tenso
     weight [O, D] float8_e4m3fn    weight_scale [O, 1] float32        the weight is their product
 
 What is not a linear (embeddings, norms, routers) and the head stay in the compute dtype; stacks of experts are stored in FP8,
-too, each expert as a linear (model/few_bit_experts.py). To merge adapters, `dequantize_fp8_` comes
+too, each expert as a linear (model/quantized_experts.py). To merge adapters, `dequantize_fp8_` comes
 first: PEFT then adds to what the adapters were trained on.
 
 The fast layers (layers/fp8_linears.py) multiply the bytes themselves. `forward` here is for everything else: generation, DoRA,
@@ -28,7 +28,6 @@ from pronghorn.errors import EnvironmentFault, ModelError
 from pronghorn.kernels.lora.fp8 import fp8_linear
 from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_dequantize, fp8_quantize_weight, fp8_supported
 from pronghorn.model.config import empty_model, generation_config, read_config
-from pronghorn.model.few_bit_experts import STACKS, few_bit_experts_, read_stack
 from pronghorn.model.quantized import (
     SKIP,
     Progress,
@@ -43,6 +42,7 @@ from pronghorn.model.quantized import (
     dequantize_model_,
     refuse_other_quantization,
 )
+from pronghorn.model.quantized_experts import STACKS, few_bit_experts_, read_stack
 from pronghorn.model.text_stack import beside_text, is_beside, set_cache
 
 WIDTH_MULTIPLE = 16  # of both dimensions of a weight, for FP8 products on a GPU

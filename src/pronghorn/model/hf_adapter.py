@@ -17,11 +17,11 @@ from pronghorn.errors import CommandError, ModelError
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import base_of
 from pronghorn.model.families import EXPERTS, ties_embeddings
-from pronghorn.model.few_bit_experts import FewBitExperts
 from pronghorn.model.fp8_linear import Fp8Linear
 from pronghorn.model.load import without_progress_bars
 from pronghorn.model.lora import GATED, expert_stacks, linear_names, taken_for_experts, text_linears
 from pronghorn.model.quantized import NF4Linear
+from pronghorn.model.quantized_experts import QuantizedExperts
 from pronghorn.model.text_stack import beside_text, copy_processor_files, not_adapted
 from pronghorn.model.wide_parts import stays_wide
 
@@ -140,7 +140,7 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
     quantized = {_unwrapped(path): module for path, module in base.named_modules() if isinstance(module, QUANTIZED)}
     half = _half(base.dtype)
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
-    few_bits = {_unwrapped(name): module for name, module in base.named_modules() if isinstance(module, FewBitExperts)}
+    few_bits = {_unwrapped(name): module for name, module in base.named_modules() if isinstance(module, QuantizedExperts)}
     adapted |= {f"{_unwrapped(name)}.{module.parameter_name}": module for name, module in adapted.items()
                 if isinstance(module, ParamWrapper)}
     found: dict[str, Tensor] = {}

@@ -26,7 +26,7 @@ from pronghorn.kernels.norm.rms_norm import rms_norm
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import ENGINE, IGNORED, FastCausalLM, head_of, in_use
 from pronghorn.model.changes import OURS, inner_of, is_plain_table, why_called
-from pronghorn.model.expert_load import ExpertLoad
+from pronghorn.model.router_stats import RouterStats
 from pronghorn.model.text_stack import INNER
 
 LOSSES = ("ForCausalLM", "ForConditionalGeneration")  # transformers' names for the shifted cross-entropy
@@ -177,7 +177,7 @@ def _look_at_norms(engine: FastCausalLM) -> None:
                 fast.layer, getattr(fast.family.norms, slot)))
 
 
-def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack, load: ExpertLoad | None = None) -> Tensor:
+def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack, load: RouterStats | None = None) -> Tensor:
     _look_at_norms(engine)
     embedded, table = inputs.get("inputs_embeds"), engine.backbone.embed_tokens
     if embedded is None and not is_plain_table(table):
@@ -199,7 +199,7 @@ def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack, load: ExpertL
                 raise
 
 
-def _hidden(engine: FastCausalLM, h: Tensor, pack: Pack, load: ExpertLoad | None) -> Tensor:
+def _hidden(engine: FastCausalLM, h: Tensor, pack: Pack, load: RouterStats | None) -> Tensor:
     out = engine.captured.hidden(h, pack.cu_seqlens, pack.longest, pack.positions)
     if out is not None:
         return out

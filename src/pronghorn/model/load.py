@@ -18,7 +18,7 @@ from pronghorn.errors import ModelError, RecipeError, counted
 from pronghorn.hub import model_folder
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.config import constructed, empty_model, generation_config, guarded, place, read_config
-from pronghorn.model.config_check import require_room, require_weights_for
+from pronghorn.model.config_check import require_enough_weights, require_weights_for
 from pronghorn.model.families import FAMILIES, text_config, why_not_fast
 from pronghorn.model.fp8_linear import load_fp8, refuse_quantized, require_fp8
 from pronghorn.model.lora import PICKLED, add_adapter
@@ -97,7 +97,7 @@ def inspect_model(name: str, lora: Lora | None = None, *, four_bit: bool = False
     model: Any = empty_model(name, config)
     text, beside = text_config(config), beside_text(model)
     parameters = sum(p.numel() for p in model.parameters())
-    require_room(parameters, stored, name)
+    require_enough_weights(parameters, stored, name)
     linears = [module for path, module in model.named_modules()
                if type(module) is torch.nn.Linear and path.rsplit(".", 1)[-1] not in SKIP and not is_beside(path, beside)]
     linear_parameters = sum(linear.weight.numel() for linear in linears)
@@ -128,7 +128,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, four_bit:
     """The family's own layers, weights from safetensors only. No code from the model's folder is ever run.
 
     `four_bit`: its linears are stored as NF4, or read from a checkpoint that is (model/quantized.py). `fp8`: its linears are
-    stored in FP8 (model/fp8_linear.py). Stacks of experts are stored as the linears are (model/few_bit_experts.py).
+    stored in FP8 (model/fp8_linear.py). Stacks of experts are stored as the linears are (model/quantized_experts.py).
     """
     _refuse_unreadable_folder(name)
     config = _config(name, four_bit)
@@ -143,7 +143,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, four_bit:
         model = guarded(name, lambda: load(folder, dtype, device, progress=progress))
         model.config._name_or_path = model.name_or_path = place(name)  # adapters name their base by it
         return model  # type: ignore[no-any-return]
-    _require_room_for(config, folder, name)
+    _require_enough_weights_for(config, folder, name)
 
     def from_files() -> tuple[Any, dict[str, Any]]:
         with without_progress_bars(), without_load_report(name):
@@ -165,12 +165,12 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, four_bit:
     return model.to(device)  # type: ignore[no-any-return]
 
 
-def _require_room_for(config: Any, folder: Path, name: str) -> None:
+def _require_enough_weights_for(config: Any, folder: Path, name: str) -> None:
     """transformers gives memory to whatever the files lack, however much it is."""
     plain = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
-    require_room(sum(p.numel() for p in empty_model(name, plain).parameters()), stored_weights(folder), name)
+    require_enough_weights(sum(p.numel() for p in empty_model(name, plain).parameters()), stored_weights(folder), name)
 
 
 def _forget_mxfp4(model: Any, dtype: torch.dtype) -> None:

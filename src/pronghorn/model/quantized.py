@@ -34,7 +34,7 @@ from pronghorn.kernels.quant.nf4 import (
     nf4_quantize,
 )
 from pronghorn.model.config import empty_model, generation_config, read_config
-from pronghorn.model.few_bit_experts import STACKS, few_bit_experts_, has_stack, read_stack
+from pronghorn.model.quantized_experts import STACKS, few_bit_experts_, has_stack, read_stack
 from pronghorn.model.text_stack import beside_text, is_beside, set_cache, stored_names
 from pronghorn.model.wide_parts import stays_wide
 

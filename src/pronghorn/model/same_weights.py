@@ -44,14 +44,14 @@ class Weights:
 
     def __init__(self, model: Prepared, dtype: torch.dtype) -> None:
         self.model, self.dtype = model, dtype
-        self.turn = model.prepared
+        self.prepared = model.prepared
 
-    def come_back(self) -> bool:
+    def restore(self) -> bool:
         """Before a layer's backward; whether another forward had put its own there."""
-        others = self.model.prepared != self.turn
+        others = self.model.prepared != self.prepared
         if others:
             self.model.prepare(self.dtype)
-            self.turn = self.model.prepared
+            self.prepared = self.model.prepared
         return others
 
 
@@ -67,7 +67,7 @@ def as_at_forward(weights: Weights | None, then: Stamp | None, now: Callable[[],
     for weight in switched:
         weight.requires_grad_(not weight.requires_grad)
     try:
-        others = weights.come_back()
+        others = weights.restore()
         require_same(then, now(), where)
         yield others
     finally:

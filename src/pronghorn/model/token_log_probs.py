@@ -22,7 +22,7 @@ from pronghorn.model.hf_forward import (
     _run,
     _targets,
 )
-from pronghorn.model.layers.types import GradientRoom
+from pronghorn.model.layers.types import GradBuffer
 
 
 class TokenLogProbs(NamedTuple):
@@ -49,7 +49,7 @@ def token_log_probs(engine: FastCausalLM, inputs: dict[str, Any], *, entropy: bo
     rows = (targets != IGNORED).nonzero().flatten()  # asks the device, before it has anything to do
     h = _run(engine, inputs, pack).index_select(0, rows)
     with torch.autocast(h.device.type, enabled=False):
-        x = final_norm(h, engine.norm, GradientRoom(), engine.layers[-1].down.extra)
+        x = final_norm(h, engine.norm, GradBuffer(), engine.layers[-1].down.extra)
         weight = head.weight if head.weight.dtype == x.dtype else head.weight.to(x.dtype)
         found = linear_log_probs(x, weight, targets[rows], logit_scale=engine.head_terms["logit_scale"],
                                  chunk_share=engine.head_terms.get("chunk_share", 1), entropy=entropy, top=top)

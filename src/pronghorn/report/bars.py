@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
+from pronghorn.report.number_format import percent
 from pronghorn.report.stages import STAGES
-from pronghorn.report.wording import percent
 
 SPARKS = "▁▂▃▄▅▆▇█"
 EIGHTHS = " ▏▎▍▌▋▊▉█"

@@ -28,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pronghorn.errors import counted, printable
-from pronghorn.report import wording
+from pronghorn.report import number_format
 from pronghorn.report.bars import sparkline, stage_bar, stage_legend
 from pronghorn.report.console import SafeConsole
 from pronghorn.report.pace import Paces
@@ -196,7 +196,7 @@ class LiveDisplay:
             rows += self._training(width)
         seconds = self._stages.seconds if self._stages is not None else self._run.stages
         if sum(seconds.values()) > 0:
-            clock = f" {wording.duration(sum(seconds.values()))}  "
+            clock = f" {number_format.duration(sum(seconds.values()))}  "
             bar = stage_bar(seconds, _bar_width(width))
             rows.append(Text.assemble("time".ljust(LABEL_WIDTH), bar, clock, stage_legend(seconds, 3)))
         for row in rows:
@@ -207,14 +207,15 @@ class LiveDisplay:
     def _training(self, width: int) -> list[RenderableType]:
         run = self._run
         left = run.rate.eta(max(0, run.steps - run.step))
-        rest = "" if left is None else f"  {wording.duration(left)} left" if run.step < run.steps else "  last step done"
+        rest = "" if left is None else f"  {number_format.duration(left)} left" if run.step < run.steps else "  last step done"
         rows: list[RenderableType] = [_bar_row("step", run.step, run.steps, f"{run.step:,} of {run.steps:,}{rest}", width)]
         if run.losses:
             spark = sparkline(list(run.losses), _bar_width(width)).ljust(_bar_width(width))
-            line = Text.assemble("loss".ljust(LABEL_WIDTH), (spark, "green"), " ", (wording.figure(run.losses[-1]), "bold"))
-            line.append(f"  {wording.count(run.rate.now())} tokens/s")
+            loss = number_format.figure(run.losses[-1])
+            line = Text.assemble("loss".ljust(LABEL_WIDTH), (spark, "green"), " ", (loss, "bold"))
+            line.append(f"  {number_format.count(run.rate.now())} tokens/s")
             if run.evaluation is not None:
-                line.append(f"  evaluation {wording.figure(run.evaluation)}")
+                line.append(f"  evaluation {number_format.figure(run.evaluation)}")
             rows.append(line)
         return rows
 
@@ -254,12 +255,12 @@ def _lines(run: _Run, event: dict[str, Any], width: int) -> list[str]:
 
 def _say_step(run: _Run, event: dict[str, Any], width: int) -> list[str]:
     left = run.rate.eta(max(0, run.steps - run.step))
-    head = f"step {run.step:,}/{run.steps:,}  loss {wording.figure(run.losses[-1])}  lr {as_number(event.get('lr')):.3g}"
-    return [f"{head}  {run.rate.now():,.0f} tokens/s" + (f"  {wording.duration(left)} left" if left else "")]
+    head = f"step {run.step:,}/{run.steps:,}  loss {number_format.figure(run.losses[-1])}  lr {as_number(event.get('lr')):.3g}"
+    return [f"{head}  {run.rate.now():,.0f} tokens/s" + (f"  {number_format.duration(left)} left" if left else "")]
 
 
 def _say_evaluation(run: _Run, event: dict[str, Any], width: int) -> list[str]:
-    loss, perplexity = (wording.figure(as_number(event.get(name))) for name in ("loss", "perplexity"))
+    loss, perplexity = (number_format.figure(as_number(event.get(name))) for name in ("loss", "perplexity"))
     best = ", best so far" if event.get("best") else ""
     shown = [g for g in (event.get("generations") or [])[:1] if isinstance(g, dict)]
     metrics = "".join(f", {name}" for name in _metrics(event))
@@ -273,18 +274,19 @@ def _say_base(run: _Run, event: dict[str, Any], width: int) -> list[str]:
 
 def _metrics(event: dict[str, Any]) -> list[str]:
     """`exact_match 0.93`, and how many answers did not end, where that is known."""
-    said = [f"{wording.one_line(str(name), 40)} {wording.score(as_number(value))}"
+    said = [f"{number_format.one_line(str(name), 40)} {number_format.score(as_number(value))}"
             for name, value in (event.get("metrics") or {}).items()]
     return said + ([f"{counted(event['cut'], 'answer')} truncated at eval.max_new_tokens"] if event.get("cut") else [])
 
 
 def _say_checkpoint(run: _Run, event: dict[str, Any], width: int) -> list[str]:
-    amount = f"{wording.size(as_number(event.get('bytes', 0)))}, {wording.duration(as_number(event.get('seconds')))}"
+    took = number_format.duration(as_number(event.get("seconds")))
+    amount = f"{number_format.size(as_number(event.get('bytes', 0)))}, {took}"
     return [f"checkpoint at step {event.get('step', 0):,}: {event.get('path', '')} ({amount})"]
 
 
 def _say_notice(run: _Run, event: dict[str, Any], width: int) -> list[str]:
-    return [wording.one_line(str(event.get("text", "")), 2000)]
+    return [number_format.one_line(str(event.get("text", "")), 2000)]
 
 
 def _say_text(run: _Run, event: dict[str, Any], width: int) -> list[str]:
@@ -296,7 +298,7 @@ def _say_end(run: _Run, event: dict[str, Any], width: int) -> list[str]:
     steps = f"{event.get('step', 0):,} of {counted(run.steps, 'step')}" if run.steps else counted(event.get("step", 0), "step")
     if event.get("reason") == "done":
         return [f"finished: {steps}"]
-    why = f": {wording.one_line(str(event['why']), 2000)}" if event.get("why") else ""
+    why = f": {number_format.one_line(str(event['why']), 2000)}" if event.get("why") else ""
     reason = {"signal": "interrupted", "health": "health stop"}.get(str(event.get("reason", "")), event.get("reason", ""))
     return [f"{reason} after {steps}{why}"]
 
@@ -312,7 +314,7 @@ def _say_start(run: _Run, event: dict[str, Any], width: int) -> list[str]:
     lines = [f"{event.get('run', '')}: {head}" + (f", resumed from step {again:,}" if again is not None else "")]
     if parameters and data:
         amounts = [parameters.get("trainable"), parameters.get("total"), data.get("documents"), data.get("tokens")]
-        trainable, total, documents, tokens = (wording.count(amount) for amount in amounts)
+        trainable, total, documents, tokens = (number_format.count(amount) for amount in amounts)
         documents += " document" if documents == "1" else " documents"
         what = f"trains {trainable} of {total} parameters on {documents}, {tokens} tokens"
         lines.append(f"  {what}, {counted(event.get('steps', 0), 'step')}")
@@ -334,8 +336,8 @@ _SAYINGS: dict[str, Callable[[_Run, dict[str, Any], int], list[str]]] = {
 
 
 def _generation(generation: dict[str, Any], width: int) -> str:
-    prompt = wording.one_line(str(generation.get("prompt", "")), max(8, width * 2 // 5))
-    return f"  {prompt} -> {wording.one_line(str(generation.get('answer', '')), max(8, width - 6 - len(prompt)))}"
+    prompt = number_format.one_line(str(generation.get("prompt", "")), max(8, width * 2 // 5))
+    return f"  {prompt} -> {number_format.one_line(str(generation.get('answer', '')), max(8, width - 6 - len(prompt)))}"
 
 
 def _bar_row(label: str, done: int, total: int, amount: str, width: int) -> RenderableType:
@@ -345,7 +347,7 @@ def _bar_row(label: str, done: int, total: int, amount: str, width: int) -> Rend
     row.add_column(width=_bar_width(width))
     row.add_column(no_wrap=True, overflow="ellipsis")
     bar = ProgressBar(total=total or None, completed=done, pulse=not total, width=_bar_width(width), complete_style="green")
-    row.add_row(Text(wording.one_line(label, room - 1)), bar, Text(f" {amount}"))
+    row.add_row(Text(number_format.one_line(label, room - 1)), bar, Text(f" {amount}"))
     return row
 
 

@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 from pronghorn.errors import counted
-from pronghorn.report import wording
+from pronghorn.report import number_format
 
 MOST_LAYERS = 128  # shown: keeps the page small
 MOST_EXPERTS = 256
@@ -69,12 +69,12 @@ def experts_section(kept: Sequence[dict[str, Any]]) -> str:
         total, most = sum(load.counts), max(load.counts) or 1
         cells = "".join(
             f'<i style="flex:1;height:14px;background:var(--s-step);opacity:{0.06 + 0.94 * count / most:.3f}" '
-            f'title="expert {number}: {count:,} tokens, {wording.percent(count / total if total else 0.0)}"></i>'
+            f'title="expert {number}: {count:,} tokens, {number_format.percent(count / total if total else 0.0)}"></i>'
             for number, count in enumerate(load.counts[:MOST_EXPERTS])
         )
         rows.append(
             f'<tr><td class="n">{load.layer}</td><td style="width:60%"><div style="display:flex;gap:1px">{cells}</div></td>'
-            f'<td class="n">{wording.count(total)}</td><td class="n">{load.imbalance:.2f}</td>'
+            f'<td class="n">{number_format.count(total)}</td><td class="n">{load.imbalance:.2f}</td>'
             f'<td class="n">{load.unused}</td></tr>'
         )
     head = "".join(f'<th class="n">{escape(word)}</th>' if word else "<th>experts, from first to last</th>"

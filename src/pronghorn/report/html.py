@@ -11,10 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pronghorn.report import wording
+from pronghorn.report import number_format
 from pronghorn.report.answers import Answer, read_answers
 from pronghorn.report.experts import experts_section
-from pronghorn.report.figures import Figures, figures
 from pronghorn.report.html_sections import (
     MOST_TEXT,
     answers_section,
@@ -29,6 +28,7 @@ from pronghorn.report.html_sections import (
 from pronghorn.report.html_style import SCRIPT, STYLE
 from pronghorn.report.plots import Plot, Point, Series, draw, smooth
 from pronghorn.report.run_log import as_number, history, read_log
+from pronghorn.report.run_stats import RunStats, run_stats
 from pronghorn.report.stages import STAGES
 from pronghorn.report.summary import advise
 
@@ -55,7 +55,7 @@ def write_html(folder: Path) -> Path:
 
 def render_page(events: Sequence[dict[str, Any]], name: str = "run", answers: Sequence[Answer] = ()) -> str:
     """`name`: for a log that does not say its own."""
-    run, kept = figures(events), history(events)
+    run, kept = run_stats(events), history(events)
     steps = [e for e in kept if e["event"] == "step"]
     evals = [e for e in kept if e["event"] == "eval"]
     start: dict[str, Any] = next((e for e in reversed(kept) if e["event"] == "start"), {})
@@ -74,17 +74,17 @@ def render_page(events: Sequence[dict[str, Any]], name: str = "run", answers: Se
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none';style-src 'unsafe-inline';"
         "script-src 'unsafe-inline'\">"
         f"<title>{escape(title)} · Pronghorn</title><style>{STYLE}</style></head><body{running}><main>"
-        f"{''.join(body)}<footer>Made by Pronghorn from run.jsonl, as of {wording.moment(run.last)}.</footer>"
+        f"{''.join(body)}<footer>Made by Pronghorn from run.jsonl, as of {number_format.moment(run.last)}.</footer>"
         f"</main><script>{SCRIPT}</script></body></html>\n"
     )
 
 
-def _header(run: Figures, title: str, steps: Sequence[dict[str, Any]]) -> str:
+def _header(run: RunStats, title: str, steps: Sequence[dict[str, Any]]) -> str:
     parts = [run.model, run.method, run.precision, run.device]
-    began = f"started {wording.moment(run.began)}" if run.began is not None else ""
+    began = f"started {number_format.moment(run.began)}" if run.began is not None else ""
     size = ""
     if run.trainable is not None and run.parameters is not None:
-        size = f"{wording.count(run.trainable)} of {wording.count(run.parameters)} parameters trained"
+        size = f"{number_format.count(run.trainable)} of {number_format.count(run.parameters)} parameters trained"
     sub = " · ".join(escape(part) for part in [*parts, size, began] if part)
     kind = PILLS.get(run.state, "warn")
     why = f'<p class="why {kind}">{escape(run.why[:MOST_TEXT])}</p>' if run.why else ""
@@ -97,35 +97,35 @@ def _header(run: Figures, title: str, steps: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _live(run: Figures, steps: Sequence[dict[str, Any]]) -> str:
+def _live(run: RunStats, steps: Sequence[dict[str, Any]]) -> str:
     of = f" of {run.steps:,}" if run.steps else ""
     recent = [seconds for e in steps[-50:] if math.isfinite(seconds := as_number(e.get("seconds")))]
     left = ""
     if recent and run.step < run.steps:
-        left = f", about {wording.duration((run.steps - run.step) * median(recent))} left"
+        left = f", about {number_format.duration((run.steps - run.step) * median(recent))} left"
     share = 100 * min(1.0, run.step / run.steps) if run.steps else 0.0
     return (
-        f'<p class="live">running: step {run.step:,}{of}{left}, updated at {wording.second(run.last)}<span></span></p>'
+        f'<p class="live">running: step {run.step:,}{of}{left}, updated at {number_format.second(run.last)}<span></span></p>'
         f'<div class="done"><i style="width:{share:.1f}%"></i></div>'
     )
 
 
-def _tiles(run: Figures) -> str:
+def _tiles(run: RunStats) -> str:
     at_best = f"best at step {run.best_eval_step:,}" if run.best_eval_step is not None else ""
-    first = f"from {wording.figure(run.first_loss)}" if run.first_loss is not None else ""
+    first = f"from {number_format.figure(run.first_loss)}" if run.first_loss is not None else ""
     planned = f"of {run.steps:,} planned" if run.steps else ""
     full = f"packs {100 * run.efficiency:.1f} % full" if run.efficiency is not None else ""
     best_loss = f"at step {run.best_loss_step:,}" if run.best_loss_step is not None else ""
     sessions = f"in {len(run.sessions)} sessions" if len(run.sessions) > 1 else ""
     tiles = [
-        ("evaluation loss", wording.figure(run.best_eval), at_best),
-        ("perplexity", wording.figure(run.perplexity), "at the best evaluation" if run.perplexity is not None else ""),
-        ("training loss, last", wording.figure(run.last_loss), first),
-        ("training loss, best", wording.figure(run.best_loss), best_loss),
+        ("evaluation loss", number_format.figure(run.best_eval), at_best),
+        ("perplexity", number_format.figure(run.perplexity), "at the best evaluation" if run.perplexity is not None else ""),
+        ("training loss, last", number_format.figure(run.last_loss), first),
+        ("training loss, best", number_format.figure(run.best_loss), best_loss),
         ("steps", f"{run.step:,}", planned),
-        ("tokens seen", wording.count(run.tokens), full),
-        ("tokens per second", wording.count(run.tokens_per_second), "real tokens, no padding"),
-        ("wall-clock", wording.duration(run.seconds), sessions),
+        ("tokens seen", number_format.count(run.tokens), full),
+        ("tokens per second", number_format.count(run.tokens_per_second), "real tokens, no padding"),
+        ("wall-clock", number_format.duration(run.seconds), sessions),
     ]
     return '<dl class="tiles">' + "".join(
         f'<div class="tile"><dt>{label}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>'
@@ -146,14 +146,14 @@ def _with_trend(name: str, points: Sequence[Point]) -> list[Series]:
 
 
 def _plots(
-    run: Figures, kept: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]
+    run: RunStats, kept: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]
 ) -> str:
     loss, evaluation = _column(steps, "loss"), _column(evals, "loss")
     broken = sum(not math.isfinite(y) for _, y in loss)
     note = f"{broken:,} {'step' if broken == 1 else 'steps'} with a non-finite loss." if broken else ""
     star = None
     if run.best_eval is not None and run.best_eval_step is not None:
-        star = (float(run.best_eval_step), run.best_eval, f"best {wording.figure(run.best_eval)}")
+        star = (float(run.best_eval_step), run.best_eval, f"best {number_format.figure(run.best_eval)}")
     resumes = [e["resumed_from"] for e in kept if e["event"] == "start" and e.get("resumed_from") is not None]
     breaks = [(float(step), f"resumed at {step:,}") for step in sorted(set(resumes))]
     lines = [*_with_trend("training", loss)]
@@ -173,7 +173,7 @@ def _plots(
     return f'<h2>Training</h2>{draw(main)}<div class="grid3">{"".join(draw(plot) for plot in small)}</div>'
 
 
-def _stages(run: Figures) -> str:
+def _stages(run: RunStats) -> str:
     total = sum(run.stages.values())
     if total <= 0:
         return '<h2>Where the time went</h2><div class="card"><p class="none">not accounted yet</p></div>'
@@ -181,7 +181,7 @@ def _stages(run: Figures) -> str:
     colour = {stage: f"var(--s-{stage if stage in STAGES else 'other'})" for stage in shown}
     segments = "".join(
         f'<div style="flex:{run.share(stage):.5f} 0 0;background:{colour[stage]}" '
-        f'title="{escape(stage)} {wording.percent(run.share(stage))}"></div>'
+        f'title="{escape(stage)} {number_format.percent(run.share(stage))}"></div>'
         for stage in shown
     )
     largest = max(run.share(stage) for stage in shown)
@@ -191,14 +191,16 @@ def _stages(run: Figures) -> str:
         rows.append(
             f'<tr><td class="key"><i style="{paint}"></i>{escape(stage)}</td>'
             f'<td class="bar"><div style="width:{100 * share / largest:.2f}%;{paint}"></div></td>'
-            f'<td class="n">{wording.percent(share)}</td><td class="n">{wording.duration(run.stages[stage])}</td></tr>'
+            f'<td class="n">{number_format.percent(share)}</td>'
+            f'<td class="n">{number_format.duration(run.stages[stage])}</td></tr>'
         )
     advice = advise(run)
     why = f" <span>— {escape(advice.why)}</span>" if advice.why else ""
     missing = run.seconds - total
     note = ""
     if missing > 0.02 * run.seconds:
-        more = f"{wording.duration(missing)} more passed since the last checkpoint; stages are recorded at each checkpoint."
+        more = (f"{number_format.duration(missing)} more passed since the last checkpoint;"
+                " stages are recorded at each checkpoint.")
         note = f'<p class="note">{more}</p>'
     return (
         f'<h2>Where the time went</h2><div class="card"><div class="stack">{segments}</div>'
@@ -224,14 +226,14 @@ def _generations(evals: Sequence[dict[str, Any]]) -> str:
     for prompt, said in list(_answers(newest).items())[:MOST_GENERATIONS]:
         cells = [cell("prompt", prompt), cell("expected", said["expected"])]
         for evaluation, label in zip(columns, labels, strict=True):
-            answer = _answers(evaluation).get(prompt, {}).get("answer", wording.MISSING)
+            answer = _answers(evaluation).get(prompt, {}).get("answer", number_format.MISSING)
             cells.append(cell(label, answer, mark(answer, said["expected"], {})))
         rows.append(f"<tr>{''.join(cells)}</tr>")
     table = answers_table(("prompt", "expected", *labels), rows)
     return f'<h2>Answers</h2><div class="card">{table}</div>'
 
 
-def _recipe(run: Figures) -> str:
+def _recipe(run: RunStats) -> str:
     if not run.recipe:
         return ""
     single = {key: value for key, value in run.recipe.items() if not isinstance(value, dict)}
@@ -247,7 +249,7 @@ def _recipe(run: Figures) -> str:
 
 def _value(value: Any) -> str:
     if value is None:
-        return wording.MISSING
+        return number_format.MISSING
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
@@ -262,22 +264,23 @@ def _notices(events: Sequence[dict[str, Any]]) -> str:
     if not notices:
         return ""
     items = "".join(
-        f"<li><time>{wording.moment(e.get('time'))}</time>{escape(str(e.get('text', ''))[:MOST_TEXT])}</li>" for e in notices
+        f"<li><time>{number_format.moment(e.get('time'))}</time>{escape(str(e.get('text', ''))[:MOST_TEXT])}</li>"
+        for e in notices
     )
     return f'<h2>Notices</h2><div class="card"><ul class="notices">{items}</ul></div>'
 
 
-def _sessions(run: Figures) -> str:
+def _sessions(run: RunStats) -> str:
     if not run.sessions:
         return ""
     rows = []
     for s in run.sessions[-MOST_SESSIONS:]:
-        resumed = wording.MISSING if s.resumed_from is None else f"step {s.resumed_from:,}"
+        resumed = number_format.MISSING if s.resumed_from is None else f"step {s.resumed_from:,}"
         ended = s.ended or (run.state if s is run.sessions[-1] else "cut off")
         versions = ", ".join(f"{key} {value}" for key, value in s.versions.items())
         rows.append(
-            f'<tr><td class="n">{s.number}</td><td>{wording.moment(s.began)}</td><td>{resumed}</td>'
-            f'<td class="n">{s.steps:,}</td><td class="n">{wording.duration(s.seconds)}</td><td>{escape(ended)}</td>'
+            f'<tr><td class="n">{s.number}</td><td>{number_format.moment(s.began)}</td><td>{resumed}</td>'
+            f'<td class="n">{s.steps:,}</td><td class="n">{number_format.duration(s.seconds)}</td><td>{escape(ended)}</td>'
             f"<td>{escape(s.device)}</td><td>{escape(versions)}</td></tr>"
         )
     head = (

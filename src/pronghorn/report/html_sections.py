@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from pronghorn.report import wording
+from pronghorn.report import number_format
 from pronghorn.report.answers import Answer, mean_scores
 from pronghorn.report.cost import cost
-from pronghorn.report.figures import Figures
 from pronghorn.report.run_log import as_number
+from pronghorn.report.run_stats import RunStats
 
 FIRST_ANSWERS = 6  # shown at once, the others on request
 MOST_ANSWERS, MOST_EVALUATIONS, MOST_SOURCES, MOST_TEXT = 30, 40, 50, 3000  # keeps the page below 2 MB whatever the run says
@@ -41,7 +41,7 @@ def data_section(start: dict[str, Any]) -> str:
     if not data:
         return ""
     tokens, loss = _number(data.get("tokens")), _number(data.get("loss_tokens"))
-    share = f"{wording.percent(loss / tokens)} carry loss" if tokens > 0 and math.isfinite(loss) else ""
+    share = f"{number_format.percent(loss / tokens)} carry loss" if tokens > 0 and math.isfinite(loss) else ""
     dropped = data.get("dropped") if isinstance(data.get("dropped"), dict) else {}
     held_out = start.get("eval_documents") or 0
     efficiency = _number(data.get("efficiency"))
@@ -55,7 +55,7 @@ def data_section(start: dict[str, Any]) -> str:
         ("trained on", f"{_count(data.get('documents'))} documents"),
         ("held out", f"{held_out:,} documents" if held_out else "none"),
         ("tokens", f"{_count(tokens)}, {share}" if share else _count(tokens)),
-        ("packing", f"{wording.percent(efficiency)} full" if math.isfinite(efficiency) else ""),
+        ("packing", f"{number_format.percent(efficiency)} full" if math.isfinite(efficiency) else ""),
         ("columns not used", ", ".join(str(name) for name in unused)[:MOST_TEXT] if isinstance(unused, list) else ""),
     ]  # fmt: skip
     right = _histogram(lengths or {})
@@ -111,8 +111,8 @@ def evaluations_section(evals: Sequence[dict[str, Any]], best_step: int | None) 
     rows = []
     for e in evals[-MOST_EVALUATIONS:]:
         best = e.get("step") == best_step
-        cells = [f"{e.get('step', 0):,}", *(wording.figure(as_number(e.get(name))) for name in ("loss", "perplexity")),
-                 *(_score(_metrics(e).get(name)) for name in names), wording.duration(as_number(e.get("seconds")))]
+        cells = [f"{e.get('step', 0):,}", *(number_format.figure(as_number(e.get(name))) for name in ("loss", "perplexity")),
+                 *(_score(_metrics(e).get(name)) for name in names), number_format.duration(as_number(e.get("seconds")))]
         shown = "".join(f'<td class="n">{escape(text)}</td>' for text in cells)
         rows.append(f'<tr{" class=best" if best else ""}>{shown}<th>{"best" if best else ""}</th></tr>')
     left_out = len(evals) - MOST_EVALUATIONS
@@ -128,7 +128,7 @@ def _metrics(evaluation: dict[str, Any]) -> dict[str, Any]:
 
 def _score(value: Any) -> str:
     number = _number(value)
-    return f"{number:.4g}" if math.isfinite(number) else wording.MISSING
+    return f"{number:.4g}" if math.isfinite(number) else number_format.MISSING
 
 
 def answers_section(answers: Sequence[Answer]) -> str:
@@ -143,7 +143,7 @@ def answers_section(answers: Sequence[Answer]) -> str:
     for one in answers[:MOST_ANSWERS]:
         cells = [cell("prompt", one.prompt), cell("expected", one.expected)]
         if before:
-            cells.append(cell("before training", wording.MISSING if one.base is None else one.base,
+            cells.append(cell("before training", number_format.MISSING if one.base is None else one.base,
                               mark(one.base or "", one.expected, one.base_scores)))  # fmt: skip
         cells.append(cell(now, one.answer, mark(one.answer, one.expected, one.scores)))
         rows.append(f"<tr>{''.join(cells)}</tr>")
@@ -209,7 +209,8 @@ def memory_section(kept: Sequence[dict[str, Any]]) -> str:
         ("time per step", _seconds(plan_event.get("step_seconds")), _seconds(measured.get("step_seconds"))),
     ]  # fmt: skip
     shown = "".join(
-        f'<tr><td>{name}</td><td class="n">{before or wording.MISSING}</td><td class="n">{after or wording.MISSING}</td></tr>'
+        f'<tr><td>{name}</td><td class="n">{before or number_format.MISSING}</td>'
+        f'<td class="n">{after or number_format.MISSING}</td></tr>'
         for name, before, after in rows
         if before or after
     )
@@ -229,17 +230,17 @@ def _gb(value: Any) -> str:
 
 def _seconds(value: Any) -> str:
     number = _number(value)
-    return wording.duration(number) if math.isfinite(number) else ""
+    return number_format.duration(number) if math.isfinite(number) else ""
 
 
-def cost_section(run: Figures) -> str:
+def cost_section(run: RunStats) -> str:
     if not sum(run.stages.values()):
         return ""
     spent = cost(run.stages, run.gpus, run.price)
-    rows = [("wall-clock", wording.duration(run.seconds)),
+    rows = [("wall-clock", number_format.duration(run.seconds)),
             ("GPU hours", f"{spent.gpu_hours:,.2f}" if run.gpus else ""),
-            ("outside training", f"{wording.percent(spent.wasted_share)} of the time: loading, evaluation, checkpoints"),
-            ("tokens per hour", wording.count(run.tokens / run.seconds * 3600) if run.seconds > 0 else "")]  # fmt: skip
+            ("outside training", f"{number_format.percent(spent.wasted_share)} of the time: loading, evaluation, checkpoints"),
+            ("tokens per hour", number_format.count(run.tokens / run.seconds * 3600) if run.seconds > 0 else "")]  # fmt: skip
     if spent.money is not None and run.price is not None:
         rows.append(("price", f"about {spent.money:,.2f} USD at {run.price:,.2f} USD per hour ({run.price_note})"))
     elif run.gpus:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from pronghorn.report import wording
+from pronghorn.report import number_format
 
 UNITS = {"tokenizing": "rows", "reading what is tokenized already": "rows", "duplicates and junk": "rows",
          "near duplicates": "rows"}
@@ -39,7 +39,7 @@ class Paces:
         unit, rate = UNITS.get(label, ""), self._rate(label, done, now)
         parts = [f"{done / total:.0%}"] if total else []
         if rate and total:
-            parts.append(f"{wording.duration((total - done) / rate)} left")
+            parts.append(f"{number_format.duration((total - done) / rate)} left")
         if rate and unit:
             parts.append(f"{rate:,.0f} {unit}/s")
         amount = f"{done:,} of {total:,}" if total else f"{done:,}"

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pronghorn.errors import CommandError, DataError
-from pronghorn.report import run_log, wording
-from pronghorn.report.figures import Figures, figures, flat
+from pronghorn.report import number_format, run_log
 from pronghorn.report.run_log import as_number, history, plain, read_log
+from pronghorn.report.run_stats import RunStats, flat, run_stats
 
 MARKS = (0.1, 0.25, 0.5, 0.75, 1.0)  # where losses are compared: shares of the tokens that every run has seen
 WINDOW = 0.05  # each loss is the mean over this share of those tokens before the mark, to even out single steps
@@ -58,7 +58,7 @@ def list_runs(root: Path) -> list[RunInfo]:
 
 def _info(folder: Path) -> RunInfo:
     try:
-        run = figures(read_log(folder))
+        run = run_stats(read_log(folder))
     except (DataError, OSError) as error:
         when = (folder / run_log.FILE_NAME).lstat().st_mtime  # of a dangling link, too
         return RunInfo(str(folder), folder.name, "", "", "unreadable", 0, 0, None, None, 0.0, when, str(error))
@@ -91,8 +91,8 @@ def runs_table(runs: Sequence[RunInfo]) -> RenderableType:
         style = {"done": "green", "early stop": "green", "running": "cyan"}.get(run.state, "yellow")
         step = f"{run.step:,}/{run.steps:,}" if run.steps else f"{run.step:,}"
         cells = [run.folder, run.model.rpartition("/")[2], run.method]
-        rest = [step, wording.figure(run.last_loss), wording.figure(run.best_eval), wording.count(run.tokens_per_second)]
-        table.add_row(*map(Text, cells), Text(run.state, style=style), *map(Text, rest), Text(wording.moment(run.when)))
+        rest = [step, *map(number_format.figure, (run.last_loss, run.best_eval)), number_format.count(run.tokens_per_second)]
+        table.add_row(*map(Text, cells), Text(run.state, style=style), *map(Text, rest), Text(number_format.moment(run.when)))
     broken = [Text(run.problem, style="yellow") for run in runs if run.problem]
     return Group(table, *broken)
 
@@ -103,7 +103,7 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
         below = f"; for runs below {folders[0]}: pronghorn runs --root {folders[0]}" if folders else ""
         raise CommandError("comparing needs at least two runs", fix=f"name two or more run folders{below}")
     logs = [_log_of(folder) for folder in folders]
-    runs = [figures(events) for events in logs]
+    runs = [run_stats(events) for events in logs]
     recipes = [flat(run.recipe) for run in runs]
     keys = sorted({key for recipe in recipes for key in recipe})
     differences = {key: [recipe.get(key) for recipe in recipes] for key in keys if _differ([r.get(key) for r in recipes])}
@@ -123,7 +123,7 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
     return result
 
 
-def _warnings(runs: Sequence[Figures], recipes: Sequence[dict[str, Any]]) -> list[str]:
+def _warnings(runs: Sequence[RunStats], recipes: Sequence[dict[str, Any]]) -> list[str]:
     """What makes figures that stand side by side not comparable."""
     if sum(run.best_eval is not None for run in runs) < 2:
         return []
@@ -152,11 +152,11 @@ def comparison_table(comparison: dict[str, Any]) -> RenderableType:
 
     section("result")
     evals = [None if value is None else float(value) for value in comparison["best_eval"]]
-    row("best evaluation", [wording.figure(value) for value in evals], _extreme(evals, -1))
+    row("best evaluation", [number_format.figure(value) for value in evals], _extreme(evals, -1))
     rates = [float(value) for value in comparison["tokens_per_second"]]
-    row("tokens per second", [wording.count(value) for value in rates], _extreme(rates, 1))
-    row("tokens", [wording.count(value) for value in comparison["tokens"]])
-    row("time", [wording.duration(float(value)) for value in comparison["seconds"]])
+    row("tokens per second", [number_format.count(value) for value in rates], _extreme(rates, 1))
+    row("tokens", [number_format.count(value) for value in comparison["tokens"]])
+    row("time", [number_format.duration(float(value)) for value in comparison["seconds"]])
     row("state", comparison["state"])
     if _differ(comparison["device"]):
         row("device", comparison["device"])
@@ -164,10 +164,10 @@ def comparison_table(comparison: dict[str, Any]) -> RenderableType:
         section("training loss at equal token counts")
     for mark in comparison["loss_at_tokens"]:
         losses = [None if value is None else float(value) for value in mark["losses"]]
-        row(wording.count(mark["tokens"]), [wording.figure(value) for value in losses], _extreme(losses, -1))
+        row(number_format.count(mark["tokens"]), [number_format.figure(value) for value in losses], _extreme(losses, -1))
     section("recipe keys that differ" if comparison["differences"] else "the recipes are the same")
     for key, values in comparison["differences"].items():
-        row(key, [wording.MISSING if value is None else str(value) for value in values])
+        row(key, [number_format.MISSING if value is None else str(value) for value in values])
     return Group(table, *(Text(f"! {warning}", style="yellow") for warning in comparison["warnings"]))
 
 

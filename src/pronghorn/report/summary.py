@@ -12,12 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from pronghorn.errors import counted
-from pronghorn.report import wording
+from pronghorn.report import number_format
 from pronghorn.report.bars import STAGE_STYLES, share_bar
 from pronghorn.report.cost import TRAINING, cost
 from pronghorn.report.experts import experts_summary
-from pronghorn.report.figures import Figures, figures
 from pronghorn.report.run_log import history, plain
+from pronghorn.report.run_stats import RunStats, run_stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Advice:
     key: str = ""  # the recipe key it is about; empty: nothing to change
 
 
-def advise(run: Figures) -> Advice:
+def advise(run: RunStats) -> Advice:
     """The one rule with the most wall-clock at stake; when no rule applies, that is said too."""
     found = [advice for rule in RULES if (advice := rule(run)) is not None]
     if found:
@@ -36,12 +36,12 @@ def advise(run: Figures) -> Advice:
     training = run.share(*TRAINING)
     if training == 0.0:
         return Advice("no suggestion yet", "no training step is recorded", 0.0)
-    return Advice(f"nothing to fix: training took {wording.percent(training)} of the time", "", 0.0)
+    return Advice(f"nothing to fix: training took {number_format.percent(training)} of the time", "", 0.0)
 
 
 def summary(events: Sequence[dict[str, Any]], gpus: int | None = None, price_per_hour: float | None = None) -> dict[str, Any]:
     """The figures, for `--json` and for `render`. `gpus` and price: by default what the log says."""
-    run = figures(events)
+    run = run_stats(events)
     spent = cost(run.stages, run.gpus if gpus is None else gpus, run.price if price_per_hour is None else price_per_hour)
     largest = max(run.stages, key=lambda stage: run.stages[stage]) if any(run.stages.values()) else None
     facts = asdict(run)
@@ -73,9 +73,9 @@ def render(facts: dict[str, Any]) -> RenderableType:
             first, last, best = (number(facts[f"{which}_{kind}"]) for which in ("first", "last", "best"))
             table.add_row(label, _path(first, last, best, facts[f"best_{kind}_step"], perplexity))
     for name, of in facts["metrics"].items():
-        table.add_row(wording.one_line(name, 30), _metric(of, decides=name == facts["decides"]))
+        table.add_row(number_format.one_line(name, 30), _metric(of, decides=name == facts["decides"]))
     rate = number(facts["tokens_per_second"]) or 0.0
-    table.add_row("tokens", Text(f"{wording.count(facts['tokens'])} seen, {wording.count(rate)} per second"))
+    table.add_row("tokens", Text(f"{number_format.count(facts['tokens'])} seen, {number_format.count(rate)} per second"))
     if facts["experts"]:
         table.add_row("experts", Text(facts["experts"]["text"]))
     table.add_row("time", Text(_time_line(facts)))
@@ -85,8 +85,8 @@ def render(facts: dict[str, Any]) -> RenderableType:
         style = STAGE_STYLES.get(stage, "")
         stages.add_row(
             Text(f"  {stage}"),
-            Text(f"{wording.percent(share):>6}"),
-            Text(f"{wording.duration(facts['stages'][stage]):>10}"),
+            Text(f"{number_format.percent(share):>6}"),
+            Text(f"{number_format.duration(facts['stages'][stage]):>10}"),
             Text(share_bar(share, 30), style=style),
         )
     advice = facts["advice"]
@@ -112,29 +112,30 @@ def _float(value: Any) -> float | None:
 def _path(
     first: float | None, last: float | None, best: float | None, step: int | None, perplexity: float | None = None
 ) -> Text:
-    text = Text(f"{wording.figure(first)} → {wording.figure(last)}")
+    text = Text(f"{number_format.figure(first)} → {number_format.figure(last)}")
     if best is not None:
-        more = "" if perplexity is None else f", perplexity {wording.figure(perplexity)}"
-        text.append(f"   best {wording.figure(best)} at step {step:,}{more}", style="dim")
+        more = "" if perplexity is None else f", perplexity {number_format.figure(perplexity)}"
+        text.append(f"   best {number_format.figure(best)} at step {step:,}{more}", style="dim")
     return text
 
 
 def _metric(of: dict[str, Any], *, decides: bool) -> Text:
     """`0 (base) → 0.93   best 0.95 at step 60, 70 rows`, from the base model's where that is known."""
-    text = Text("" if of["base"] is None else f"{wording.score(_float(of['base']))} (base) → ")
-    text.append(wording.score(_float(of["last"])))
-    best = "" if of["best"] is None else f"best {wording.score(_float(of['best']))} at step {of['best_step']:,}, "
+    text = Text("" if of["base"] is None else f"{number_format.score(_float(of['base']))} (base) → ")
+    text.append(number_format.score(_float(of["last"])))
+    best = "" if of["best"] is None else f"best {number_format.score(_float(of['best']))} at step {of['best_step']:,}, "
     text.append(f"   {best}{counted(of['samples'], 'row')}" + ", selects the best checkpoint" * decides, style="dim")
     return text
 
 
 def _time_line(facts: dict[str, Any]) -> str:
-    parts = [wording.duration(facts["seconds"])]
+    parts = [number_format.duration(facts["seconds"])]
     spent = facts["cost"]
     if facts["sessions"] > 1:
         parts.append(f"{facts['sessions']} sessions")
     if spent["gpu_hours"]:
-        parts.append(f"{spent['gpu_hours']:.2f} GPU hours, {wording.percent(spent['wasted_share'])} of them outside training")
+        wasted = number_format.percent(spent["wasted_share"])
+        parts.append(f"{spent['gpu_hours']:.2f} GPU hours, {wasted} of them outside training")
     if spent["money"] is not None:
         parts.append(f"about {spent['money']:,.2f} USD")
     return ", ".join(parts)
@@ -143,22 +144,22 @@ def _time_line(facts: dict[str, Any]) -> str:
 # ---- rules: each looks at one thing, and speaks only when it costs enough to be worth a change ----
 
 
-def _setting(run: Figures, section: str, key: str) -> Any:
+def _setting(run: RunStats, section: str, key: str) -> Any:
     part = run.recipe.get(section)
     return part.get(key) if isinstance(part, dict) else None
 
 
-def _raise_to(run: Figures, section: str, key: str, factor: int) -> str:
+def _raise_to(run: RunStats, section: str, key: str, factor: int) -> str:
     now = _setting(run, section, key)
     return f"set {section}.{key}: {now * factor} (now {now})" if isinstance(now, int) and now > 0 else f"raise {section}.{key}"
 
 
-def _waiting(run: Figures) -> Advice | None:
+def _waiting(run: RunStats) -> Advice | None:
     share = run.share("wait")
     if share <= 0.05:
         return None
     workers, cores = _setting(run, "data", "workers"), _cores()
-    why = f"training waited for data {wording.percent(share)} of the time"
+    why = f"training waited for data {number_format.percent(share)} of the time"
     if isinstance(workers, int) and workers >= cores:
         return Advice("nothing to change", f"{why}, but data.workers is already {workers} on {counted(cores, 'core')}", share)
     wanted = min(cores, max(2, 2 * workers) if isinstance(workers, int) else 4)
@@ -170,55 +171,55 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _evaluating(run: Figures) -> Advice | None:
+def _evaluating(run: RunStats) -> Advice | None:
     share, every = run.share("evaluate"), _setting(run, "eval", "every")
     if share <= 0.15 or (isinstance(every, int) and run.step and every >= run.step):  # one evaluation cannot be fewer
         return None
-    why = f"evaluation took {wording.percent(share)} of the time; fewer eval.generations also help"
+    why = f"evaluation took {number_format.percent(share)} of the time; fewer eval.generations also help"
     return Advice(_raise_to(run, "eval", "every", 2), why, share, "eval.every")
 
 
-def _saving(run: Figures) -> Advice | None:
+def _saving(run: RunStats) -> Advice | None:
     share = run.share("checkpoint")
     if share <= 0.05:
         return None
-    why = f"writing checkpoints took {wording.percent(share)} of the time"
+    why = f"writing checkpoints took {number_format.percent(share)} of the time"
     return Advice(_raise_to(run, "checkpoint", "every", 2), why, share, "checkpoint.every")
 
 
-def _tokenizing(run: Figures) -> Advice | None:
+def _tokenizing(run: RunStats) -> Advice | None:
     share = run.share("read", "tokenize")
     if share <= 0.20:
         return None
-    why = f"reading and tokenizing took {wording.percent(share)} of the time; the next run reads this data from the cache"
+    why = f"reading and tokenizing took {number_format.percent(share)} of the time; the next run reads this data from the cache"
     return Advice("nothing to change", why, share)
 
 
-def _starting(run: Figures) -> Advice | None:
+def _starting(run: RunStats) -> Advice | None:
     share = run.share("imports", "load")
     if share <= 0.40:
         return None
-    why = f"imports and loading took {wording.percent(share)} of a short run; a longer run pays for them once"
+    why = f"imports and loading took {number_format.percent(share)} of a short run; a longer run pays for them once"
     return Advice("nothing to change", why, share)
 
 
-def _packing(run: Figures) -> Advice | None:
+def _packing(run: RunStats) -> Advice | None:
     if run.efficiency is None or run.efficiency >= 0.95:
         return None
     share = (1.0 - run.efficiency) * run.share(*TRAINING)
-    why = f"packs are {wording.percent(run.efficiency)} full, the rest is padding; larger packs waste less"
+    why = f"packs are {number_format.percent(run.efficiency)} full, the rest is padding; larger packs waste less"
     return Advice(_raise_to(run, "train", "capacity", 2), why, share, "train.capacity")
 
 
-def _optimizing(run: Figures) -> Advice | None:
+def _optimizing(run: RunStats) -> Advice | None:
     share = run.share("optimizer")
     if share <= 0.20:
         return None
-    why = f"the optimizer took {wording.percent(share)} of the time; larger batches need fewer optimizer steps"
+    why = f"the optimizer took {number_format.percent(share)} of the time; larger batches need fewer optimizer steps"
     return Advice(_raise_to(run, "train", "batch_tokens", 2), why, share, "train.batch_tokens")
 
 
-def _too_long(run: Figures) -> Advice | None:
+def _too_long(run: RunStats) -> Advice | None:
     """Everything after the best evaluation made the model worse; a rise of up to 2 % is taken for noise."""
     if run.best_eval is None or run.last_eval is None or not run.last_eval_step or run.best_eval_step is None:
         return None
@@ -231,15 +232,15 @@ def _too_long(run: Figures) -> Advice | None:
     return Advice("set eval.stop: {patience: 3}, or train for fewer steps", why, share, "eval.stop")
 
 
-def _elsewhere(run: Figures) -> Advice | None:
+def _elsewhere(run: RunStats) -> Advice | None:
     share = run.share("other")
     if share <= 0.10:
         return None
-    why = f"{wording.percent(share)} of the time was outside the recorded stages"
+    why = f"{number_format.percent(share)} of the time was outside the recorded stages"
     return Advice("check what else runs on this machine", why, share)
 
 
-RULES: tuple[Callable[[Figures], Advice | None], ...] = (
+RULES: tuple[Callable[[RunStats], Advice | None], ...] = (
     _waiting,
     _evaluating,
     _saving,

@@ -27,10 +27,10 @@ import torch
 from pronghorn.data.batches import PackedBatch, StepBatch
 from pronghorn.errors import EnvironmentFault
 from pronghorn.kernels.runtime.dispatch import compile_kernels
-from pronghorn.model.adapter_sums import AdapterSums, shared_gradients
 from pronghorn.model.capture import Graphs, Work, first_line
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.load import DTYPES
+from pronghorn.model.lora_grad_buffer import LoraGradBuffer, shared_gradients
 from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.objectives import finish_backward, loss_sum
 from pronghorn.train.step import StageTimer, Step, StepResult
@@ -69,7 +69,7 @@ class GraphedStep(Step):
         self._staging: dict[tuple[int, ...], deque[_Staging]] = {}
         self._update: Work | None = None
         self._added_up: list[torch.Tensor] = []
-        self._sums: AdapterSums | None = None
+        self._sums: LoraGradBuffer | None = None
         self._under_way: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
         self._loss = torch.zeros((), device=device)
         self._share = torch.ones((), device=device)  # 1 / trained tokens of the step
@@ -192,7 +192,7 @@ class GraphedStep(Step):
         engine = engine_of(self.model)
         assert engine is not None
         compute = engine.backbone.embed_tokens.weight.dtype if self.precision == "fp32" else DTYPES[self.precision]
-        self._sums = AdapterSums(engine, compute)
+        self._sums = LoraGradBuffer(engine, compute)
         self._added_up = [self._loss, self._sums.buffer, *gradients]
         self._adamw.clip_norm, self._adamw.watched_loss = self.clip, self._loss
         self._adamw.refresh_lr()

@@ -201,7 +201,7 @@ class RunMemory:
         engine.offload = self.pool
         engine.head_terms["chunk_share"] = head_share(plan.pieces)
         for layer, level in zip(engine.layers, plan.levels, strict=True):
-            layer.level, layer.pieces, layer.offload = level.recompute, plan.pieces, self.pool if level.offload else None
+            layer.level, layer.mlp_chunks, layer.offload = level.recompute, plan.pieces, self.pool if level.offload else None
 
     def lower(self, model: Any) -> None:
         """After an allocation failed and its step was given up: a plan that takes less. Results stay the same: to the bit, or,

@@ -10,7 +10,7 @@ import torch
 from pronghorn.data.prepare import hold_out, prepare
 from pronghorn.data.tokens import TokenizerFiles
 from pronghorn.errors import CommandError, PronghornError, RecipeError
-from pronghorn.memory.forecast import HOST_BYTES, Forecast, comparison, longest_report, plan_report
+from pronghorn.memory.forecast import HOST_BYTES, Forecast, comparison, max_context_report, plan_report
 from pronghorn.memory.gpus import GPUS, find_gpu
 from pronghorn.memory.moe_sizes import why_not_planned
 from pronghorn.memory.plan import host_room, parse_host
@@ -91,7 +91,7 @@ def forecast(recipe: Recipe, *, gpu: str | None, price: float | None = None, tok
         if chosen is None:
             raise CommandError(what="--longest needs a GPU to plan for",
                                fix="name one with --gpu; set memory.budget to use only part of its memory")
-        return [longest_report(recipe, config, gpu=chosen, price=price, host=room,
+        return [max_context_report(recipe, config, gpu=chosen, price=price, host=room,
                                loss_share=data.loss_share if data else 1.0)]
     options: dict[str, Any] = {"tokens": tokens or known, "price": price, "host": room}
     if data is not None:

@@ -231,18 +231,18 @@ def attention_backward(
     spans_2T: Tensor | None = None,
     typical: int | None = None,
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
-    turned: tuple[Tensor, Tensor] | None = None,
+    rotated: tuple[Tensor, Tensor] | None = None,
     backend: Backend | None = None,
 ) -> Grads:
     """(dq_TNH, dk_TKH, dv_TKH, dsinks_N or None), written into `grads` (dq, dk, dv) where given.
 
-    `out_TNH` and `lse_NT` are the forward's, of the same backend, as are all the other arguments. `turned`: cos and sin by
-    which RoPE turned q and k, where `turns_back`; dq and dk are then those of before.
+    `out_TNH` and `lse_NT` are the forward's, of the same backend, as are all the other arguments. `rotated`: cos and sin by
+    which RoPE rotated q and k, where `unrotates`; dq and dk are then those of before.
     """
     packed = Packed(cu_seqlens, longest, scale, _useful(window, longest), softcap, sinks_N, lengths, spans_2T)
     chosen = backend or _backend_for(q_TNH, packed, typical)
     with torch.no_grad():
-        more = () if turned is None else (turned,)
+        more = () if rotated is None else (rotated,)
         dq, dk, dv, dsinks = BACKENDS[chosen].backward(dout_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_NT, packed, grads, *more)
     return dq, dk, dv, dsinks
 
@@ -256,9 +256,9 @@ def gradients_in_place(backend: Backend, heads: int, kv_heads: int, head_width: 
     return backend in ("flash2", "torch")
 
 
-def turns_back(backend: Backend, head_width: int, cos_TP: Tensor, neighbours: bool) -> bool:
-    """Whether the backend's gradients can be those before RoPE (`attention_backward`'s `turned`)."""
-    return backend == "short" and not neighbours and attention_short.Short.turns_back(head_width, cos_TP.shape[1])
+def unrotates(backend: Backend, head_width: int, cos_TP: Tensor, neighbours: bool) -> bool:
+    """Whether the backend's gradients can be those before RoPE (`attention_backward`'s `rotated`)."""
+    return backend == "short" and not neighbours and attention_short.Short.unrotates(head_width, cos_TP.shape[1])
 
 
 def _useful(window: int | None, longest: int) -> int | None:

@@ -8,7 +8,7 @@ use. On an H200 it is 1.7 to 1.9 times as fast as FlashAttention-2 forward and 1
 straight into the caller's buffers; FlashAttention-2 allocates its own, so there they are copied. Both backwards allocate
 fp32 sums for 64 or 128 rows more for every entry of `cu_seqlens`, its padding included, and flash-attn-4 zeroes those of dk
 and dv: at 16,384 tokens of an 8B model 514 entries instead of 128 are 0.8 GB more, half of it to be zeroed in every layer.
-Of 200,000 tokens the sums are 4.9 GB: such packs have their heads done in several turns, each with sums of its own.
+Of 200,000 tokens the sums are 4.9 GB: such packs run their heads in several chunks, each with sums of its own.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def why_no_flash4() -> str | None:
     return _flash4()[1]
 
 
-MOST_SUMS = 2 * 10**9  # bytes: what a turn may take for them, if there are heads enough
+MOST_SUMS = 2 * 10**9  # bytes: what a chunk may take for them, if there are heads enough
 
 
-def backward_turns(tokens: int, heads: int, kv_heads: int, head_width: int) -> int:
-    """In how many turns flash-attn-4's backward does the heads. Each has as many blocks of tokens as the whole, and half a
+def backward_chunks(tokens: int, heads: int, kv_heads: int, head_width: int) -> int:
+    """In how many chunks flash-attn-4's backward does the heads. Each has as many blocks of tokens as the whole, and half a
     million tokens are thousands of them: the GPU stays busy."""
-    sums, turns = 4 * tokens * (heads + 2 * kv_heads) * head_width, 1
-    while sums > turns * MOST_SUMS and kv_heads % (2 * turns) == 0:
-        turns *= 2
-    return turns
+    sums, chunks = 4 * tokens * (heads + 2 * kv_heads) * head_width, 1
+    while sums > chunks * MOST_SUMS and kv_heads % (2 * chunks) == 0:
+        chunks *= 2
+    return chunks
 
 
 class Flash4:
@@ -90,10 +90,10 @@ class Flash4:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         module, _ = _flash4()
         heads, kv_heads = q_TNH.shape[1], k_TKH.shape[1]
-        turns = backward_turns(len(q_TNH), heads, kv_heads, q_TNH.shape[2])
-        if turns > 1 and grads is not None and packed.sinks_N is None:
-            for i in range(turns):
-                mine, shared = (slice(i * n // turns, (i + 1) * n // turns) for n in (heads, kv_heads))
+        chunks = backward_chunks(len(q_TNH), heads, kv_heads, q_TNH.shape[2])
+        if chunks > 1 and grads is not None and packed.sinks_N is None:
+            for i in range(chunks):
+                mine, shared = (slice(i * n // chunks, (i + 1) * n // chunks) for n in (heads, kv_heads))
                 module._flash_attn_bwd(
                     q_TNH[:, mine], k_TKH[:, shared], v_TKH[:, shared], out_TNH[:, mine], dout_TNH[:, mine], lse_NT[mine],
                     dq=grads[0][:, mine], dk=grads[1][:, shared], dv=grads[2][:, shared], **Flash4._options(packed)

@@ -20,7 +20,7 @@ depend on the head, the mask above all, is there once: 13.6 instructions a score
     backward, dk, dv    program = BN key rows of one key/value head; loops over the query heads of its group and over query
                         blocks up to the end of its last row's document
 
-Backward can also turn dq and dk back by the rotary positions, while it has them in fp32: one rounding and one pass less.
+Backward can also undo RoPE on dq and dk, while it has them in fp32: one rounding and one pass less.
 
 Products run on tensor cores in the inputs' dtype with fp32 sums (fp32 inputs: true fp32); the softmax is in fp32, base 2.
 """
@@ -129,9 +129,9 @@ def _rows(places, inside, column, H: tl.constexpr, WHOLE: tl.constexpr):  # type
 
 
 @jit
-def _store(pointer, token, row_stride, head, column, inside, x, cos, sin, H: tl.constexpr, TURN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rounded; with TURN turned back first: (a, b) -> (a cos + b sin, b cos - a sin) for every pair (i, i + H / 2)."""
-    if TURN:
+def _store(pointer, token, row_stride, head, column, inside, x, cos, sin, H: tl.constexpr, UNROTATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rounded; with UNROTATE rotated back first: (a, b) -> (a cos + b sin, b cos - a sin) for every pair (i, i + H / 2)."""
+    if UNROTATE:
         column = tl.arange(0, H // 2)
         angles = token.to(tl.int64)[:, None] * (H // 2) + column[None, :]
         cosines = tl.load(cos + angles, mask=inside[:, None], other=0.0)
@@ -186,7 +186,7 @@ def _seen(row, column, start, WINDOW: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @jit
-def _attend(scores, factor, values, largest, total, result, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+def _online_softmax(scores, factor, values, largest, total, result, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """One step of the online softmax: (largest, total, result) with these keys."""
     larger = tl.maximum(largest, tl.max(scores, 1) * factor)
     weights = powers(scores, factor, larger[:, None], PRECISION == "ieee")
@@ -196,7 +196,7 @@ def _attend(scores, factor, values, largest, total, result, PRECISION: tl.conste
 
 
 @jit
-def _store_attended(  # type: ignore[no-untyped-def]
+def _store_attention(  # type: ignore[no-untyped-def]
     out, out_row, lse, sinks, token, head, column, inside, largest, total, result, T, H: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """With the sinks, and divided by the total."""
@@ -255,16 +255,16 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
             scores = tl.where(seen, scores, float("-inf"))
             if PAIR:
                 scores2 = tl.where(seen, scores2, float("-inf"))
-        largest, total, result = _attend(scores, factor, values, largest, total, result, PRECISION)
+        largest, total, result = _online_softmax(scores, factor, values, largest, total, result, PRECISION)
         if PAIR:
-            largest2, total2, result2 = _attend(scores2, factor, values2, largest2, total2, result2, PRECISION)
+            largest2, total2, result2 = _online_softmax(scores2, factor, values2, largest2, total2, result2, PRECISION)
         key += BN
         k_places += BN * k_row
         v_places += BN * v_row
-    _store_attended(out, out_row, lse, sinks, token, head, column, inside, largest, total, result, T, H, HAS_SINKS)
+    _store_attention(out, out_row, lse, sinks, token, head, column, inside, largest, total, result, T, H, HAS_SINKS)
     if PAIR:
         head2 = head + GROUP
-        _store_attended(out, out_row, lse, sinks, token, head2, column, inside, largest2, total2, result2, T, H, HAS_SINKS)
+        _store_attention(out, out_row, lse, sinks, token, head2, column, inside, largest2, total2, result2, T, H, HAS_SINKS)
 
 
 @jit
@@ -272,7 +272,7 @@ def _dq_kernel(  # type: ignore[no-untyped-def]
     dout, dout_row, q, q_row, k, k_row, v, v_row, out, out_row, lse, norms, starts, dq, dq_row, cos, sin, scale, softcap,
     T, H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, WHOLE: tl.constexpr, TURN: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr, UNROTATE: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = PRECISION == "ieee"
     first_head = tl.program_id(0) % (HEADS // PACK) * PACK
@@ -308,7 +308,7 @@ def _dq_kernel(  # type: ignore[no-untyped-def]
         key += BN
         k_places += BN * k_row
         v_places += BN * v_row
-    _store(dq, token, dq_row, head, column, inside, result * scale, cos, sin, H, TURN)
+    _store(dq, token, dq_row, head, column, inside, result * scale, cos, sin, H, UNROTATE)
 
 
 @jit
@@ -316,7 +316,7 @@ def _dkdv_kernel(  # type: ignore[no-untyped-def]
     dout, dout_row, q, q_row, k, k_row, v, v_row, norms, ends, dk, dk_row, dv, dv_row, cos, sin, scale, softcap,
     T, H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, WHOLE: tl.constexpr, TURN: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr, UNROTATE: tl.constexpr,
 ):  # fmt: skip
     """Scores are transposed here, [keys, queries]: both products into the results then take their left factor as it is. One
     loop goes over the query blocks of PACK heads of the group, then of the next PACK."""
@@ -367,7 +367,7 @@ def _dkdv_kernel(  # type: ignore[no-untyped-def]
         q_places += tokens * q_row.to(tl.int64) + heads * H  # back to a long document's beginning may be 2^31 values and more
         dout_places += tokens * dout_row.to(tl.int64) + heads * H
         norm_places += tokens * HEADS + heads
-    _store(dk, key, dk_row, kv_head, column, there, key_sums * scale, cos, sin, H, TURN)
+    _store(dk, key, dk_row, kv_head, column, there, key_sums * scale, cos, sin, H, UNROTATE)
     _store(dv, key, dv_row, kv_head, column, there, value_sums, cos, sin, H, False)
 
 
@@ -413,16 +413,16 @@ class Short:
         lse_NT: Tensor,
         packed: Packed,
         grads: tuple[Tensor, Tensor, Tensor] | None,
-        turned: tuple[Tensor, Tensor] | None = None,
+        rotated: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """`turned`: cos and sin, [T, H / 2], by which RoPE turned q and k; dq and dk are then those of before."""
+        """`rotated`: cos and sin, [T, H / 2], by which RoPE rotated q and k; dq and dk are then those of before."""
         T, heads, width = q_TNH.shape
         dq, dk, dv = grads or tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TNH, k_TKH, v_TKH))
         norms_TN2 = torch.empty(T, heads, 2, dtype=torch.float32, device=lse_NT.device)  # lse as a power, and delta
         starts_T, ends_T = packed.spans_of(T)
         options = Short._options(q_TNH, k_TKH, packed)
-        options["TURN"] = turned is not None
-        cos, sin = turned or (None, None)
+        options["UNROTATE"] = rotated is not None
+        cos, sin = rotated or (None, None)
         config, softcap = config_for(width, q_TNH.dtype, chip_of(q_TNH.device)), packed.softcap or 1.0
         inputs = (dout_TNH, dout_TNH.stride(0), q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0))
         tiles = config.dq
@@ -440,6 +440,6 @@ class Short:
         return dq, dk, dv, sink_gradients(dout_TNH, out_TNH, lse_NT, packed.sinks_N)
 
     @staticmethod
-    def turns_back(head_width: int, half: int) -> bool:
+    def unrotates(head_width: int, half: int) -> bool:
         """Whether `backward` takes cos and sin of so many columns: a half each of heads that fill a tile."""
         return 2 * half == head_width == _padded(head_width)

@@ -51,11 +51,11 @@ def _rotate(x_TNH: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor, nei
     wide = torch.promote_types(x_TNH.dtype, torch.float32)
     cos, sin = cos_TP.to(wide)[:, None], sin_TP.to(wide)[:, None]
     width = 2 * cos.shape[-1]
-    turning, rest = x_TNH[..., :width].to(wide), x_TNH[..., width:].to(wide)
-    a, b = (turning[..., 0::2], turning[..., 1::2]) if neighbours else turning.chunk(2, dim=-1)
+    rotating, rest = x_TNH[..., :width].to(wide), x_TNH[..., width:].to(wide)
+    a, b = (rotating[..., 0::2], rotating[..., 1::2]) if neighbours else rotating.chunk(2, dim=-1)
     a, b = a * cos - b * sin, b * cos + a * sin
-    turned = torch.stack([a, b], dim=-1).flatten(-2) if neighbours else torch.cat([a, b], dim=-1)
-    return torch.cat([turned, rest], dim=-1)
+    rotated = torch.stack([a, b], dim=-1).flatten(-2) if neighbours else torch.cat([a, b], dim=-1)
+    return torch.cat([rotated, rest], dim=-1)
 
 
 class Tile(NamedTuple):
@@ -147,7 +147,7 @@ def _forward_heads(
     BLOCK: tl.constexpr, REST: tl.constexpr, NEIGHBOURS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr,
     IN_PLACE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Some heads of one token; REST is 0 where the whole head turns. In place, without a norm, the rest stays as it is."""
+    """Some heads of one token; REST is 0 where the whole head rotates. In place, without a norm, the rest stays as it is."""
     head = first_head + tl.arange(0, ROWS)
     inside = head < HEADS
     pair = tl.arange(0, BLOCK)
@@ -232,9 +232,9 @@ def _backward_heads(
         token = tl.cast(number, tl.int64)  # it is one already, but for the interpreter
         c = tl.load(cos + token * cos_row + pair, mask=pair < HALF, other=0.0)[None, :]
         s = tl.load(sin + token * sin_row + pair, mask=pair < HALF, other=0.0)[None, :]
-        turned_a, turned_b = _load_pairs(grad + token * grad_row + head * H, inside, ROWS, HALF, BLOCK, NEIGHBOURS)
-        a = turned_a * c + turned_b * s
-        b = turned_b * c - turned_a * s
+        rotated_a, rotated_b = _load_pairs(grad + token * grad_row + head * H, inside, ROWS, HALF, BLOCK, NEIGHBOURS)
+        a = rotated_a * c + rotated_b * s
+        b = rotated_b * c - rotated_a * s
         if REST > 0:
             at = (head * H)[:, None] + other[None, :]
             rest = tl.load(grad + token * grad_row + at, mask=other_mask, other=0.0).to(tl.float32)
@@ -284,9 +284,9 @@ def _backward_kernel(
     dq: tl.tensor, dq_row: tl.tensor, dk: tl.tensor, dk_row: tl.tensor, dv: tl.tensor, dv_row: tl.tensor, qkv: tl.tensor,
     qkv_row: tl.tensor, out: tl.tensor, out_row: tl.tensor, cos: tl.tensor, cos_row: tl.tensor, sin: tl.tensor,
     sin_row: tl.tensor, q_weight: tl.tensor, k_weight: tl.tensor, rstd: tl.tensor, partial_q: tl.tensor,
-    partial_k: tl.tensor, T: tl.tensor, turn: tl.tensor, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
-    H_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, NEIGHBOURS: tl.constexpr,
-    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, NEED_DW: tl.constexpr, STAGES: tl.constexpr,
+    partial_k: tl.tensor, T: tl.tensor, period: tl.tensor, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    H: tl.constexpr, H_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, NEED_DW: tl.constexpr, STAGES: tl.constexpr,
 ) -> None:  # fmt: skip
     Q_TILES: tl.constexpr = (N + ROWS - 1) // ROWS
     K_TILES: tl.constexpr = (K + ROWS - 1) // ROWS
@@ -294,7 +294,7 @@ def _backward_kernel(
     program = tl.program_id(0)
     lane = (program // TILES).to(tl.int64)
     lanes = tl.num_programs(0) // TILES
-    tile = (program + program // TILES // turn) % TILES
+    tile = (program + program // TILES // period) % TILES
     if tile < Q_TILES:
         _backward_heads(
             dq, dq_row, qkv, qkv_row, out, out_row, cos, cos_row, sin, sin_row, q_weight, rstd, N + K, partial_q,
@@ -313,7 +313,7 @@ def _backward_kernel(
 
 
 def _widths(head_width: int, cos_TP: torch.Tensor) -> dict[str, int]:
-    """Of a head: pairs, and the rest that does not turn, with the powers of two that hold them."""
+    """Of a head: pairs, and the rest that does not rotate, with the powers of two that hold them."""
     half, rest = cos_TP.shape[-1], head_width - 2 * cos_TP.shape[-1]
     if rest < 0:
         raise ValueError(f"cos and sin rotate {2 * half} of {head_width} columns")
@@ -321,7 +321,7 @@ def _widths(head_width: int, cos_TP: torch.Tensor) -> dict[str, int]:
     return {"H": head_width, "HALF": half, "BLOCK": round_up(half), "REST": round_up(rest) if rest else 0}
 
 
-def _turn_forward(
+def _rotate_forward(
     q_TNH: torch.Tensor, k_TKH: torch.Tensor, q_out: torch.Tensor, k_out: torch.Tensor, cos_TP: torch.Tensor,
     sin_TP: torch.Tensor, neighbours: bool, norms: tuple[torch.Tensor, torch.Tensor] | None, eps: float, one_plus: bool,
 ) -> torch.Tensor | None:  # fmt: skip
@@ -348,32 +348,32 @@ def _turn_forward(
     return torch.cat(rstds, dim=1) if rstds else None
 
 
-def _turn_backward(
+def _rotate_backward(
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], cos_TP: torch.Tensor, sin_TP: torch.Tensor, neighbours: bool,
     qkv_TX: torch.Tensor, rstd: torch.Tensor | None, norms: tuple[torch.Tensor, torch.Tensor] | None, one_plus: bool,
     need_norm_grad: bool, out: torch.Tensor,
 ) -> Grads:  # fmt: skip
-    """The transpose of `_turn_forward`; qkv is read only where there is a norm."""
+    """The transpose of `_rotate_forward`; qkv is read only where there is a norm."""
     dq, dk, dv = grads
     (T, N, H), K = dq.shape, dk.shape[1]
     if not use_triton(dq):
-        return _turn_backward_torch(grads, cos_TP, sin_TP, neighbours, qkv_TX, rstd, norms, one_plus, need_norm_grad, out)
+        return _rotate_backward_torch(grads, cos_TP, sin_TP, neighbours, qkv_TX, rstd, norms, one_plus, need_norm_grad, out)
     block, warps, stages, programs = _weight_grad_tile(N, H) if need_norm_grad else (*_tile(N, H), 1, 0)
     q_tiles, k_tiles = triton.cdiv(N, block), triton.cdiv(K, block)
-    tiles, lanes, turn, held = q_tiles + 2 * k_tiles, T, T, 0
+    tiles, lanes, period, held = q_tiles + 2 * k_tiles, T, T, 0
     if need_norm_grad:
-        # Processors take programs in turns. Where the tiles divide their number, one would get values only, which are fewer
-        # bytes, and be idle in the end: so the kinds move on by one with every turn.
+        # Processors take programs round robin. Where the tiles divide their number, one would get values only, which are fewer
+        # bytes, and be idle in the end: so the kinds move on by one with every round.
         processors = processor_count(dq.device)
         lanes = held = min(T, triton.cdiv(programs * processors, tiles))
-        turn = processors // tiles if processors % tiles == 0 else T
+        period = processors // tiles if processors % tiles == 0 else T
     partial_q = torch.empty(held * q_tiles, H, dtype=torch.float32, device=dq.device)
     partial_k = torch.empty(held * k_tiles, H, dtype=torch.float32, device=dq.device)
     q_weight, k_weight = norms or (cos_TP, cos_TP)
     _backward_kernel[(lanes * tiles,)](
         dq, dq.stride(0), dk, dk.stride(0), dv, dv.stride(0), qkv_TX, qkv_TX.stride(0), out, out.stride(0), cos_TP,
         cos_TP.stride(0), sin_TP, sin_TP.stride(0), q_weight, k_weight, cos_TP if rstd is None else rstd, partial_q, partial_k,
-        T, turn, N=N, K=K, ROWS=block, H_BLOCK=triton.next_power_of_2(H), NEIGHBOURS=neighbours, NORM=norms is not None,
+        T, period, N=N, K=K, ROWS=block, H_BLOCK=triton.next_power_of_2(H), NEIGHBOURS=neighbours, NORM=norms is not None,
         ONE_PLUS=one_plus, NEED_DW=need_norm_grad, STAGES=stages, num_warps=warps, **_widths(H, cos_TP),
     )  # fmt: skip
     if not need_norm_grad:
@@ -382,7 +382,7 @@ def _turn_backward(
     return out, norm_grads_2H[0], norm_grads_2H[1]
 
 
-def _turn_backward_torch(
+def _rotate_backward_torch(
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], cos_TP: torch.Tensor, sin_TP: torch.Tensor, neighbours: bool,
     qkv_TX: torch.Tensor, rstd: torch.Tensor | None, norms: tuple[torch.Tensor, torch.Tensor] | None, one_plus: bool,
     need_norm_grad: bool, out: torch.Tensor,
@@ -427,10 +427,10 @@ def qk_rope_forward(
         q_flat, _, q_rstd = rms_norm_forward(q.flatten(1), norms[0], eps, one_plus=one_plus)
         k_flat, _, k_rstd = rms_norm_forward(k.flatten(1), norms[1], eps, one_plus=one_plus)
         q, k = q_flat.view(q.shape), k_flat.view(k.shape)
-        _turn_forward(q, k, q, k, cos_TP, sin_TP, neighbours, None, eps, one_plus)
+        _rotate_forward(q, k, q, k, cos_TP, sin_TP, neighbours, None, eps, one_plus)
         return q, k, v, torch.stack([q_rstd, k_rstd])
     q_out, k_out = (q, k) if in_place else (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    rstd = _turn_forward(q, k, q_out, k_out, cos_TP, sin_TP, neighbours, norms, eps, one_plus)
+    rstd = _rotate_forward(q, k, q_out, k_out, cos_TP, sin_TP, neighbours, norms, eps, one_plus)
     return q_out, k_out, v, rstd
 
 
@@ -454,8 +454,8 @@ def qk_rope_backward(
     grads = (dq_TNH, dk_TKH, dv_TKH)
     if norms is None or norm_kind == "per_head":
         need_norm_grad = need_norm_grad and norms is not None
-        return _turn_backward(grads, cos_TP, sin_TP, neighbours, raw, rstd, norms, one_plus, need_norm_grad, dqkv)
-    _turn_backward(grads, cos_TP, sin_TP, neighbours, raw, None, None, one_plus, False, dqkv)
+        return _rotate_backward(grads, cos_TP, sin_TP, neighbours, raw, rstd, norms, one_plus, need_norm_grad, dqkv)
+    _rotate_backward(grads, cos_TP, sin_TP, neighbours, raw, None, None, one_plus, False, dqkv)
     assert rstd is not None
     norm_grads = []
     for i, columns in enumerate((slice(0, width), slice(width, width + kv_width))):

@@ -61,7 +61,7 @@ def favoured(rows: int, inner: int, columns: int, *, weight_by_rows: bool) -> tu
     return (WIDE, NARROW) if weight_by_rows and columns > inner else (NARROW,)
 
 
-def multiply(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None, alpha: float = 1.0) -> bool:
+def try_mm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None, alpha: float = 1.0) -> bool:
     """out = alpha a @ b (+ add); or False, and nothing is done, where torch should. What is added lies elsewhere than `out`:
     the library then adds in float32 and rounds once; in place it rounds twice. So any algorithm will do, for any rows."""
     assert add is None or not a.is_cuda or add.data_ptr() != out.data_ptr()
@@ -70,7 +70,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None, alpha
 
 
 def taken(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> Algorithm | None:
-    """Which algorithm `multiply` takes; None: torch's."""
+    """Which algorithm `try_mm` takes; None: torch's."""
     prepared = _prepared_for(a, b, out, add)
     return None if prepared is None else prepared.library.named(prepared.offer)
 

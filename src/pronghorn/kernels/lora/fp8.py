@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.gemm.products import product
+from pronghorn.kernels.gemm.mm import mm
 from pronghorn.kernels.lora.fp8_lora import SplitJob, SplitTable, fp8_extend
 from pronghorn.kernels.lora.lora_linear import Adapter, AdapterGroup, linear_backward_weight
-from pronghorn.kernels.lora.lora_refresh import CopyJob, CopyTable
+from pronghorn.kernels.lora.multi_copy import CopyJob, CopyTable
 from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_cast_rows, fp8_dequantize, fp8_pitch, fp8_rows, fp8_transpose
 
 RANK_MULTIPLE = 16  # inner dimensions of FP8 products are multiples of 16
@@ -42,7 +42,7 @@ def _ones(count: int, device: torch.device) -> Tensor:
     return torch.ones(1, count, dtype=torch.float32, device=device)
 
 
-def fp8_product(
+def fp8_mm(
     a8_TK: Tensor, scale_T: Tensor, b8_OK: Tensor, scale_O: Tensor | None, *, dtype: torch.dtype = torch.bfloat16,
     bias_O: Tensor | None = None, out: Tensor | None = None, fast_accumulation: bool = True,
 ) -> Tensor:  # fmt: skip
@@ -163,7 +163,7 @@ class Fp8Group(AdapterGroup):
         return (self.O + self.E) * fp8_pitch(self.input_width)
 
     @property
-    def turned_bytes(self) -> int:
+    def transposed_bytes(self) -> int:
         """Of what `transposed` makes."""
         return self.D * fp8_pitch(self.grad_width)
 
@@ -182,7 +182,7 @@ class Fp8Group(AdapterGroup):
     def transposed(self, buffer: Tensor | None = None) -> Tensor:
         """M[:, :D] as [D, O + E], in a flat e4m3 buffer or a new one: what `backward_input` takes."""
         assert self.M is not None
-        out = None if buffer is None else buffer[: self.turned_bytes].view(self.D, -1)[:, : self.grad_width]
+        out = None if buffer is None else buffer[: self.transposed_bytes].view(self.D, -1)[:, : self.grad_width]
         return fp8_transpose(self.M[:, : self.D], out)
 
     # ---- products ----------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Fp8Group(AdapterGroup):
         """x A^T [T, R], which backward needs again; fills the last E columns of x8_ext with it."""
         if not self.R:
             return None
-        xa_TR = product(x_TD, self.A_RD.T)
+        xa_TR = mm(x_TD, self.A_RD.T)
         fp8_extend(xa_TR, scale_T, self.factors_2R[0], x8_ext[:, self.D :])
         return xa_TR
 
@@ -199,7 +199,7 @@ class Fp8Group(AdapterGroup):
         """dy sB [T, R]; fills the last E columns of dy8_ext with it, where there is one."""
         if not self.R:
             return None
-        dyb_TR = product(dy_TO, self.sB_OR)
+        dyb_TR = mm(dy_TO, self.sB_OR)
         if dy8_ext is not None and scale_T is not None:
             fp8_extend(dyb_TR, scale_T, self.factors_2R[1], dy8_ext[:, self.O :])
         return dyb_TR
@@ -208,13 +208,13 @@ class Fp8Group(AdapterGroup):
                 fast_accumulation: bool = True) -> Tensor:
         """y_TO. After `extend`."""
         assert self.M is not None
-        return fp8_product(x8_ext, scale_T, self.M[: self.O], self.scale_O, dtype=self.dtype, bias_O=bias_O, out=out,
+        return fp8_mm(x8_ext, scale_T, self.M[: self.O], self.scale_O, dtype=self.dtype, bias_O=bias_O, out=out,
                            fast_accumulation=fast_accumulation)
 
     def backward_input(self, dy8_ext: Tensor, scale_T: Tensor, transposed_DK: Tensor, *, out: Tensor | None = None,
                        fast_accumulation: bool = True) -> Tensor:
         """dx_TD. After `extend_grad`."""
-        return fp8_product(dy8_ext, scale_T, transposed_DK, None, dtype=self.dtype, out=out,
+        return fp8_mm(dy8_ext, scale_T, transposed_DK, None, dtype=self.dtype, out=out,
                            fast_accumulation=fast_accumulation)
 
 
@@ -228,13 +228,13 @@ def fp8_linear_reference(x_TD: Tensor, q_OD: Tensor, scale_O: Tensor, bias_O: Te
 
 def fp8_linear_forward(x_TD: Tensor, q_OD: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:
     x8_TD, x_scale_T = fp8_cast_rows(x_TD)
-    return fp8_product(x8_TD, x_scale_T, q_OD, scale_O, dtype=x_TD.dtype, bias_O=bias_O)
+    return fp8_mm(x8_TD, x_scale_T, q_OD, scale_O, dtype=x_TD.dtype, bias_O=bias_O)
 
 
 def fp8_linear_backward(dy_TO: Tensor, q_OD: Tensor, scale_O: Tensor, q_DO: Tensor | None = None) -> Tensor:
     """dx_TD. `q_DO` is the transposed weight, where it is at hand."""
     dy8_TO, dy_scale_T = fp8_cast_rows(dy_TO, scale_O)
-    return fp8_product(dy8_TO, dy_scale_T, fp8_transpose(q_OD) if q_DO is None else q_DO, None, dtype=dy_TO.dtype)
+    return fp8_mm(dy8_TO, dy_scale_T, fp8_transpose(q_OD) if q_DO is None else q_DO, None, dtype=dy_TO.dtype)
 
 
 class _Fp8Linear(torch.autograd.Function):

@@ -210,7 +210,7 @@ def fp8_extend(xa_TR: Tensor, scale_T: Tensor, factor_R: Tensor, out_TE: Tensor)
 
 
 class SplitTable:
-    """The jobs of one group, or of all the groups of a model, run together: after each refresh of A and sB (lora_refresh.py).
+    """The jobs of one group, or of all the groups of a model, run together: after each refresh of A and sB (multi_copy.py).
 
     As there, the table holds addresses, is built anew if one moved, and is copied to the device on its first run, which
     therefore comes before a CUDA graph is captured.

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.gemm.products import add_product, product
+from pronghorn.kernels.gemm.mm import mm, mm_accumulate_
 from pronghorn.kernels.lora.gated_lora_thin import COLUMNS as THIN_COLUMNS
-from pronghorn.kernels.lora.gated_lora_thin import WIDTH, ThinSums, _give_thin, _thin_product, _thin_weight
+from pronghorn.kernels.lora.gated_lora_thin import WIDTH, ThinSums, _give_thin, _thin_mm, _thin_weight
 from pronghorn.kernels.mlp.gated_mlp import (
     Kind,
     _activation,
@@ -197,7 +197,7 @@ def _zeros(COLUMNS: tl.constexpr, R_BLOCK: tl.constexpr, RANKS_FIRST: tl.constex
 
 
 @jit
-def _add_product(
+def _mm_add(
     thin: tl.tensor, wide: tl.tensor, total: tl.tensor, RANKS_FIRST: tl.constexpr, NARROW: tl.constexpr
 ) -> tl.tensor:
     """total + thin^T wide (or its transpose)."""
@@ -267,15 +267,15 @@ def _backward_kernel(
         if DOWN > 0:
             thin = _adapter_rows(dyb + at * dyb_row, dyb_row, row, left, DOWN, DOWN_BLOCK)
             a = (activated * up).to(dgu.dtype.element_ty)
-            total_down = _add_product(thin, a, total_down, RANKS_FIRST, NARROW)
+            total_down = _mm_add(thin, a, total_down, RANKS_FIRST, NARROW)
         if GATE > 0:
             thin_gate = _adapter_rows(xa_gate + at * xa_row, xa_row, row, left, GATE, GATE_BLOCK)
-            total_gate = _add_product(thin_gate, dgate, total_gate, RANKS_FIRST, NARROW)
+            total_gate = _mm_add(thin_gate, dgate, total_gate, RANKS_FIRST, NARROW)
         if UP > 0:
             thin_up = _adapter_rows(xa_up + at * xa_row, xa_row, row, left, UP, UP_BLOCK)
-            total_up = _add_product(thin_up, dup, total_up, RANKS_FIRST, NARROW)
+            total_up = _mm_add(thin_up, dup, total_up, RANKS_FIRST, NARROW)
         if THIN > 0:  # last, so that the wait for it is the only one: before the others it is 1.3 instructions a value more
-            total_thin = _thin_product(dgate, dup, sB_gate, sB_up, NARROW)
+            total_thin = _thin_mm(dgate, dup, sB_gate, sB_up, NARROW)
             _give_thin(thin_sums + start * THIN, thin_powers + start, total_thin, row, left, THIN)
     partial += tl.program_id(1).to(tl.int64) * (DOWN + GATE + UP) * F
     if DOWN > 0:
@@ -362,12 +362,12 @@ def gated_lora_forward(gu_TG: Tensor, kind: Kind, A_RF: Tensor, *, out_ext: Tens
     if not use_triton(gu_TG):
         gate_TF, up_TF = _wide_halves(gu_TG)
         a_TF = out_ext[:, :F].copy_(_activation_torch(gate_TF, kind)[0] * up_TF)
-        product(a_TF, A_RF.T, out=out_ext[:, F:])
+        mm(a_TF, A_RF.T, out=out_ext[:, F:])
         return out_ext
     if gu_TG.dtype == torch.float32 and gu_TG.is_cuda:
         # fp32 sums of one program after the other's columns are 6 times as far from the truth as the library's (5e-7 and 8e-8
         # at F = 300), and fp32 is for looking closely.
-        product(gated_activation_forward(gu_TG, kind, out=out_ext[:, :F]), A_RF.T, out=out_ext[:, F:])
+        mm(gated_activation_forward(gu_TG, kind, out=out_ext[:, :F]), A_RF.T, out=out_ext[:, F:])
         return out_ext
     block = _rank_block(R)
     tile = _forward_tile(block, gu_TG.element_size(), chip_of(gu_TG.device))
@@ -426,9 +426,9 @@ def gated_lora_backward(
     dup_TF.copy_(da_TF * activated_TF)
     for part, wide_TF in ((down, a_TF), (gate, dgate_TF), (up, dup_TF)):
         if part is not None:
-            add_product(part.sum_RF, part.thin_TR.T, wide_TF)
+            mm_accumulate_(part.sum_RF, part.thin_TR.T, wide_TF)
     if sB_GR is not None:
-        product(dgu_out[:, : 2 * F], sB_GR, out=dgu_out[:, 2 * F : 2 * F + sB_GR.shape[1]])
+        mm(dgu_out[:, : 2 * F], sB_GR, out=dgu_out[:, 2 * F : 2 * F + sB_GR.shape[1]])
 
 
 def _launch_backward(

@@ -62,7 +62,7 @@ def _thin_weight(
 
 
 @jit
-def _thin_product(dgate: tl.tensor, dup: tl.tensor, sB_gate: tl.tensor, sB_up: tl.tensor, NARROW: tl.constexpr) -> tl.tensor:
+def _thin_mm(dgate: tl.tensor, dup: tl.tensor, sB_gate: tl.tensor, sB_up: tl.tensor, NARROW: tl.constexpr) -> tl.tensor:
     """One sum for both: where one has its columns, the other's sB is zero. So there is one row to find the largest of, and one
     to write."""
     if not NARROW:

@@ -26,10 +26,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.gemm.products import add_product, product
-from pronghorn.kernels.lora.lora_collect import CollectJob
-from pronghorn.kernels.lora.lora_refresh import CopyJob, CopyTable
-from pronghorn.kernels.lora.thin_sums import ThinJob, add_thin_products, covered
+from pronghorn.kernels.gemm.mm import mm, mm_accumulate_
+from pronghorn.kernels.lora.lora_grad_gemm import LoraGradJob, covered, lora_grad_gemm
+from pronghorn.kernels.lora.multi_copy import CopyJob, CopyTable
+from pronghorn.kernels.lora.multi_gather import GatherJob
 
 AdapterGrads = tuple[Tensor, Tensor]  # dA [r, D], dB [O_i, r]
 Part = Literal["dA", "dB"]
@@ -45,7 +45,7 @@ def lora_linear_reference(
 
 def linear_backward_weight(dy_TO: Tensor, x_TD: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
     """dW_OD of a linear that is trained itself, in `dtype` (default: x's)."""
-    return product(dy_TO.T, x_TD, dtype, out)
+    return mm(dy_TO.T, x_TD, dtype, out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +101,7 @@ class AdapterGroup:
         for adapter in adapters:
             self.columns.append(slice(used, used + adapter.rank))
             used += adapter.rank
-        self.sums: tuple[Tensor, Tensor] | None = None  # dA and dB^T of a step (`sum_shapes`); None: gradients are handed out
+        self.sums: tuple[Tensor, Tensor] | None = None  # dA and dB^T of a step (`grad_shapes`); None: gradients are handed out
 
     @property
     def used(self) -> int:
@@ -109,7 +109,7 @@ class AdapterGroup:
         return min(self.R, -(-sum(adapter.rank for adapter in self.adapters) // 16) * 16)
 
     @property
-    def sum_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+    def grad_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of dA [S, D] and dB^T [S, O]. S: the columns that are used; R is padded further where that makes products faster, and
         would make these sums half as large again."""
         return (self.used, self.D), (self.used, self.O)
@@ -127,14 +127,14 @@ class AdapterGroup:
         dtype = self.adapters[0].A_RD.dtype
         if norm is not None:
             dyb_TR.mul_(norm.rstd_T[:, None])
-        dA_RD = product(dyb_TR.T, x_TD, dtype)
+        dA_RD = mm(dyb_TR.T, x_TD, dtype)
         if norm is not None:
             dA_RD.mul_(norm.columns(dtype))
         grads = []
         for adapter, columns in zip(self.adapters, self.columns, strict=True):
             dy_TO_i = dy_TO[:, self.rows[adapter.linear]]
             # As [r, O], not [O, r]: the long side goes to the tensor cores' 64-row side. The scale's pass turns it round.
-            dB_RO = product(xa_TR[:, columns].T, dy_TO_i, adapter.B_OR.dtype)
+            dB_RO = mm(xa_TR[:, columns].T, dy_TO_i, adapter.B_OR.dtype)
             grads.append((dA_RD[columns], torch.mul(dB_RO.T, adapter.scale, out=torch.empty_like(adapter.B_OR))))
         return grads
 
@@ -143,24 +143,24 @@ class AdapterGroup:
         without: Part | None = None,
     ) -> None:
         """The same gradients, added to `sums` by two products: dB of all adapters together, blocks that belong to no adapter
-        included (dy is read once either way). The norm's weight is left for `collect_jobs`. dyb is scaled in place where
-        thin_sums.py does not cover them."""
+        included (dy is read once either way). The norm's weight is left for `gather_jobs`. dyb is scaled in place where
+        lora_grad_gemm.py does not cover them."""
         assert self.sums is not None
         dA_SD, dB_SO = self.sums
         jobs = []
         if without != "dA":
-            jobs.append(ThinJob(dA_SD, dyb_TR[:, : len(dA_SD)], x_TD, None if norm is None else norm.rstd_T))
+            jobs.append(LoraGradJob(dA_SD, dyb_TR[:, : len(dA_SD)], x_TD, None if norm is None else norm.rstd_T))
         if without != "dB":
-            jobs.append(ThinJob(dB_SO, xa_TR[:, : len(dB_SO)], dy_TO))
+            jobs.append(LoraGradJob(dB_SO, xa_TR[:, : len(dB_SO)], dy_TO))
         if all(covered(job) for job in jobs):
-            add_thin_products(jobs)
+            lora_grad_gemm(jobs)
             return
         for job in jobs:
             if job.rstd_T is not None:
                 job.thin_TS.mul_(job.rstd_T[:, None])
-            add_product(job.total_SD, job.thin_TS.T, job.wide_TD)
+            mm_accumulate_(job.total_SD, job.thin_TS.T, job.wide_TD)
 
-    def collect_jobs(self, norm: NormOf | None = None) -> list[CollectJob]:
+    def gather_jobs(self, norm: NormOf | None = None) -> list[GatherJob]:
         """What takes A.grad and B.grad out of `sums`. `norm`: as `add_adapter_grads` is given it; its rstd is not looked at."""
         assert self.sums is not None
         dA_SD, dB_SO = self.sums
@@ -169,9 +169,9 @@ class AdapterGroup:
             assert adapter.A_RD.grad is not None
             assert adapter.B_OR.grad is not None
             weight, one_plus = (norm.weight_D.detach(), norm.one_plus) if norm else (None, False)
-            jobs.append(CollectJob(dA_SD[columns], adapter.A_RD.grad, weight=weight, one_plus=one_plus))
+            jobs.append(GatherJob(dA_SD[columns], adapter.A_RD.grad, weight=weight, one_plus=one_plus))
             block = dB_SO[columns, self.rows[adapter.linear]]
-            jobs.append(CollectJob(block, adapter.B_OR.grad, adapter.scale, transposed=True))
+            jobs.append(GatherJob(block, adapter.B_OR.grad, adapter.scale, transposed=True))
         return jobs
 
 
@@ -235,14 +235,14 @@ class LoraGroup(AdapterGroup):
         """Fills the last R columns of x_ext with x A^T (zeros where R is padding) and returns them."""
         xa_TR = x_ext[:, self.D :]
         if self.R:
-            product(x_ext[:, : self.D], self.M[self.O :, : self.D].T, out=xa_TR)
+            mm(x_ext[:, : self.D], self.M[self.O :, : self.D].T, out=xa_TR)
         return xa_TR
 
     def extend_grad(self, dy_ext: Tensor) -> Tensor:
         """Fills the last R columns of dy_ext with dy sB and returns them."""
         dyb_TR = dy_ext[:, self.O :]
         if self.R:
-            product(dy_ext[:, : self.O], self.M[: self.O, self.D :], out=dyb_TR)
+            mm(dy_ext[:, : self.O], self.M[: self.O, self.D :], out=dyb_TR)
         return dyb_TR
 
     def widen(self, x_TD: Tensor) -> Tensor:
@@ -261,10 +261,10 @@ class LoraGroup(AdapterGroup):
             self.extend(x_ext)
         weight = self.M[: self.O].T
         if bias_O is None:
-            return product(x_ext, weight, out=out)
+            return mm(x_ext, weight, out=out)
         if out is None or x_ext.is_cuda:  # one kernel there: the bias is added in the product's epilogue
             return torch.addmm(bias_O, x_ext, weight) if out is None else torch.addmm(bias_O, x_ext, weight, out=out)
-        return product(x_ext, weight, out=out).add_(bias_O)
+        return mm(x_ext, weight, out=out).add_(bias_O)
 
     def backward(
         self, dy_ext: Tensor, x_ext: Tensor, xa_TR: Tensor | None = None, *, need_dx: bool = True, out: Tensor | None = None
@@ -278,7 +278,7 @@ class LoraGroup(AdapterGroup):
         grads = self.adapter_grads(dy_ext[:, : self.O], dyb_TR, x_ext[:, : self.D], xa_TR)
         if not need_dx:
             return None, grads
-        return product(dy_ext, self.M[:, : self.D], out=out), grads
+        return mm(dy_ext, self.M[:, : self.D], out=out), grads
 
 
 def lora_linear_forward(
@@ -296,8 +296,8 @@ def lora_linear_backward(
     """(dx_TD, dA_RD, dB_OR)"""
     dyb_TR = (dy_TO @ B_OR.to(dy_TO.dtype)).mul_(scale)
     dx_TD = (dy_TO @ weight_OD).addmm_(dyb_TR, A_RD.to(dy_TO.dtype))
-    dA_RD = product(dyb_TR.T, x_TD, A_RD.dtype)
-    return dx_TD, dA_RD, product(dy_TO.T, xa_TR, B_OR.dtype).mul_(scale)
+    dA_RD = mm(dyb_TR.T, x_TD, A_RD.dtype)
+    return dx_TD, dA_RD, mm(dy_TO.T, xa_TR, B_OR.dtype).mul_(scale)
 
 
 class _LoraLinear(torch.autograd.Function):

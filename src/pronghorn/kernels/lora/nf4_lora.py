@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup
-from pronghorn.kernels.lora.lora_refresh import CopyTable
+from pronghorn.kernels.lora.multi_copy import CopyTable
 from pronghorn.kernels.quant.nf4 import NF4Job, NF4Table, NF4Tensor
 
 

@@ -1,4 +1,4 @@
-"""The head's loss and its gradient where the first product writes powers of 2 itself (hopper_product.py): no pass over logits.
+"""The head's loss and its gradient where the first product writes powers of 2 itself (hopper_gemm.py): no pass over logits.
 
     anchor   = the label's logit / ln 2, rounded up
     power    = 2^(logit / ln 2 - anchor)               by the product, with the sum and the largest of each tile's rows
@@ -20,7 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.gemm.hopper_product import Labelled, column_tiles, covered, powers_product
+from pronghorn.kernels.gemm.hopper_gemm import Labelled, column_tiles, covered, powers_mm
 from pronghorn.kernels.loss.cross_entropy_rows import _IGNORED, _LN_2, _LOG2_E, _RISE, Terms
 from pronghorn.kernels.runtime.dispatch import jit, tl, triton
 
@@ -52,14 +52,14 @@ def _anchor_kernel(  # type: ignore[no-untyped-def]
 @jit
 def _finish_kernel(  # type: ignore[no-untyped-def]
     powers_ptr, row_stride, sums_ptr, tiles, anchors_ptr, label_logits_ptr, labels_ptr, weights_ptr, losses_ptr, factors_ptr,
-    grad_scale_ptr, again_ptr, rows, vocabulary, logit_scale,
+    grad_scale_ptr, redo_ptr, rows, vocabulary, logit_scale,
     HAS_WEIGHTS: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows: their losses and factors, and the label's own in the powers. The first time rows that have risen too far get
     another anchor and ask for the product once more; AGAIN: after that, if it was asked for."""
     wanted = 1
     if AGAIN:
-        wanted = tl.load(again_ptr)
+        wanted = tl.load(redo_ptr)
     if wanted != 0:
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         inside = row < rows
@@ -79,7 +79,7 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
             risen = counts & (highest > anchor + _RISE)
             tl.store(anchors_ptr + row, tl.ceil(highest), mask=inside & risen)
             if tl.sum(risen.to(tl.int32), 0) > 0:
-                tl.store(again_ptr, 1)
+                tl.store(redo_ptr, 1)
         logit = tl.load(label_logits_ptr + row, mask=inside, other=0.0) * logit_scale
         valid = (label >= 0) & (label < vocabulary)
         weight = tl.where(valid, 1.0, float("nan"))
@@ -105,7 +105,7 @@ class Powers:
         self._label_logits = torch.empty(rows, dtype=torch.float32, device=hidden_ND.device)
         self._anchors = torch.empty_like(self._label_logits)
         self._sums = self._anchors.new_empty(2 * column_tiles(len(weight_VD)) * chunk)
-        self._again = torch.zeros(-(-rows // chunk), dtype=torch.int32, device=hidden_ND.device)
+        self._redo = torch.zeros(-(-rows // chunk), dtype=torch.int32, device=hidden_ND.device)
         self._chunk = chunk
         width = hidden_ND.shape[1]
         _anchor_kernel[(rows,)](
@@ -116,18 +116,18 @@ class Powers:
     def loss_and_gradient(self, part: slice, out_CV: Tensor, weights_C: Tensor | None, losses_C: Tensor, grad_scale: Tensor,
                           factors_C: Tensor) -> bool:
         """Fills a chunk's losses, factors, and the logits' gradient but for those. Whether it is done."""
-        hidden, again = self.hidden[part], self._again[part.start // self._chunk :]
+        hidden, redo = self.hidden[part], self._redo[part.start // self._chunk :]
         of_rows = Labelled(self._anchors[part], self.labels[part], self._label_logits[part])
         rows, vocabulary = out_CV.shape
         tiles = column_tiles(vocabulary)
         sums = self._sums[: 2 * tiles * rows].view(2, tiles, rows)
         for once_more in (False, True):
-            if not powers_product(hidden, self.weight, of_rows, out=out_CV, scale=self.logit_scale * LOG2_E, sums_2NC=sums,
-                                  wanted=again if once_more else None):
+            if not powers_mm(hidden, self.weight, of_rows, out=out_CV, scale=self.logit_scale * LOG2_E, sums_2NC=sums,
+                                  wanted=redo if once_more else None):
                 return False
             _finish_kernel[(triton.cdiv(rows, ROWS),)](
                 out_CV, out_CV.stride(0), sums, tiles, of_rows.anchors_C, of_rows.logits_C, of_rows.labels_C, weights_C,
-                losses_C, factors_C, grad_scale, again, rows, vocabulary, self.logit_scale,
+                losses_C, factors_C, grad_scale, redo, rows, vocabulary, self.logit_scale,
                 HAS_WEIGHTS=weights_C is not None, AGAIN=once_more, ROWS=ROWS, TILES=64, num_warps=4,
             )  # fmt: skip
         return True
@@ -135,7 +135,7 @@ class Powers:
 
 def powers_for(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, terms: Terms, chunk: int, out_CV: Tensor
                ) -> Powers | None:
-    """None where the product and the loss are two steps: under a softcap, and where hopper_product.py has nothing to say."""
+    """None where the product and the loss are two steps: under a softcap, and where hopper_gemm.py has nothing to say."""
     if terms.softcap or not terms.scaled_later or not covered(hidden_ND, weight_VD, out_CV):
         return None
     return Powers(hidden_ND, weight_VD, labels_N, terms, chunk)

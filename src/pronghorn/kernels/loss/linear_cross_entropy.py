@@ -28,7 +28,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from pronghorn.kernels.gemm.products import product
+from pronghorn.kernels.gemm.mm import mm
 from pronghorn.kernels.loss.cross_entropy_powers import powers_for
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED, Terms, loss_and_gradient, takes_factors
 from pronghorn.kernels.runtime.dispatch import jit, keeps_graph, tl, triton, use_triton
@@ -189,14 +189,14 @@ def _run_chunks(
             part, logits_CV, weights_C, row_losses[part], grad_scale, factors_C)
         if not done:
             if bias_V is None:
-                product(hidden_CD, weight_VD.t(), out=logits_CV)
+                mm(hidden_CD, weight_VD.t(), out=logits_CV)
             else:
                 torch.addmm(bias_V, hidden_CD, weight_VD.t(), out=logits_CV)
             loss_and_gradient(logits_CV, labels_N[part], weights_C, row_losses[part], grad_scale, terms, need_grad, factors_C)
         if most_N is not None:
             torch.amax(logits_CV, 1, out=most_N[part])
         if d_hidden is not None:
-            product(logits_CV, weight_VD, out=d_hidden[part])
+            mm(logits_CV, weight_VD, out=d_hidden[part])
         if d_weight is not None:
             _add_weight_grad(d_weight, logits_CV, hidden_CD, first=start == 0)
         if d_bias is not None:

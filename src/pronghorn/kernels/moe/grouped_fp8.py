@@ -3,11 +3,11 @@
 T = tokens, K = experts a token, S = T * K rows sorted by expert, E = experts. The stack is W = q * scale, q in e4m3 [E, O, D],
 scale fp32 [E, O]. What a layer calls:
 
-    forward     x8, xs = fp8_gather_rows(x, ...)  or  fp8_cast_rows(a)   y  = fp8_grouped_product(x8, xs, q, scale, offsets)
-    backward    d8, ds = fp8_cast_grad_rows(dy, scale, ...)              dx = fp8_grouped_product(d8, ds, turned, None, offsets)
+    forward     x8, xs = fp8_gather_rows(x, ...)  or  fp8_cast_rows(a)   y  = fp8_grouped_mm(x8, xs, q, scale, offsets)
+    backward    d8, ds = fp8_cast_grad_rows(dy, scale, ...)              dx = fp8_grouped_mm(d8, ds, transposed, None, offsets)
 
-Backward folds the scales of a row's own expert into dy before dy's cast, so that the same bytes serve both ways; `turned` is
-the stack with its last two dimensions changed in memory, as FP8 products want it (`fp8_turned_stack`: into a buffer that
+Backward folds the scales of a row's own expert into dy before dy's cast, so that the same bytes serve both ways; `transposed`
+is the stack with its last two dimensions changed in memory, as FP8 products want it (`fp8_transposed_stack`: into a buffer that
 layers share, or kept). Adapters stay bf16, in a thin product that adds to y or dx (`Fp8ExpertGroup`).
 
 torch._scaled_grouped_mm, as of torch 2.11: Hopper and datacenter Blackwell; scales fp32, [S] and [E, O]; output bf16; widths
@@ -108,7 +108,7 @@ def fp8_gather_rows(x_TD: Tensor, order_S: Tensor, K: int) -> tuple[Tensor, Tens
     return x8_SD.view(E4M3), scale_T[(order_S // K).long()]
 
 
-def fp8_turned_stack(q_EOD: Tensor, out: Tensor | None = None) -> Tensor:
+def fp8_transposed_stack(q_EOD: Tensor, out: Tensor | None = None) -> Tensor:
     """[E, D, O], O contiguous, in memory as [D, E * O]: one transposition of the stack as one matrix."""
     E, outputs, _ = q_EOD.shape
     return fp8_transpose(q_EOD.flatten(0, 1), out).unflatten(1, (E, outputs)).permute(1, 0, 2)  # type: ignore[no-any-return]
@@ -119,7 +119,7 @@ def _ones(experts: int, columns: int, device: torch.device) -> Tensor:
     return torch.ones(experts, columns, dtype=torch.float32, device=device)
 
 
-def fp8_grouped_product(
+def fp8_grouped_mm(
     a8_SD: Tensor, scale_S: Tensor, b8_EOD: Tensor, scale_EO: Tensor | None, offsets_E1: Tensor, *,
     dtype: torch.dtype = torch.bfloat16, fast_accumulation: bool = True,
 ) -> Tensor:  # fmt: skip
@@ -150,13 +150,13 @@ class Fp8ExpertGroup(AdaptedBesideExperts):
         self.adapt(adapter, dtype, q_EOD.device)
 
     @property
-    def turned_bytes(self) -> int:
+    def transposed_bytes(self) -> int:
         """Of the buffer that `backward_input` turns the stack round in."""
         return self.q_EOD.numel()
 
     def forward(self, x8_SD: Tensor, scale_S: Tensor, xa_SR: Tensor | None, offsets_E1: Tensor) -> Tensor:
         """y_SO. xa: x A^T, where there is an adapter."""
-        y_SO = fp8_grouped_product(x8_SD, scale_S, self.q_EOD, self.scale_EO, offsets_E1, dtype=self.dtype)
+        y_SO = fp8_grouped_mm(x8_SD, scale_S, self.q_EOD, self.scale_EO, offsets_E1, dtype=self.dtype)
         if self.R and xa_SR is not None:
             grouped_linear_forward(xa_SR, self.sB_EOR, offsets_E1, out=y_SO, add=True)
         return y_SO
@@ -164,8 +164,8 @@ class Fp8ExpertGroup(AdaptedBesideExperts):
     def backward_input(self, dy8_SO: Tensor, scale_S: Tensor, dyb_SR: Tensor | None, offsets_E1: Tensor, buffer: Tensor
                        ) -> Tensor:
         """dx_SD. dy8 has the experts' scales in it; dyb: dy sB, where there is an adapter; buffer: e4m3, flat, shared."""
-        turned_EDO = fp8_turned_stack(self.q_EOD, buffer[: self.turned_bytes].view(self.D, -1))
-        dx_SD = fp8_grouped_product(dy8_SO, scale_S, turned_EDO, None, offsets_E1, dtype=self.dtype)
+        transposed_EDO = fp8_transposed_stack(self.q_EOD, buffer[: self.transposed_bytes].view(self.D, -1))
+        dx_SD = fp8_grouped_mm(dy8_SO, scale_S, transposed_EDO, None, offsets_E1, dtype=self.dtype)
         if self.R and dyb_SR is not None:
             grouped_linear_forward(dyb_SR, self.A_ERD.transpose(1, 2), offsets_E1, out=dx_SD, add=True)
         return dx_SD

@@ -59,7 +59,7 @@ def grouped_lora_reference(
     return grouped_linear_reference(x_SD, weight_EOD + torch.bmm(B_EOr, A_ErD) * adapter.scale, offsets_E1, bias_EO)
 
 
-class ExpertAdapterSums:
+class ExpertLoraGrads:
     """The 16-bit copies of a stack's adapter that products take, and its gradients, whatever its weight is stored in."""
 
     def __init__(self, adapter: ExpertAdapter, A_ERD: Tensor, sB_EOR: Tensor) -> None:
@@ -105,7 +105,7 @@ class AdaptedExperts:
     outputs: int
     D: int
     R: int
-    adapters: ExpertAdapterSums | None
+    adapters: ExpertLoraGrads | None
 
     @property
     def A_ERD(self) -> Tensor:  # noqa: N802
@@ -148,7 +148,7 @@ class AdaptedBesideExperts(AdaptedExperts):
     def adapt(self, adapter: ExpertAdapter | None, dtype: torch.dtype, device: torch.device) -> None:
         self._A_ERD = torch.zeros(self.E, self.R, self.D, dtype=dtype, device=device)
         self._sB_EOR = torch.zeros(self.E, self.outputs, self.R, dtype=dtype, device=device)
-        self.adapters = None if adapter is None else ExpertAdapterSums(adapter, self.A_ERD, self.sB_EOR)
+        self.adapters = None if adapter is None else ExpertLoraGrads(adapter, self.A_ERD, self.sB_EOR)
         self.refresh()
 
     @property
@@ -175,7 +175,7 @@ class ExpertGroup(AdaptedExperts):
             shape = (self.E, self.outputs + self.R, self.D + self.R)
             self.M = torch.zeros(shape, dtype=weight_EOD.dtype, device=weight_EOD.device)
             self.weight_view().copy_(weight_EOD.detach())
-            self.adapters = ExpertAdapterSums(adapter, self.A_ERD, self.sB_EOR)
+            self.adapters = ExpertLoraGrads(adapter, self.A_ERD, self.sB_EOR)
             self.refresh()
 
     def weight_view(self) -> Tensor:

@@ -260,11 +260,11 @@ def _transpose_kernel(
     low_0, low_1 = (w0 & 0x00FF00FF) | ((w1 & 0x00FF00FF) << 8), ((w0 >> 8) & 0x00FF00FF) | (w1 & -16711936)
     low_2, low_3 = (w2 & 0x00FF00FF) | ((w3 & 0x00FF00FF) << 8), ((w2 >> 8) & 0x00FF00FF) | (w3 & -16711936)
     target = out + word.to(tl.int64)[:, None] * 4 * out_row + quad[None, :]
-    turned = (quad < quads)[None, :] & (word < words)[:, None]
-    tl.store(target, tl.trans((low_0 & 0xFFFF) | (low_2 << 16)), mask=turned)
-    tl.store(target + out_row, tl.trans((low_1 & 0xFFFF) | (low_3 << 16)), mask=turned)
-    tl.store(target + 2 * out_row, tl.trans(((low_0 >> 16) & 0xFFFF) | (low_2 & -65536)), mask=turned)
-    tl.store(target + 3 * out_row, tl.trans(((low_1 >> 16) & 0xFFFF) | (low_3 & -65536)), mask=turned)
+    inside = (quad < quads)[None, :] & (word < words)[:, None]
+    tl.store(target, tl.trans((low_0 & 0xFFFF) | (low_2 << 16)), mask=inside)
+    tl.store(target + out_row, tl.trans((low_1 & 0xFFFF) | (low_3 << 16)), mask=inside)
+    tl.store(target + 2 * out_row, tl.trans(((low_0 >> 16) & 0xFFFF) | (low_2 & -65536)), mask=inside)
+    tl.store(target + 3 * out_row, tl.trans(((low_1 >> 16) & 0xFFFF) | (low_3 & -65536)), mask=inside)
 
 
 def fp8_pitch(columns: int) -> int:

@@ -436,7 +436,7 @@ class NF4Job:
 
 
 class NF4Table:
-    """The weights of a layer, dequantized in one launch. Addresses are compared on every run (as `lora_refresh.CopyTable`
+    """The weights of a layer, dequantized in one launch. Addresses are compared on every run (as `multi_copy.CopyTable`
     does) and the table is built anew if a weight or a buffer moved; a captured CUDA graph keeps the old ones. Run it once
     before a capture: the table is copied to the device then.
 

@@ -19,14 +19,14 @@ def halves(x: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _dot_by_16(a: tl.tensor, b_turned: tl.tensor) -> tl.tensor:
+def _dot_by_16(a: tl.tensor, b_transposed: tl.tensor) -> tl.tensor:
     """16 or 32 columns. max_num_imprecise_acc is ignored for fp32, but keeps the compiler from merging sum and product."""
     if a.shape[1] == 32:
         left, right = halves(a)
-        b_left, b_right = halves(b_turned)
+        b_left, b_right = halves(b_transposed)
         first = tl.dot(left, tl.trans(b_left), input_precision="ieee", max_num_imprecise_acc=1)
         return first + tl.dot(right, tl.trans(b_right), input_precision="ieee", max_num_imprecise_acc=1)
-    return tl.dot(a, tl.trans(b_turned), input_precision="ieee", max_num_imprecise_acc=1)
+    return tl.dot(a, tl.trans(b_transposed), input_precision="ieee", max_num_imprecise_acc=1)
 
 
 @jit

@@ -21,7 +21,7 @@ from pronghorn.kernels.attention.attention import (
     attention_forward,
     gradients_in_place,
     pick_backend,
-    turns_back,
+    unrotates,
 )
 from pronghorn.kernels.attention.attention_torch import Backend
 from pronghorn.kernels.attention.rope import qk_rope_backward, qk_rope_forward
@@ -140,17 +140,17 @@ class AttentionHalf:
                  ) -> tuple[Tensor, Tensor | None]:
         """(the gradient of q, k and v before RoPE and qk-norm, in rows with spare columns; that of the sinks)"""
         backend = self.backend(do, documents)
-        dqkv_ext = self._room_for_dqkv(do, saved["qkv"], backend)
+        dqkv_ext = self._dqkv_buffer(do, saved["qkv"], backend)
         options, sinks, rotary = self.options, self.sinks, documents.rotary[self.rope]
         if sinks is not None and not sinks.requires_grad and backend in ("short", "flash2"):
             options["sinks_N"] = None  # there, only their own gradient needs them once more: lse has them in it
-        rotates = self.q_norm is None and turns_back(backend, self.head_width, rotary[0], self.family.neighbours)
+        rotates = self.q_norm is None and unrotates(backend, self.head_width, rotary[0], self.family.neighbours)
         dq, dk, dv, dsinks = attention_backward(
             self.heads_of(do), saved["q"], saved["k"], saved["v"], self.heads_of(saved["o"]), saved["lse"],
             documents.cu_seqlens, documents.longest, spans_2T=documents.spans_2T, typical=documents.typical, **options,
             backend=backend,
             # FlashAttention-2 could only copy into them; RoPE's backward then reads its tensors where they are.
-            grads=None if backend == "flash2" else self.parts_of(dqkv_ext), turned=rotary if rotates else None)
+            grads=None if backend == "flash2" else self.parts_of(dqkv_ext), rotated=rotary if rotates else None)
         scaled_queries(dq, documents)  # a factor a token: the same before RoPE's backward as behind it
         if not rotates:
             self._back_through_rope((dq, dk, dv), dqkv_ext, saved, documents, norm_grads)
@@ -161,7 +161,7 @@ class AttentionHalf:
         return pick_backend(do.device, do.dtype, self.head_width, softcap=self._options["softcap"] is not None,
                             sinks=self.sinks is not None, typical=documents.typical)
 
-    def _room_for_dqkv(self, do: Tensor, qkv: Tensor | None, backend: Backend) -> Tensor:
+    def _dqkv_buffer(self, do: Tensor, qkv: Tensor | None, backend: Backend) -> Tensor:
         """In the place of q, k and v, if attention is done with them before it writes; qk-norm needs them once more."""
         if qkv is not None and not self.q_norm and gradients_in_place(backend, self.heads, self.kv_heads, self.head_width):
             return qkv

@@ -19,7 +19,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from pronghorn.errors import RecipeError
-from pronghorn.kernels.gemm.products import product
+from pronghorn.kernels.gemm.mm import mm
 from pronghorn.kernels.lora.fp8 import Fp8Group
 from pronghorn.kernels.lora.fp8_lora import SplitJob
 from pronghorn.kernels.lora.lora_linear import Adapter, NormOf, Part, linear_backward_weight
@@ -32,7 +32,7 @@ from pronghorn.kernels.quant.nf4_fp8 import nf4_fp8_scales, nf4_to_fp8
 from pronghorn.model.fp8_linear import Fp8Linear, fits, require_fp8
 from pronghorn.model.layers.linears import LinearGroup, Operand, joined_bias, why_only_peft
 from pronghorn.model.layers.saved import Saved
-from pronghorn.model.layers.types import GradientRoom, Grads, Norm
+from pronghorn.model.layers.types import GradBuffer, Grads, Norm
 from pronghorn.model.quantized import NF4Linear
 
 
@@ -67,11 +67,11 @@ class SharedBytes:
 
 
 class Fp8Workspace:
-    """What the layers of one model share: the weight turned round for backward and, for weights stored in 4 bits, one matrix
+    """What the layers of one model share: the weight transposed for backward and, for weights stored in 4 bits, one matrix
     in FP8 for each kind of group."""
 
     def __init__(self) -> None:
-        self.turned = SharedBytes()
+        self.transposed = SharedBytes()
         self._matrices: dict[tuple[str, ...], SharedBytes] = {}
 
     def matrix(self, kind: tuple[str, ...]) -> SharedBytes:
@@ -118,8 +118,8 @@ class Fp8LinearGroup(LinearGroup):
     def __init__(self, parent: nn.Module, names: tuple[str, ...], workspace: Fp8Workspace) -> None:
         super().__init__(parent, names)
         self.workspace = workspace
-        self.keep_turned = False  # whether the turned weight stays instead of being made in each backward: twice the bytes
-        self._turned: Tensor | None = None
+        self.keep_transposed = False  # whether the transposed weight stays, for twice the bytes, or is made in each backward
+        self._transposed: Tensor | None = None
 
     # ---- what is covered -----------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class Fp8LinearGroup(LinearGroup):
         if device.type == "cuda" and dtype != torch.bfloat16:
             raise RecipeError(what=f"FP8 layers cannot compute in {str(dtype).removeprefix('torch.')}",
                               why="cuBLAS FP8 GEMMs return bf16", fix="set precision: bf16")
-        self._turned = None
+        self._transposed = None
         if isinstance(self.linears[0], NF4Linear):
             weights = [linear.nf4 for linear in self.linears if isinstance(linear, NF4Linear)]
             self._group = NF4Fp8Group(weights, self.adapters, self.workspace.matrix(self.names), dtype)
@@ -173,7 +173,7 @@ class Fp8LinearGroup(LinearGroup):
             self._group = Fp8Group([(linear.q_OD, linear.scale_O) for linear in stored], self.adapters, dtype=dtype)
             for number, linear in enumerate(stored):
                 linear.weight.data = self._group.weight_view(number).view(torch.uint8)
-        self.workspace.turned.reserve(self._group.turned_bytes)
+        self.workspace.transposed.reserve(self._group.transposed_bytes)
 
     @property
     def group(self) -> Fp8Group:
@@ -201,19 +201,19 @@ class Fp8LinearGroup(LinearGroup):
 
     def _of_norm(self, norm: Norm, x: Tensor, saved: Saved, slot: str, **options: Any) -> ByteRows:
         """Norm and cast in one pass, and the residual where there is one."""
-        room = self.room(x)
+        bytes_ext = self.byte_buffer(x)
         normed = rms_norm_fp8_forward(x, norm.weight, norm.eps, one_plus=norm.one_plus, bound=self.group.bound,
-                                      out8=room[:, : x.shape[1]], **options)
+                                      out8=bytes_ext[:, : x.shape[1]], **options)
         saved[f"rstd.{slot}"] = normed.rstd_T
-        return ByteRows(normed.y_TD, room, normed.scale_T)
+        return ByteRows(normed.y_TD, bytes_ext, normed.scale_T)
 
     def of_rows(self, x_ext: Tensor) -> Operand:
         return x_ext
 
     def of_activation(self, gu: Tensor, kind: Kind) -> Operand:
-        room = self.room(gu)
-        a, _, scale = gated_activation_fp8_forward(gu, kind, bound=self.group.bound, out8=room[:, : gu.shape[1] // 2])
-        return ByteRows(a, room, scale)
+        bytes_ext = self.byte_buffer(gu)
+        a, _, scale = gated_activation_fp8_forward(gu, kind, bound=self.group.bound, out8=bytes_ext[:, : gu.shape[1] // 2])
+        return ByteRows(a, bytes_ext, scale)
 
     def adapters_of_activation(self, gu: Tensor, kind: Kind) -> Tensor | None:
         return self.forward_adapters(gated_activation_forward(gu, kind))
@@ -221,21 +221,21 @@ class Fp8LinearGroup(LinearGroup):
     # ---- products ------------------------------------------------------------------------------------------------
 
     def apply(self, x: Operand) -> tuple[Tensor, Tensor | None]:
-        return self.product(x)
+        return self.mm(x)
 
     def owned(self, xa: Tensor | None) -> Tensor | None:
         return xa
 
     def apply_add(self, x: Operand, h: Tensor, multiplier: float, out: Tensor | None = None
                   ) -> tuple[Tensor, Tensor | None]:
-        y, xa = self.product(x)
+        y, xa = self.mm(x)
         return torch.add(h, y, alpha=multiplier, out=y if out is None else out), xa
 
     def leaves_residual_to_norm(self, multiplier: float) -> bool:
         return True
 
     def apply_spare(self, x: Operand) -> tuple[Tensor, Tensor | None]:
-        return self.product(x)
+        return self.mm(x)
 
     def apply_gated(self, x: Operand, kind: Kind, down: LinearGroup) -> None:
         return None
@@ -245,7 +245,7 @@ class Fp8LinearGroup(LinearGroup):
 
     # ---- operands of the backward product ----------------------------------------------------------------------------
 
-    def grad_of_residual(self, dh: Tensor, multiplier: float, room: GradientRoom) -> Operand:
+    def grad_of_residual(self, dh: Tensor, multiplier: float, grad_buffer: GradBuffer) -> Operand:
         return dh if multiplier == 1.0 else dh * multiplier
 
     def grad_rows(self, dh: Tensor) -> Operand:
@@ -253,18 +253,19 @@ class Fp8LinearGroup(LinearGroup):
 
     def grad_of_activation(self, da: Tensor, gu_ext: Tensor, kind: Kind, down: LinearGroup, dy: Operand, xa: Tensor | None,
                            thin: bool) -> tuple[Operand, bool]:
-        room, group = self.room_grad(da), self.group
+        bytes_ext, group = self.grad_byte_buffer(da), self.group
         dgu, _, scale, _ = gated_activation_fp8_backward(
             da, gu_ext, kind, group.scale_O, bound=group.bound_grad, need_activation=down.needs_input, out=gu_ext,
-            out8=room[:, : group.O], activation_out=da,
+            out8=bytes_ext[:, : group.O], activation_out=da,
         )
-        return ByteRows(dgu, room, scale), False
+        return ByteRows(dgu, bytes_ext, scale), False
 
     def values_of(self, dy: Operand) -> Tensor:
         return dy if isinstance(dy, Tensor) else dy.values
 
-    def shared_buffer(self, dh: Tensor, room: GradientRoom) -> Tensor | None:
-        return room.buffer if room.holds(dh) and room.buffer is not None and room.buffer.shape == dh.shape else None
+    def shared_buffer(self, dh: Tensor, grad_buffer: GradBuffer) -> Tensor | None:
+        buffer = grad_buffer.buffer
+        return buffer if grad_buffer.holds(dh) and buffer is not None and buffer.shape == dh.shape else None
 
     def back(self, dy: Operand) -> tuple[Tensor, Any]:
         dx, dyb = self.product_back(dy)
@@ -280,27 +281,27 @@ class Fp8LinearGroup(LinearGroup):
 
     # ---- forward -------------------------------------------------------------------------------------------------
 
-    def room(self, like: Tensor) -> Tensor:
+    def byte_buffer(self, like: Tensor) -> Tensor:
         """Of FP8 rows of inputs, E columns included."""
         return fp8_rows(len(like), self.group.input_width, like.device)
 
-    def product(self, x: Tensor | ByteRows) -> tuple[Tensor, Tensor | None]:
+    def mm(self, x: Tensor | ByteRows) -> tuple[Tensor, Tensor | None]:
         """(y_TO, x A^T or None), of rows that are in FP8 already, or are cast here."""
         group = self.group
         if isinstance(x, Tensor):
-            room = self.room(x)
-            x = ByteRows(x, room, fp8_cast_rows(x, bound=group.bound, out=room[:, : group.D])[1])
+            bytes_ext = self.byte_buffer(x)
+            x = ByteRows(x, bytes_ext, fp8_cast_rows(x, bound=group.bound, out=bytes_ext[:, : group.D])[1])
         group.load()
         xa_TR = group.extend(*x)
         return group.forward(x.bytes_ext, x.scale_T, bias_O=self._bias), xa_TR
 
     def forward_adapters(self, x_TD: Tensor) -> Tensor | None:
-        """x A^T alone, as `product` gives it."""
-        return product(x_TD, self.group.A_RD.T) if self.group.R else None
+        """x A^T alone, as `mm` gives it."""
+        return mm(x_TD, self.group.A_RD.T) if self.group.R else None
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
-    def room_grad(self, like: Tensor) -> Tensor:
+    def grad_byte_buffer(self, like: Tensor) -> Tensor:
         """Of FP8 rows of gradients."""
         return fp8_rows(len(like), self.group.grad_width, like.device)
 
@@ -308,26 +309,27 @@ class Fp8LinearGroup(LinearGroup):
         """(dx_TD, dy sB or None), of rows whose FP8 form has the weight's scales in it already, or are cast here."""
         group = self.group
         if isinstance(dy, Tensor):
-            room = self.room_grad(dy)
-            dy = ByteRows(dy, room, fp8_cast_rows(dy, group.scale_O, bound=group.bound_grad, out=room[:, : group.O])[1])
+            bytes_ext = self.grad_byte_buffer(dy)
+            _, scale_T = fp8_cast_rows(dy, group.scale_O, bound=group.bound_grad, out=bytes_ext[:, : group.O])
+            dy = ByteRows(dy, bytes_ext, scale_T)
         dyb_TR = group.extend_grad(*dy)
-        return group.backward_input(dy.bytes_ext, dy.scale_T, self._turned_weight()), dyb_TR
+        return group.backward_input(dy.bytes_ext, dy.scale_T, self._transposed_weight()), dyb_TR
 
     def backward_adapters(self, dy_TO: Tensor) -> Tensor | None:
         """dy sB alone, where nobody needs dx."""
         return self.group.extend_grad(dy_TO, None, None)
 
-    def _turned_weight(self) -> Tensor:
+    def _transposed_weight(self) -> Tensor:
         group = self.group
-        if self.keep_turned and self._turned is not None:
+        if self.keep_transposed and self._transposed is not None:
             for job in group.split_jobs:  # only the adapters' part changes
-                fp8_transpose(job.rows_ED, self._turned[:, group.O :])
-            return self._turned
+                fp8_transpose(job.rows_ED, self._transposed[:, group.O :])
+            return self._transposed
         group.load()
-        if not self.keep_turned:
-            return group.transposed(self.workspace.turned.take(group.scale_O.device))
-        self._turned = group.transposed()
-        return self._turned
+        if not self.keep_transposed:
+            return group.transposed(self.workspace.transposed.take(group.scale_O.device))
+        self._transposed = group.transposed()
+        return self._transposed
 
     def parameter_grads(self, dy_TO: Tensor, dyb_TR: Tensor | None, x_TD: Tensor, xa_TR: Tensor | None,
                         norm: NormOf | None = None) -> list[Tensor | None]:

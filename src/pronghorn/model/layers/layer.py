@@ -22,15 +22,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from pronghorn.kernels.lora.lora_collect import CollectJob
 from pronghorn.kernels.lora.lora_linear import NormOf
+from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.runtime.dispatch import keeps_graph
 from pronghorn.model.families import Family
 from pronghorn.model.layers.attention import OF_ATTENTION, AttentionHalf
 from pronghorn.model.layers.linears import Group, LinearGroup
 from pronghorn.model.layers.mlp import OF_MLP, DenseMlp
 from pronghorn.model.layers.moe import ExpertsMlp
-from pronghorn.model.layers.residual import NormGrads, add_branch, back_through_norm, grad_of_branch, gradients_behind_norm
+from pronghorn.model.layers.residual import NormGrads, add_branch, back_through_norm, grad_of_branch, gradients_after_norm
 from pronghorn.model.layers.saved import Elsewhere, Left, Level, Saved, copied, leave, restore
 from pronghorn.model.layers.types import Documents, Grads, Norm, Waiting
 from pronghorn.model.rows import spread
@@ -84,20 +84,20 @@ class DecoderLayer:
         return self.qkv.fp8
 
     @property
-    def pieces(self) -> int:
+    def mlp_chunks(self) -> int:
         """Chunks in which the MLP's rows are done where gate and up are recomputed."""
         return self.mlp.chunks
 
-    @pieces.setter
-    def pieces(self, chunks: int) -> None:
+    @mlp_chunks.setter
+    def mlp_chunks(self, chunks: int) -> None:
         if self.mlp.may_chunk:
             self.mlp.chunks = chunks
 
-    def keep_turned(self, keep: bool) -> None:
+    def keep_transposed(self, keep: bool) -> None:
         """Whether FP8 weights transposed for backward stay: twice the bytes, and no transposing. Before the first backward."""
         for group in self.groups:
             if isinstance(group, LinearGroup) and group.fp8:
-                group.keep_turned = keep  # type: ignore[attr-defined]
+                group.keep_transposed = keep  # type: ignore[attr-defined]
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -130,11 +130,11 @@ class DecoderLayer:
         sinks = self.attention.sinks
         return own if sinks is None else [*own, sinks]
 
-    def collect_jobs(self) -> list[CollectJob]:
-        """What takes the adapters' gradients out of their sums (model/adapter_sums.py)."""
+    def gather_jobs(self) -> list[GatherJob]:
+        """What takes the adapters' gradients out of their sums (model/lora_grad_buffer.py)."""
         norm = self.attention.before
-        behind = NormOf(norm.weight, norm.weight, norm.one_plus) if norm else None
-        return [*self.qkv.collect_jobs(behind), *self.out.collect_jobs(None), *self.mlp.collect_jobs()]
+        of_norm = NormOf(norm.weight, norm.weight, norm.one_plus) if norm else None
+        return [*self.qkv.gather_jobs(of_norm), *self.out.gather_jobs(None), *self.mlp.gather_jobs()]
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
@@ -195,9 +195,9 @@ class DecoderLayer:
         norm_grads: NormGrads = {}
         dh, mlp_grads = self.mlp.backward(dh3, saved, documents, norm_grads, self.out.extra)
         saved.release(*OF_MLP)
-        attention, room = self.attention, documents.room
+        attention, grad_buffer = self.attention, documents.grad_buffer
         dy = grad_of_branch(self.out, dh, saved["y1"], self.multiplier, self.after_attention, saved, "after_attention",
-                            norm_grads, room)
+                            norm_grads, grad_buffer)
         do, of_out = self.out.back(dy)
         out_grads = self.out.gradients(of_out, saved["o_rows"][:, : attention.out_width], attention.xa_of_out(saved))
         if rows is not None:
@@ -209,10 +209,10 @@ class DecoderLayer:
         if need_dh or (attention.before and attention.before.trains()):
             dx, of_qkv = self.qkv.back(dqkv_rows)
             dh = back_through_norm(attention.before, dx, saved["h"], dh, saved, "before_attention", norm_grads,
-                                   self.down.extra, room)  # `down` of the layer below has as many extra columns
+                                   self.down.extra, grad_buffer)  # `down` of the layer below has as many extra columns
         else:
             of_qkv = self.qkv.back_adapters(dqkv_rows)
-        qkv_grads = gradients_behind_norm(self.qkv, of_qkv, attention.before, saved["h"], saved["xa1"], saved,
+        qkv_grads = gradients_after_norm(self.qkv, of_qkv, attention.before, saved["h"], saved["xa1"], saved,
                                           "before_attention")
         ordered = [norm_grads.get(slot) for slot in self.norms] + ([] if attention.sinks is None else [dsinks])
         return dh, [*qkv_grads, *out_grads, *mlp_grads, *ordered]

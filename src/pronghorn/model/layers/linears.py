@@ -22,20 +22,19 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from pronghorn.kernels.gemm.cublaslt import adds_freely
-from pronghorn.kernels.gemm.hopper_product import covered, gated_product, turned_product
-from pronghorn.kernels.gemm.products import product
-from pronghorn.kernels.gemm.products import product_plus as mm_add
+from pronghorn.kernels.gemm.hopper_gemm import covered, gated_mm, rope_mm
+from pronghorn.kernels.gemm.mm import mm, mm_add
 from pronghorn.kernels.lora.gated_lora import gated_lora_forward, why_not
-from pronghorn.kernels.lora.lora_collect import CollectJob
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup, NormOf, Part, linear_backward_weight
-from pronghorn.kernels.lora.lora_refresh import CopyJob
+from pronghorn.kernels.lora.multi_copy import CopyJob
+from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.lora.nf4_lora import NF4LoraGroup
 from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation_forward
 from pronghorn.kernels.runtime.copy_rows import copy_rows
 from pronghorn.model.layers.gated import gated_backward
 from pronghorn.model.layers.normed import normed_rows, normed_sum
 from pronghorn.model.layers.saved import Saved
-from pronghorn.model.layers.types import GradientRoom, Grads, Norm
+from pronghorn.model.layers.types import GradBuffer, Grads, Norm
 from pronghorn.model.quantized import NF4Linear
 from pronghorn.model.rows import rows_like
 
@@ -57,8 +56,8 @@ class Group(Protocol):
     @property
     def copy_jobs(self) -> Sequence[CopyJob]: ...
     @property
-    def sum_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None: ...
-    def add_up_in(self, sums: tuple[Tensor, Tensor] | None) -> None: ...
+    def grad_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None: ...
+    def accumulate_in(self, sums: tuple[Tensor, Tensor] | None) -> None: ...
     def forget_weights(self) -> None: ...
     def separate(self) -> None: ...
 
@@ -190,11 +189,11 @@ class LinearGroup:
         return self._group.jobs if self._group and not isinstance(self._group, NF4LoraGroup) else []
 
     @property
-    def sum_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    def grad_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
         """Of dA and dB^T, where the adapters' gradients are to be added up."""
-        return self._group.sum_shapes if self._group and self.adapters else None
+        return self._group.grad_shapes if self._group and self.adapters else None
 
-    def add_up_in(self, sums: tuple[Tensor, Tensor] | None) -> None:
+    def accumulate_in(self, sums: tuple[Tensor, Tensor] | None) -> None:
         """The adapters' gradients are added to dA and dB^T instead of being handed to autograd."""
         assert self._group is not None
         self._group.sums = sums
@@ -223,8 +222,8 @@ class LinearGroup:
         self._group.load()
         return self._group.M[: self._group.O, self._group.D :]
 
-    def collect_jobs(self, norm: NormOf | None) -> list[CollectJob]:
-        return self._group.collect_jobs(norm) if self._group and self.adapters else []
+    def gather_jobs(self, norm: NormOf | None) -> list[GatherJob]:
+        return self._group.gather_jobs(norm) if self._group and self.adapters else []
 
     @property
     def extra(self) -> int:
@@ -292,7 +291,7 @@ class LinearGroup:
         """The same, x A^T owned, with spare columns behind y for those of its gradient, which takes y's place."""
         if not self.extra:
             return self.forward(x.ext)[0], None
-        y_ext = self._room(x.ext)
+        y_ext = self._spare_output(x.ext)
         _, xa = self.forward(x.ext, out=y_ext[:, : sum(self.widths)])
         return y_ext, self.owned(xa)
 
@@ -302,10 +301,10 @@ class LinearGroup:
         if (group := self._fusable(x.ext)) is None:
             return None
         width = group.O // 2
-        rows, xa, y_ext = *self._beside(x.ext), self._room(x.ext)
+        rows, xa, y_ext = *self._beside(x.ext), self._spare_output(x.ext)
         a_ext = x.ext.new_empty(len(x.ext), width + down.extra)
-        if not gated_product(rows, group.M[: group.O], kind, gu_out=y_ext[:, : group.O], a_out=a_ext[:, :width],
-                             behind_TR=None if xa is None else xa[:, : group.used]):
+        if not gated_mm(rows, group.M[: group.O], kind, gu_out=y_ext[:, : group.O], a_out=a_ext[:, :width],
+                             lora_TR=None if xa is None else xa[:, : group.used]):
             return None
         down.extend(a_ext)
         return y_ext, xa, Rows(a_ext, extended=True)
@@ -315,9 +314,9 @@ class LinearGroup:
         """`apply_spare` of q, k and v, the first heads rotated. None, and nothing is done, where no product does both."""
         if (group := self._fusable(x.ext)) is None:
             return None
-        rows, xa, y_ext = *self._beside(x.ext), self._room(x.ext)
-        if not turned_product(rows, group.M[: group.O], cos, sin, turning=heads, head_width=head_width,
-                              out=y_ext[:, : group.O], behind_TR=None if xa is None else xa[:, : group.used]):
+        rows, xa, y_ext = *self._beside(x.ext), self._spare_output(x.ext)
+        if not rope_mm(rows, group.M[: group.O], cos, sin, rope_heads=heads, head_width=head_width,
+                              out=y_ext[:, : group.O], lora_TR=None if xa is None else xa[:, : group.used]):
             return None
         return y_ext, xa
 
@@ -340,10 +339,10 @@ class LinearGroup:
             return torch.nn.functional.linear(x_ext, weights[0], bias), None
         y = x_ext.new_empty(x_ext.shape[0], sum(self.widths)) if out is None else out
         for part, weight in zip(y.split(self.widths, dim=1), weights, strict=True):
-            product(x_ext, weight.T, out=part)
+            mm(x_ext, weight.T, out=part)
         return y if bias is None else y.add_(bias), None
 
-    def _room(self, x_ext: Tensor) -> Tensor:
+    def _spare_output(self, x_ext: Tensor) -> Tensor:
         """Zeros on the CPU, as in decoder_layer.rows_like."""
         make = x_ext.new_empty if x_ext.is_cuda else x_ext.new_zeros
         return make(x_ext.shape[0], sum(self.widths) + self.extra)
@@ -361,13 +360,13 @@ class LinearGroup:
         group = self._group
         assert group is not None
         x = x_ext[:, : group.D]
-        return x, product(x, group.M[group.O :, : group.D].T) if group.R else None
+        return x, mm(x, group.M[group.O :, : group.D].T) if group.R else None
 
     # ---- operands of the backward product ----------------------------------------------------------------------------
 
-    def grad_of_residual(self, dh: Tensor, multiplier: float, room: GradientRoom) -> Operand:
+    def grad_of_residual(self, dh: Tensor, multiplier: float, grad_buffer: GradBuffer) -> Operand:
         """Of a branch that ends with this group: the residual stream's gradient, in its own buffer where that has columns."""
-        if multiplier == 1.0 and (dh_ext := room.behind(dh, self.extra)) is not None:
+        if multiplier == 1.0 and (dh_ext := grad_buffer.with_columns(dh, self.extra)) is not None:
             return Rows(dh_ext)
         dy = self.grad_rows(dh)
         copy_rows(dh, dy.ext[:, : dh.shape[1]], multiplier)
@@ -388,9 +387,9 @@ class LinearGroup:
         values: Tensor = dy.ext[:, : sum(self.widths)]
         return values
 
-    def shared_buffer(self, dh: Tensor, room: GradientRoom) -> Tensor | None:
+    def shared_buffer(self, dh: Tensor, grad_buffer: GradBuffer) -> Tensor | None:
         """The buffer that holds dh, if another gradient may take dh's place in it."""
-        return room.behind(dh, self.extra)
+        return grad_buffer.with_columns(dh, self.extra)
 
     def back(self, dy: Operand) -> tuple[Tensor, Any]:
         """(dx, what `gradients` reads)"""
@@ -419,10 +418,10 @@ class LinearGroup:
             self.extend_grad(dy_ext)
         if self._group:
             self._group.load()
-            return product(dy_ext, self._group.M[:, : self._group.D])
+            return mm(dy_ext, self._group.M[:, : self._group.D])
         weights = self._weights
         parts = dy_ext.split(self.widths, dim=1)
-        dx = product(parts[0], weights[0])
+        dx = mm(parts[0], weights[0])
         for part, weight in zip(parts[1:], weights[1:], strict=True):
             dx.addmm_(part, weight)
         return dx

@@ -7,7 +7,7 @@ T = packed tokens, F = MLP width. Saved for backward (saved.py): *
     a = act(gate) * up                        again, inside the kernel that needs its gradient
     h3 = h2 + a Wdown                         the product adds the residual itself
 
-On Hopper the activation is done inside the product before it (kernels/gemm/hopper_product.py).
+On Hopper the activation is done inside the product before it (kernels/gemm/hopper_gemm.py).
 
 Gate and up, the activation and their gradients are the largest tensors of a layer: at 16,384 tokens of an 8B model 1.4 GB, of
 which four chunks hold a quarter at a time. Rows are independent in everything but the sums that are the parameters' gradients,
@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.lora.lora_collect import CollectJob
 from pronghorn.kernels.lora.lora_linear import NormOf
+from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.mlp.gated_mlp import Kind
 from pronghorn.kernels.norm.rms_norm import rms_norm_then_add_forward
 from pronghorn.model.layers.linears import Group, LinearGroup, Operand
@@ -36,10 +36,10 @@ from pronghorn.model.layers.residual import (
     back_through_norm,
     back_through_norm_into,
     grad_of_branch,
-    gradients_behind_norm,
+    gradients_after_norm,
 )
 from pronghorn.model.layers.saved import FROM_INPUT, Level, Saved
-from pronghorn.model.layers.types import Documents, GradientRoom, Grads, Norm
+from pronghorn.model.layers.types import Documents, GradBuffer, Grads, Norm
 
 OF_MLP = ("h2", "gu", "xa2", "xa3", "y2")  # not needed any more behind the MLP's backward
 
@@ -57,10 +57,10 @@ class DenseMlp:
     def groups(self) -> tuple[Group, ...]:
         return self.gate_up, self.down
 
-    def collect_jobs(self) -> list[CollectJob]:
+    def gather_jobs(self) -> list[GatherJob]:
         norm = self.before
-        behind = NormOf(norm.weight, norm.weight, norm.one_plus) if norm else None
-        return [*self.gate_up.collect_jobs(behind), *self.down.collect_jobs(None)]
+        of_norm = NormOf(norm.weight, norm.weight, norm.one_plus) if norm else None
+        return [*self.gate_up.gather_jobs(of_norm), *self.down.gather_jobs(None)]
 
     def composed(self, x_TD: Tensor, documents: Documents) -> Tensor:
         """As separate differentiable ops."""
@@ -117,14 +117,16 @@ class DenseMlp:
         """(the gradient of h2, with `extra` columns behind it; those of the parameters of gate and up and of down)"""
         if saved["gu"] is None:
             return self._backward_in_chunks(dh3, saved, documents, norm_grads, extra)
-        dx2, dgu, fused, down_grads = self._back_to_input(dh3, saved, norm_grads, documents.room, thin=True)
-        dh2 = back_through_norm(self.before, dx2, saved["h2"], dh3, saved, "before_mlp", norm_grads, extra, documents.room)
+        dx2, dgu, fused, down_grads = self._back_to_input(dh3, saved, norm_grads, documents.grad_buffer, thin=True)
+        dh2 = back_through_norm(self.before, dx2, saved["h2"], dh3, saved, "before_mlp", norm_grads, extra,
+                                documents.grad_buffer)
         return dh2, [*self._gate_up_grads(dgu, saved, fused), *down_grads]
 
-    def _back_to_input(self, dh3: Tensor, saved: Saved, norm_grads: NormGrads, room: GradientRoom, *, thin: bool
+    def _back_to_input(self, dh3: Tensor, saved: Saved, norm_grads: NormGrads, grad_buffer: GradBuffer, *, thin: bool
                        ) -> tuple[Tensor, Any, bool, Grads]:
         """(the gradient of gate and up's input, what their gradients are made of, whether a part of those is done, down's)"""
-        dy = grad_of_branch(self.down, dh3, saved["y2"], self.multiplier, self.after, saved, "after_mlp", norm_grads, room)
+        dy = grad_of_branch(self.down, dh3, saved["y2"], self.multiplier, self.after, saved, "after_mlp", norm_grads,
+                            grad_buffer)
         da, of_down = self.down.back(dy)
         dgu, fused = self.gate_up.grad_of_activation(da, saved["gu"], self.activation, self.down, dy, saved["xa2"], thin)
         down_grads = self.down.gradients(of_down, da, saved["xa3"], without="dA" if fused else None)
@@ -132,7 +134,7 @@ class DenseMlp:
         return *self.gate_up.back(dgu), fused, down_grads
 
     def _gate_up_grads(self, dgu: Any, saved: Saved, fused: bool) -> Grads:
-        return gradients_behind_norm(self.gate_up, dgu, self.before, saved["h2"], saved["xa2"], saved, "before_mlp",
+        return gradients_after_norm(self.gate_up, dgu, self.before, saved["h2"], saved["xa2"], saved, "before_mlp",
                                      "dB" if fused else None)
 
     # ---- in chunks ---------------------------------------------------------------------------------------------
@@ -165,26 +167,26 @@ class DenseMlp:
 
     def _backward_in_chunks(self, dh3: Tensor, saved: Saved, documents: Documents, norm_grads: NormGrads, extra: int
                             ) -> tuple[Tensor, Grads]:
-        width, own = dh3.shape[1], self.down.shared_buffer(dh3, documents.room)
+        width, own = dh3.shape[1], self.down.shared_buffer(dh3, documents.grad_buffer)
         dh2_ext = own
         if dh2_ext is None or dh2_ext.shape[1] != width + extra:
             dh2_ext = dh3.new_empty(len(dh3), width + extra)
         grads: Grads = []
         for chunk in chunks_of(len(dh3), self.chunks):
-            mine, of_norms = self._chunk_again(chunk, saved), NormGrads()
-            room = GradientRoom(None if own is None else own[chunk])
-            dx2, dgu, fused, down_grads = self._back_to_input(dh3[chunk], mine, of_norms, room, thin=False)
+            mine, of_norms = self._recomputed_chunk(chunk, saved), NormGrads()
+            grad_buffer = GradBuffer(None if own is None else own[chunk])
+            dx2, dgu, fused, down_grads = self._back_to_input(dh3[chunk], mine, of_norms, grad_buffer, thin=False)
             back_through_norm_into(dh2_ext[chunk, :width], self.before, dx2, mine["h2"], dh3[chunk], mine, "before_mlp",
                                    of_norms)
             grads = _sum(grads, [*self._gate_up_grads(dgu, mine, fused), *down_grads])
             del mine, dgu, dx2, down_grads  # before the next chunk has its own
             for name, grad in of_norms.items():
                 (norm_grads[name],) = _sum([norm_grads.get(name)], [grad])
-        documents.room.buffer = dh2_ext
+        documents.grad_buffer.buffer = dh2_ext
         saved.release("h_rows")
         return dh2_ext[:, :width], grads
 
-    def _chunk_again(self, chunk: slice, saved: Saved) -> Saved:
+    def _recomputed_chunk(self, chunk: slice, saved: Saved) -> Saved:
         """What backward needs of these rows."""
         mine, norm, h_rows = Saved(h2=saved["h2"][chunk]), self.after, saved["h_rows"]
         gu, xa2 = self.gate_up.apply_spare(self._input(mine["h2"], None if h_rows is None else h_rows[chunk], mine))

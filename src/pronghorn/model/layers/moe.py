@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.lora.lora_collect import CollectJob
 from pronghorn.kernels.lora.lora_linear import NormOf
+from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.mlp.gated_mlp import Kind
 from pronghorn.kernels.moe.moe_combine import combine
 from pronghorn.kernels.moe.moe_gated import ExpertActivation, expert_gated_backward, expert_gated_forward
@@ -39,15 +39,15 @@ from pronghorn.kernels.moe.moe_gather import gather_rows
 from pronghorn.kernels.moe.routing import Routing, Sigmoid, route_backward, routing_forward
 from pronghorn.kernels.norm.rms_norm import rms_norm_forward
 from pronghorn.kernels.runtime.copy_rows import copy_rows
-from pronghorn.model.expert_load import BalancedLogits
 from pronghorn.model.experts import ExpertStack, Router
 from pronghorn.model.families import Family, expert_groups
 from pronghorn.model.layers.fp8_linears import Fp8Workspace
 from pronghorn.model.layers.linears import Group, LinearGroup, Rows
 from pronghorn.model.layers.normed import normed_rows, normed_sum
-from pronghorn.model.layers.residual import NormGrads, back_through_norm, gradients_behind_norm
+from pronghorn.model.layers.residual import NormGrads, back_through_norm, gradients_after_norm
 from pronghorn.model.layers.saved import Level, Saved
 from pronghorn.model.layers.types import Documents, Grads, Norm
+from pronghorn.model.router_stats import BalancedLogits
 from pronghorn.model.rows import rows_like
 
 SILU = ExpertActivation("silu")
@@ -73,7 +73,7 @@ class ExpertsMlp:
         self.scale = float(getattr(config, experts.scale)) if experts.scale else 1.0
         self.groups_of_experts = expert_groups(config) if experts.sigmoid else None
         self.expert_gate_up, self.expert_down = (
-            ExpertStack(module, name, transposed=experts.transposed, turned=workspace.turned)
+            ExpertStack(module, name, transposed=experts.transposed, scratch=workspace.transposed)
             for name in ("gate_up_proj", "down_proj"))
         self.has_shared = hasattr(module, experts.shared)
         self.gate_up, self.down, self.activation = gate_up, down, activation
@@ -88,10 +88,10 @@ class ExpertsMlp:
         """As backward returns their gradients."""
         return self.gate_up, self.down, self.shared_gate, self.router, self.expert_gate_up, self.expert_down
 
-    def collect_jobs(self) -> list[CollectJob]:
-        behind = NormOf(self.before.weight, self.before.weight, self.before.one_plus)
-        return [*self.gate_up.collect_jobs(behind), *self.down.collect_jobs(None), *self.shared_gate.collect_jobs(behind),
-                *self.expert_gate_up.collect_jobs(), *self.expert_down.collect_jobs()]
+    def gather_jobs(self) -> list[GatherJob]:
+        of_norm = NormOf(self.before.weight, self.before.weight, self.before.one_plus)
+        return [*self.gate_up.gather_jobs(of_norm), *self.down.gather_jobs(None), *self.shared_gate.gather_jobs(of_norm),
+                *self.expert_gate_up.gather_jobs(), *self.expert_down.gather_jobs()]
 
     def _rule(self) -> dict[str, Any]:
         """How logits become weights, as kernels/moe/routing.py takes it."""
@@ -105,7 +105,7 @@ class ExpertsMlp:
         self._to_gate_up(saved)
         if documents.load is not None:
             documents.load.add(self.slot, saved["logits"], saved["ids"], rows is not None)
-        return self._behind_gate_up(saved)
+        return self._after_gate_up(saved)
 
     def _to_gate_up(self, saved: Saved) -> None:
         """From the residual stream to gate and up."""
@@ -132,7 +132,7 @@ class ExpertsMlp:
     def _routing(self, saved: Saved) -> Routing:
         return Routing(*(saved[name] for name in ("ids", "weights", "order", "inverse", "offsets")))
 
-    def _behind_gate_up(self, saved: Saved) -> Tensor:
+    def _after_gate_up(self, saved: Saved) -> Tensor:
         routing, down, h2 = self._routing(saved), self.expert_down.group, saved["h2"]
         a_ext = rows_like(saved["gu"], down.input_width)
         expert_gated_forward(saved["gu"], self.expert_activation, bias_EG=self.expert_gate_up.bias_EO, ids_TK=routing.ids_TK,
@@ -160,9 +160,9 @@ class ExpertsMlp:
             if self.has_shared and self.down.adapters:
                 saved.put(shared_xa3=self.down.adapters_of_activation(self._shared_gu(saved), self.activation))
         elif saved["gu"] is None:
-            saved["gu"], _ = self.expert_gate_up.forward_tokens(self._input_again(saved), self._routing(saved))
+            saved["gu"], _ = self.expert_gate_up.forward_tokens(self._recomputed_input(saved), self._routing(saved))
 
-    def _input_again(self, saved: Saved) -> Tensor:
+    def _recomputed_input(self, saved: Saved) -> Tensor:
         return rms_norm_forward(saved["h2"], self.before.weight, self.before.eps, one_plus=self.before.one_plus)[0]
 
     # ---- backward ----------------------------------------------------------------------------------------------
@@ -183,14 +183,15 @@ class ExpertsMlp:
         up = self.expert_gate_up.group
         up.extend_grad(dgu_ext, routing.offsets_E1)
         dx2 = combine(self.expert_gate_up.backward_rows(dgu_ext, routing), routing.inverse_TK, add_TD=dx2, out=dx2)
-        x2 = self._input_again(saved) if self.router.needs_input or self.expert_gate_up.needs_input else None
+        x2 = self._recomputed_input(saved) if self.router.needs_input or self.expert_gate_up.needs_input else None
         router_grads = self.router.backward_parameters(dlogits, x2 if self.router.needs_input else None)
         x_ext = None
         if self.expert_gate_up.needs_input and x2 is not None:
-            x_ext = self._sorted_again(x2, saved["xa2"], routing)
+            x_ext = self._recomputed_sorted(x2, saved["xa2"], routing)
         up_grads = self.expert_gate_up.backward_parameters(dgu_ext, x_ext, routing, weighted=False)
         del dgu_ext, x_ext, x2
-        dh2 = back_through_norm(self.before, dx2, saved["h2"], dh3, saved, "before_mlp", norm_grads, extra, documents.room)
+        dh2 = back_through_norm(self.before, dx2, saved["h2"], dh3, saved, "before_mlp", norm_grads, extra,
+                                documents.grad_buffer)
         saved.release(*OF_EXPERTS)
         return dh2, [*shared_grads, *router_grads, *up_grads, *down_grads]
 
@@ -216,7 +217,7 @@ class ExpertsMlp:
         grads = self.expert_down.backward_parameters(dy_ext, a_ext if needs_a else None, routing, weighted=True)
         return dgu_ext, dweights, grads
 
-    def _sorted_again(self, x2: Tensor, xa2: Tensor | None, routing: Routing) -> Tensor:
+    def _recomputed_sorted(self, x2: Tensor, xa2: Tensor | None, routing: Routing) -> Tensor:
         """As forward had it; x A^T was saved."""
         group = self.expert_gate_up.group
         if not group.R:
@@ -240,14 +241,14 @@ class ExpertsMlp:
         dlogit_ext[:, :1] = dgate * gate * (1 - gate)
         dgate_x, dlogit = self.shared_gate.back(Rows(dlogit_ext))
         dx += dgate_x
-        gate_grads = gradients_behind_norm(self.shared_gate, dlogit, self.before, saved["h2"], saved["gate_xa"], saved,
+        gate_grads = gradients_after_norm(self.shared_gate, dlogit, self.before, saved["h2"], saved["gate_xa"], saved,
                                            "before_mlp")
         return dx, [*grads, *gate_grads]
 
     def _backward_shared_mlp(self, dh3: Tensor, gate: Tensor, saved: Saved, documents: Documents
                              ) -> tuple[Tensor, Tensor, Grads]:
         """(its input's gradient, the gate's, those of gate and up, and down)"""
-        dy = (self.down.grad_of_residual(dh3, 1.0, documents.room) if self.down.extra or self.down.fp8
+        dy = (self.down.grad_of_residual(dh3, 1.0, documents.grad_buffer) if self.down.extra or self.down.fp8
               else self.down.of_rows(dh3))
         da, of_down = self.down.back(dy)
         gu = saved["shared_gu"][:, : 2 * da.shape[1]]
@@ -255,7 +256,7 @@ class ExpertsMlp:
         xa3 = saved["shared_xa3"]
         down_grads = self.down.gradients(of_down, da, None if xa3 is None else xa3 * gate.to(xa3.dtype))
         dx, dgu = self.gate_up.back(self.gate_up.of_rows(saved["shared_gu"]))
-        up_grads = gradients_behind_norm(self.gate_up, dgu, self.before, saved["h2"], saved["shared_xa2"], saved, "before_mlp")
+        up_grads = gradients_after_norm(self.gate_up, dgu, self.before, saved["h2"], saved["shared_xa2"], saved, "before_mlp")
         return dx, dgate, [*up_grads, *down_grads]
 
     def _through_shared_activation(self, da: Tensor, gu: Tensor, gate: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from pronghorn.kernels.lora.lora_linear import NormOf, Part
 from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
 from pronghorn.model.layers.linears import LinearGroup, Operand
 from pronghorn.model.layers.saved import Saved
-from pronghorn.model.layers.types import GradientRoom, Grads, Norm
+from pronghorn.model.layers.types import GradBuffer, Grads, Norm
 from pronghorn.model.rows import rows_like
 
 NormGrads = dict[str, Tensor | None]
@@ -32,10 +32,10 @@ def add_branch(group: LinearGroup, x: Operand, h: Tensor, multiplier: float, nor
 
 
 def grad_of_branch(group: LinearGroup, dh: Tensor, y: Tensor | None, multiplier: float, norm: Norm | None, saved: Saved,
-                   slot: str, norm_grads: NormGrads, room: GradientRoom) -> Operand:
+                   slot: str, norm_grads: NormGrads, grad_buffer: GradBuffer) -> Operand:
     """Of the branch's last product, as its backward reads it."""
     if norm is None or y is None:
-        return group.grad_of_residual(dh, multiplier, room)
+        return group.grad_of_residual(dh, multiplier, grad_buffer)
     dy = group.grad_rows(dh)
     _, norm_grads[slot] = rms_norm_backward(dh, y, norm.weight, saved[f"rstd.{slot}"], one_plus=norm.one_plus,
                                             need_weight_grad=norm.trains(), out=group.values_of(dy))
@@ -43,15 +43,15 @@ def grad_of_branch(group: LinearGroup, dh: Tensor, y: Tensor | None, multiplier:
 
 
 def back_through_norm(norm: Norm | None, dx: Tensor, h: Tensor, dh: Tensor, saved: Saved, slot: str, norm_grads: NormGrads,
-                      extra: int, room: GradientRoom) -> Tensor:
+                      extra: int, grad_buffer: GradBuffer) -> Tensor:
     """dh + the norm's share of dx, in rows with `extra` columns for the group that it goes to next: in dh's place, if that has
     such."""
     if norm is None:
         return dh + dx
-    if room.behind(dh, extra) is None:
-        room.buffer = rows_like(h, h.shape[1] + extra)
-    assert room.buffer is not None
-    return _back_through_norm(norm, dx, h, dh, saved, slot, norm_grads, room.buffer[:, : h.shape[1]])
+    if grad_buffer.with_columns(dh, extra) is None:
+        grad_buffer.buffer = rows_like(h, h.shape[1] + extra)
+    assert grad_buffer.buffer is not None
+    return _back_through_norm(norm, dx, h, dh, saved, slot, norm_grads, grad_buffer.buffer[:, : h.shape[1]])
 
 
 def back_through_norm_into(out: Tensor, norm: Norm | None, dx: Tensor, h: Tensor, dh: Tensor, saved: Saved, slot: str,
@@ -70,7 +70,7 @@ def _back_through_norm(norm: Norm, dx: Tensor, h: Tensor, dh: Tensor, saved: Sav
     return found
 
 
-def gradients_behind_norm(group: LinearGroup, dy: Any, norm: Norm | None, h: Tensor, xa: Tensor | None, saved: Saved,
+def gradients_after_norm(group: LinearGroup, dy: Any, norm: Norm | None, h: Tensor, xa: Tensor | None, saved: Saved,
                           slot: str, without: Part | None = None) -> Grads:
     """Adapters take their gradients from h, which is there; trained weights need norm(h), which is recomputed."""
     if norm is None:

@@ -7,20 +7,20 @@ from typing import Any
 
 from torch import Tensor
 
-from pronghorn.model.expert_load import ExpertLoad
+from pronghorn.model.router_stats import RouterStats
 from pronghorn.model.same_weights import Weights
 
 Grads = list[Tensor | None]  # of parameters, in their order; None: frozen, or added to sums elsewhere
 
 
 @dataclass
-class GradientRoom:
+class GradBuffer:
     """The buffer that holds the gradient which a layer handed down. The layer below writes its LoRA columns behind it instead
     of copying it to a wider buffer (64 copies of T x D, 4 ms of an 8B step)."""
 
     buffer: Tensor | None = None
 
-    def behind(self, dh: Tensor, extra: int) -> Tensor | None:
+    def with_columns(self, dh: Tensor, extra: int) -> Tensor | None:
         """dh with `extra` columns more, if it is still in that buffer and the buffer has as many."""
         if not extra or not self.holds(dh):
             return None
@@ -41,8 +41,8 @@ class Documents:
     spans_2T: Tensor  # where each token's document begins and ends
     typical: int  # mean length of the documents, each token counted: what is fast depends on it, the results do not
     query_scale_T: Tensor | None = None  # factor of each token's queries, where the model has one
-    load: ExpertLoad | None = None  # what the experts of this step are given
-    room: GradientRoom = field(default_factory=GradientRoom)
+    load: RouterStats | None = None  # what the experts of this step are given
+    grad_buffer: GradBuffer = field(default_factory=GradBuffer)
     guarded: bool = False  # whether a program may do anything between forward and backward
     weights: Weights | None = None  # if so: those of this forward
     leaves: dict[int, Tensor] | None = None  # by a parameter's id: what autograd sees in its place (model/captured_layers.py)

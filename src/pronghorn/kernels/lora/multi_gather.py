@@ -26,7 +26,7 @@ _FIELDS = tl.constexpr(FIELDS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CollectJob:
+class GatherJob:
     """target = scale * source (or its transpose) * weight of each column. The target is contiguous, the source's rows may be
     strided."""
 
@@ -38,7 +38,7 @@ class CollectJob:
     one_plus: bool = False  # the weight is 1 + weight
 
 
-def collect_reference(job: CollectJob) -> Tensor:
+def multi_gather_reference(job: GatherJob) -> Tensor:
     value = (job.source.T if job.transposed else job.source) * job.scale
     if job.weight is not None:
         value = value * (job.weight.to(value.dtype) + (1.0 if job.one_plus else 0.0))
@@ -72,10 +72,10 @@ def _kernel(
     tl.store(target + value, result.to(target_like.dtype.element_ty), mask=inside)
 
 
-class CollectTable:
+class GatherTable:
     """All jobs of a model. The table on the device is built once: neither source nor target may move."""
 
-    def __init__(self, jobs: Sequence[CollectJob]) -> None:
+    def __init__(self, jobs: Sequence[GatherJob]) -> None:
         self.jobs = list(jobs)
         self._table = self._build() if self.jobs else None
 
@@ -101,7 +101,7 @@ class CollectTable:
     def run(self) -> None:
         if self._table is None:
             for job in self.jobs:
-                job.target.copy_(collect_reference(job))
+                job.target.copy_(multi_gather_reference(job))
             return
         table, scales, tiles = self._table
         first = self.jobs[0]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pronghorn.kernels.lora import lora_refresh
-from pronghorn.kernels.lora.lora_refresh import CopyJob, CopyTable
+from pronghorn.kernels.lora import multi_copy
+from pronghorn.kernels.lora.multi_copy import CopyJob, CopyTable
 
 
 def test_every_value_lands_in_its_place_and_nothing_else_is_touched(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora_refresh, "TILE", 64)  # several tiles a job at sizes an interpreter can do
+    monkeypatch.setattr(multi_copy, "TILE", 64)  # several tiles a job at sizes an interpreter can do
     wide = torch.full((40, 50), 7.0, device=device, dtype=torch.float16)
     sources = [torch.randn(3, 50, device=device), torch.randn(30, 5, device=device), torch.randn(1, 1, device=device)]
     targets = [wide[:3], wide[5:35, 10:15], wide[39:, 49:]]

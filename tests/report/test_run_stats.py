@@ -3,12 +3,12 @@
 import pytest
 from synthetic_run import START, synthetic_events
 
-from pronghorn.report.figures import SILENT_AFTER, figures, flat
+from pronghorn.report.run_stats import SILENT_AFTER, flat, run_stats
 from tables import table
 
 
 def test_a_whole_run():
-    run = figures(synthetic_events(300))
+    run = run_stats(synthetic_events(300))
     assert (run.name, run.method, run.device, run.state) == ("hotel", "lora", "NVIDIA H200", "done")
     assert (run.step, run.steps, run.tokens) == (300, 300, 300 * 64_900)
     assert run.first_loss > 2.5
@@ -25,7 +25,7 @@ def test_time_of_void_steps_counts_but_their_losses_do_not():
     for event in events:
         if event["event"] == "step" and event["session"] == 1 and event["step"] > 200:
             event["loss"] = 0.001
-    run = figures(events)
+    run = run_stats(events)
     assert run.best_loss > 0.1
     assert [s.number for s in run.sessions] == [1, 2]
     assert [s.steps for s in run.sessions] == [250, 100]
@@ -41,22 +41,22 @@ def test_time_of_void_steps_counts_but_their_losses_do_not():
     [("done", "done"), ("early stop", "early stop"), ("signal", "interrupted"), ("health", "health stop")],
 )
 def test_states_of_ended_runs(reason, state):
-    assert figures(synthetic_events(20, end=reason)).state == state
+    assert run_stats(synthetic_events(20, end=reason)).state == state
 
 
 def test_a_run_without_an_end_is_running_until_its_log_is_silent():
     events = synthetic_events(20, end=None)
     last = events[-1]["time"]
-    assert figures(events, now=last + 1).state == "running"
-    assert figures(events, now=last + SILENT_AFTER + 1).state == "cut off"
+    assert run_stats(events, now=last + 1).state == "running"
+    assert run_stats(events, now=last + SILENT_AFTER + 1).state == "cut off"
     resumed = [*synthetic_events(20), {"event": "start", "time": last, "session": 2, "resumed_from": 20, **START}]
-    assert figures(resumed, now=last).state == "running"  # the end of an earlier session is not the run's
+    assert run_stats(resumed, now=last).state == "running"  # the end of an earlier session is not the run's
 
 
 def test_logs_that_say_little():
-    empty = figures([])
+    empty = run_stats([])
     assert (empty.state, empty.step, empty.last_loss, empty.best_eval, empty.seconds) == ("empty", 0, None, None, 0)
-    one = figures(
+    one = run_stats(
         [{"event": "step", "time": 5.0, "session": 1, "step": 1, "loss": "nan", "tokens": 3, "seconds": 0.5}], now=5.0
     )
     assert one.best_loss is None
@@ -75,12 +75,12 @@ def measured(step, value, **more):
 
 def test_metrics_of_answers_go_from_the_base_model_to_the_last_with_the_best_between():
     base = {"event": "base", "time": 4.0, "session": 1, "metrics": {"match": 0.1}, "samples": 9}
-    run = figures([base, measured(1, 0.5), measured(2, 0.9), measured(3, "nan")], now=5.0)
+    run = run_stats([base, measured(1, 0.5), measured(2, 0.9), measured(3, "nan")], now=5.0)
     match = run.metrics["match"]
     assert (match.base, match.first, match.best, match.best_step, match.samples) == (0.1, 0.5, 0.9, 2, 9)
     assert match.last != match.last  # as it was measured
     assert (run.decides, run.best_step) == ("loss", 1)
     start = {"event": "start", "time": 1.0, "session": 1, "recipe": {"eval": {"best": "match"}}}
-    assert figures([start, measured(1, 0.5), measured(2, 0.9), measured(3, 0.8)], now=5.0).best_step == 2
-    assert figures([measured(1, "nan")], now=5.0).metrics["match"].best is None
-    assert figures(synthetic_events(20)).metrics == {}
+    assert run_stats([start, measured(1, 0.5), measured(2, 0.9), measured(3, 0.8)], now=5.0).best_step == 2
+    assert run_stats([measured(1, "nan")], now=5.0).metrics["match"].best is None
+    assert run_stats(synthetic_events(20)).metrics == {}

@@ -51,7 +51,7 @@ class MetricFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class RunStats:
     """None means that the run has no such figure (yet)."""
 
     name: str
@@ -101,7 +101,7 @@ class Figures:
         return sum(self.stages.get(stage, 0.0) for stage in stages) / total if total > 0 else 0.0
 
 
-def figures(events: Sequence[dict[str, Any]], now: float | None = None) -> Figures:
+def run_stats(events: Sequence[dict[str, Any]], now: float | None = None) -> RunStats:
     """`events`: the whole log, void events included (their time was spent, so it counts)."""
     kept = history(events)
     starts = [e for e in events if e["event"] == "start"]
@@ -117,7 +117,7 @@ def figures(events: Sequence[dict[str, Any]], now: float | None = None) -> Figur
     device, price = str(start.get("device", "")), start.get("price")
     price = price if isinstance(price, dict) else {}
     hourly = as_number(price.get("usd_an_hour"))
-    return Figures(
+    return RunStats(
         name=str(start.get("run", "")),
         model=str(recipe.get("model", "")),
         method=str(recipe.get("method", "")),

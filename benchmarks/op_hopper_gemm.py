@@ -1,6 +1,6 @@
 """Products with what follows them inside (Hopper), beside the product and then the kernel that follows it.
 
-"apart" is `product` of x with the adapters' 64 terms behind it in one tensor, then the gated activation, the loss of each row,
+"apart" is `mm` of x with the adapters' 64 terms behind it in one tensor, then the gated activation, the loss of each row,
 or the rotary positions in place; "ours" reads those terms from a tensor of their own. Operations counted are the product's,
 over all its terms. The error is that of all that is written; of the head's gradient with each row multiplied by its factor.
 
@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from benchmarks.ops import DEVICE, Line, compare
 from pronghorn.kernels.attention.rope import qk_rope_forward, qk_rope_reference
-from pronghorn.kernels.gemm.hopper_product import gated_product, turned_product
-from pronghorn.kernels.gemm.products import product
+from pronghorn.kernels.gemm.hopper_gemm import gated_mm, rope_mm
+from pronghorn.kernels.gemm.mm import mm
 from pronghorn.kernels.loss import cross_entropy_rows
 from pronghorn.kernels.loss.cross_entropy_powers import powers_for
 from pronghorn.kernels.loss.cross_entropy_rows import Terms
@@ -36,8 +36,8 @@ def cases() -> list[dict[str, Any]]:
         {"what": "gated", "T": 16384, "F": 14336} | llama_8b,
         {"what": "powers", "T": 2048, "V": 128256} | llama_1b,  # a chunk of the head's rows
         {"what": "powers", "T": 2048, "V": 128256} | llama_8b,
-        {"what": "turned", "head_width": 64} | heads | llama_1b,
-        {"what": "turned", "head_width": 128} | heads | llama_8b,
+        {"what": "rope", "head_width": 64} | heads | llama_1b,
+        {"what": "rope", "head_width": 128} | heads | llama_8b,
     ]
 
 
@@ -79,10 +79,10 @@ class _Gated:
 
     def inside(self) -> bool:
         own = self.operands
-        return gated_product(own.x, own.weight, "silu", gu_out=self.gu, a_out=self.a, behind_TR=own.behind)
+        return gated_mm(own.x, own.weight, "silu", gu_out=self.gu, a_out=self.a, lora_TR=own.behind)
 
     def apart(self) -> None:
-        product(self.operands.both, self.operands.weight.T, out=self.gu)
+        mm(self.operands.both, self.operands.weight.T, out=self.gu)
         gated_activation_forward(self.gu, "silu", out=self.a)
 
     def results(self) -> list[Tensor]:
@@ -111,7 +111,7 @@ class _Powers:
             slice(0, rows), self.logits, None, self.losses, self.scale, self.factors)
 
     def apart(self) -> None:
-        product(self.hidden, self.weight.T, out=self.logits)
+        mm(self.hidden, self.weight.T, out=self.logits)
         if not cross_entropy_rows.takes_factors(torch.bfloat16, Terms(), self.logits):
             self.factors.fill_(1.0)
         cross_entropy_rows.loss_and_gradient(
@@ -128,7 +128,7 @@ class _Powers:
         return [F.cross_entropy(logits, self.labels, reduction="none"), gradient]
 
 
-class _Turned:
+class _Rope:
     def __init__(self, case: dict[str, Any]) -> None:
         T, (K, heads, kv_heads) = case["T"], (64, 4, 2) if case.get("dry") else (case["K"], case["heads"], case["kv_heads"])
         self.shape = {"heads": heads, "kv_heads": kv_heads, "head_width": case["head_width"]}
@@ -139,15 +139,15 @@ class _Turned:
         self.cos, self.sin = turns.cos().float(), turns.sin().float()
         self.qkv = _random(T, columns + BEHIND)[:, :columns]
         self.places, self.flops = [self.qkv], self.operands.flops
-        self.name = f"T={T} K={K}+{BEHIND} N={heads} KV={kv_heads} H={width} bf16 turned"
+        self.name = f"T={T} K={K}+{BEHIND} N={heads} KV={kv_heads} H={width} bf16 rope"
 
     def inside(self) -> bool:
-        own, turning = self.operands, self.shape["heads"] + self.shape["kv_heads"]
-        return turned_product(own.x, own.weight, self.cos, self.sin, turning=turning, head_width=self.shape["head_width"],
-                              out=self.qkv, behind_TR=own.behind)  # fmt: skip
+        own, rope_heads = self.operands, self.shape["heads"] + self.shape["kv_heads"]
+        return rope_mm(own.x, own.weight, self.cos, self.sin, rope_heads=rope_heads, head_width=self.shape["head_width"],
+                              out=self.qkv, lora_TR=own.behind)  # fmt: skip
 
     def apart(self) -> None:
-        product(self.operands.both, self.operands.weight.T, out=self.qkv)
+        mm(self.operands.both, self.operands.weight.T, out=self.qkv)
         qk_rope_forward(self.qkv, self.cos, self.sin, in_place=True, **self.shape)
 
     def results(self) -> list[Tensor]:
@@ -158,7 +158,7 @@ class _Turned:
         return [torch.cat([part.flatten(1) for part in parts], dim=1)]
 
 
-KINDS: dict[str, Callable[[dict[str, Any]], _Case]] = {"gated": _Gated, "powers": _Powers, "turned": _Turned}
+KINDS: dict[str, Callable[[dict[str, Any]], _Case]] = {"gated": _Gated, "powers": _Powers, "rope": _Rope}
 
 
 def _judged(data: _Case, call: Callable[[], object]) -> Callable[[], list[Tensor]]:
@@ -189,4 +189,4 @@ def run(case: dict[str, Any]) -> list[Line]:
 
     there = case.get("dry") or data.inside()
     calls: dict[str, Any] = {"ours": _judged(data, ours) if there else None, "apart": _judged(data, data.apart)}
-    return compare("hopper_product", data.name, calls, data.truth, flops=data.flops)
+    return compare("hopper_gemm", data.name, calls, data.truth, flops=data.flops)

@@ -1,4 +1,4 @@
-"""Products x W^T on Hopper with what follows them inside (hopper_product.cu): the gated activation, the head's powers of 2, the
+"""Products x W^T on Hopper with what follows them inside (hopper_gemm.cu): the gated activation, the head's powers of 2, the
 rotary positions of queries and keys.
 
 In a step at its power limit a kernel between two products costs what its bytes cost. The gated activation reads 537 MB a layer
@@ -12,7 +12,7 @@ with the library's (docs/log/2026-11-16-fused-epilogues.md):
 The product itself has torch's bits. Where a GPU is no Hopper, a dtype is not bf16, or rows do not begin at multiples of 16
 bytes: False, nothing is done, and callers do the two one after the other.
 
-The last terms of x may lie in a tensor of their own (`behind`), where LoRA's x A^T is kept without a copy.
+The last terms of x may lie in a tensor of their own (`lora_TR`), where LoRA's x A^T is kept without a copy.
 
 T = rows, K = terms, R = terms behind x, F = width of an MLP, X = of q, k and v, V = vocabulary, C = rows of a head's chunk.
 """
@@ -42,21 +42,21 @@ BAND = 16
 
 
 class _Heads(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int) for name in ("turning", "width")]
+    _fields_ = [(name, ctypes.c_int) for name in ("rotated", "width")]
 
 
 class _Sizes(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in ("rows", "columns", "row_pairs", "column_tiles", "k_tiles", "x_tiles", "band")]
 
 
-def gated_product(x_TK: Tensor, weight_GK: Tensor, kind: Kind, *, gu_out: Tensor, a_out: Tensor, behind_TR: Tensor | None = None
+def gated_mm(x_TK: Tensor, weight_GK: Tensor, kind: Kind, *, gu_out: Tensor, a_out: Tensor, lora_TR: Tensor | None = None
                   ) -> bool:
-    """gu_out [T, 2 F] = [x | behind] W^T, and a_out [T, F] = act(gate) up; all may be row-strided. Whether it is done."""
+    """gu_out [T, 2 F] = [x | lora] W^T, and a_out [T, F] = act(gate) up; all may be row-strided. Whether it is done."""
     T, F = a_out.shape
-    if F % 8 or not _fit(x_TK, behind_TR, weight_GK, gu_out, a_out):
+    if F % 8 or not _fit(x_TK, lora_TR, weight_GK, gu_out, a_out):
         return False
     piece = (NARROW_CHUNK, 1, ROWS // 2)
-    rows, K = _rows(x_TK, behind_TR)
+    rows, K = _rows(x_TK, lora_TR)
     maps = [
         *rows, TensorMap(weight_GK, (K, F, 2), (weight_GK.stride(0), F * weight_GK.stride(0)), (TERMS, HALF, 1)),
         TensorMap(gu_out, (F, 2, T), (F, gu_out.stride(0)), piece),
@@ -75,7 +75,7 @@ class Labelled(NamedTuple):
     logits_C: Tensor
 
 
-def powers_product(x_CK: Tensor, weight_VK: Tensor, rows: Labelled, *, out: Tensor, scale: float, sums_2NC: Tensor,
+def powers_mm(x_CK: Tensor, weight_VK: Tensor, rows: Labelled, *, out: Tensor, scale: float, sums_2NC: Tensor,
                    wanted: Tensor | None = None) -> bool:
     """out [C, V] = 2^(x W^T scale - anchor), and of each row of each of N tiles of columns the sum of that in fp32, before it
     is rounded, and the largest of x W^T; and x W^T at the label. `wanted`: an int on the device; where it is 0, nothing happens
@@ -97,22 +97,22 @@ def powers_product(x_CK: Tensor, weight_VK: Tensor, rows: Labelled, *, out: Tens
                  _sizes(C, V, COLUMNS, K, x_CK)])
 
 
-def turned_product(x_TK: Tensor, weight_XK: Tensor, cos_TP: Tensor, sin_TP: Tensor, *, turning: int, head_width: int,
-                   out: Tensor, behind_TR: Tensor | None = None) -> bool:
-    """out [T, X] = [x | behind] W^T, in which the first `turning` heads are turned by halves over their whole width, in fp32,
+def rope_mm(x_TK: Tensor, weight_XK: Tensor, cos_TP: Tensor, sin_TP: Tensor, *, rope_heads: int, head_width: int,
+                   out: Tensor, lora_TR: Tensor | None = None) -> bool:
+    """out [T, X] = [x | lora] W^T, in which the first `rope_heads` heads are rotated by halves over their whole width, in fp32,
     and rounded once. Whether it is done."""
     T, X = len(x_TK), len(weight_XK)
     angles = (T, head_width // 2)
     fits = all(x.dtype == torch.float32 and x.is_contiguous() and x.shape == angles for x in (cos_TP, sin_TP))
-    if not fits or head_width % (2 * NARROW_CHUNK) or not _fit(x_TK, behind_TR, weight_XK, out):
+    if not fits or head_width % (2 * NARROW_CHUNK) or not _fit(x_TK, lora_TR, weight_XK, out):
         return False
-    rows, K = _rows(x_TK, behind_TR)
+    rows, K = _rows(x_TK, lora_TR)
     maps = [
         *rows, TensorMap(weight_XK, (K, X, 1), (weight_XK.stride(0), weight_XK.stride(0)), (TERMS, NARROW_CHUNK, 1)),
         TensorMap(out, (X, 1, T), (out.stride(0), out.stride(0)), (NARROW_CHUNK, 1, ROWS // 2)),
     ]
-    return _run(_source(K, TURNED=1), x_TK, 2 * NARROW_CHUNK,
-                [*maps, cos_TP, sin_TP, _Heads(turning, head_width), _sizes(T, X, COLUMNS, K, x_TK)])
+    return _run(_source(K, ROPE=1), x_TK, 2 * NARROW_CHUNK,
+                [*maps, cos_TP, sin_TP, _Heads(rope_heads, head_width), _sizes(T, X, COLUMNS, K, x_TK)])
 
 
 def column_tiles(columns: int) -> int:
@@ -128,17 +128,17 @@ def covered(*operands: Tensor) -> bool:
     return fits and len(first) > 0 and HAS_TRITON and cuda_source.available()
 
 
-def _fit(x_TK: Tensor, behind_TR: Tensor | None, *others: Tensor) -> bool:
-    if behind_TR is None:
+def _fit(x_TK: Tensor, lora_TR: Tensor | None, *others: Tensor) -> bool:
+    if lora_TR is None:
         return covered(x_TK, *others)
-    return x_TK.shape[1] % TERMS == 0 and covered(x_TK, behind_TR, *others)
+    return x_TK.shape[1] % TERMS == 0 and covered(x_TK, lora_TR, *others)
 
 
-def _rows(x_TK: Tensor, behind_TR: Tensor | None) -> tuple[list[TensorMap], int]:
+def _rows(x_TK: Tensor, lora_TR: Tensor | None) -> tuple[list[TensorMap], int]:
     """x and what lies behind it; and the terms of both."""
-    parts = [x_TK, x_TK if behind_TR is None else behind_TR]
+    parts = [x_TK, x_TK if lora_TR is None else lora_TR]
     maps = [TensorMap(part, (part.shape[1], len(part)), (part.stride(0),), (TERMS, ROWS)) for part in parts]
-    return maps, x_TK.shape[1] + (0 if behind_TR is None else behind_TR.shape[1])
+    return maps, x_TK.shape[1] + (0 if lora_TR is None else lora_TR.shape[1])
 
 
 def _sizes(rows: int, columns: int, of_a_tile: int, terms: int, x: Tensor) -> _Sizes:
@@ -149,9 +149,9 @@ def _sizes(rows: int, columns: int, of_a_tile: int, terms: int, x: Tensor) -> _S
 @cache
 def _source(terms: int, **definitions: int) -> Source:
     last = (terms - 1) % TERMS // 16 + 1  # sixteenths, which is what the tensor cores take at a time
-    all_of_them = {"GATED": 0, "POWERS": 0, "TURNED": 0, "HALF": HALF, "STAGES": STAGES, "BUFFERS": BUFFERS, "LAST": last,
+    all_of_them = {"GATED": 0, "POWERS": 0, "ROPE": 0, "HALF": HALF, "STAGES": STAGES, "BUFFERS": BUFFERS, "LAST": last,
                    **definitions}
-    return Source("gemm/hopper_product.cu", ("@WGMMA@", _multiplication(COLUMNS)), tuple(all_of_them.items()))
+    return Source("gemm/hopper_gemm.cu", ("@WGMMA@", _multiplication(COLUMNS)), tuple(all_of_them.items()))
 
 
 def _multiplication(columns: int) -> str:
@@ -169,4 +169,4 @@ def _run(source: Source, x: Tensor, piece_columns: int, arguments: list[object])
     stage, piece = (ROWS + COLUMNS) * TERMS * 2, piece_columns * ROWS // 2 * 2
     shared = 1024 + STAGES * (stage + 16) + 2 * BUFFERS * piece
     blocks = processor_count(x.device) // 2 * 2
-    return launch(source, "hopper_product", blocks, THREADS, shared, arguments)
+    return launch(source, "hopper_gemm", blocks, THREADS, shared, arguments)

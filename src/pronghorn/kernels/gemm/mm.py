@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.gemm.cublaslt import covered, multiply
+from pronghorn.kernels.gemm.cublaslt import covered, try_mm
 
 
-def product(a: Tensor, b: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+def mm(a: Tensor, b: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
     """a @ b, summed in fp32 and rounded once, to `dtype` (fp32 gradients of bf16 activations; default: a's)."""
     if dtype is None or a.dtype == dtype:
         if a.dtype in (torch.bfloat16, torch.float16) and not a.is_cuda:
@@ -17,14 +17,14 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype | None = None, out: Tensor 
             a = a.contiguous()
         if out is None:
             out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
-        return out if multiply(a, b, out) else torch.mm(a, b, out=out)
+        return out if try_mm(a, b, out) else torch.mm(a, b, out=out)
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=dtype) if out is None else torch.mm(a, b, out_dtype=dtype, out=out)
     result = torch.mm(a.to(dtype), b.to(dtype))
     return result if out is None else out.copy_(result)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def mm_accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, summed in total's dtype; on a GPU inside the product, which reads a and b as they are."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
@@ -34,14 +34,14 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-def product_plus(h: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, out: Tensor | None = None) -> Tensor:
+def mm_add(h: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, out: Tensor | None = None) -> Tensor:
     """h + alpha a @ b; `out` may be h. Rounded once, the same bits in place or not, where cublaslt.py covers it.
 
     torch.addmm on Hopper adds to what is there already, and rounds the product before: sums of 8,208 terms in bf16 were 1.38
     times as far from float64 as if rounded once (benchmarks/results/gpu-checks.json). And where `out` is not h, it copies h.
     """
     if out is not None and covered(a, b, out) and out.data_ptr() == h.data_ptr():
-        return out.copy_(product_plus(h, a, b, alpha))
+        return out.copy_(mm_add(h, a, b, alpha))
     if out is None:
         out = torch.empty(h.shape, dtype=h.dtype, device=h.device)
-    return out if multiply(a, b, out, h, alpha) else torch.addmm(h, a, b, alpha=alpha, out=out)
+    return out if try_mm(a, b, out, h, alpha) else torch.addmm(h, a, b, alpha=alpha, out=out)

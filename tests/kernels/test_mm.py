@@ -6,36 +6,36 @@ import pytest
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.gemm import products
-from pronghorn.kernels.gemm.products import add_product, product, product_plus
+from pronghorn.kernels.gemm import mm as file
+from pronghorn.kernels.gemm.mm import mm, mm_accumulate_, mm_add
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_product_is_summed_wide_and_rounded_once(dtype: torch.dtype) -> None:
+def test_mm_is_summed_wide_and_rounded_once(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     a, b = torch.randn(7, 300).to(dtype), torch.randn(300, 5).to(dtype)
     exact = a.double() @ b.double()
-    wide = product(a, b, torch.float32)
+    wide = mm(a, b, torch.float32)
     assert wide.dtype == torch.float32
     assert wide.double() == pytest.approx(exact, abs=3e-5)
-    torch.testing.assert_close(product(a, b).double(), exact, rtol=torch.finfo(dtype).eps, atol=3e-5)
+    torch.testing.assert_close(mm(a, b).double(), exact, rtol=torch.finfo(dtype).eps, atol=3e-5)
 
 
-def test_product_of_rows_with_unfilled_columns_behind_them() -> None:
+def test_mm_of_rows_with_unfilled_columns_behind_them() -> None:
     """torch's mm on the CPU would read them in bf16, and multiply them by 0."""
     rows = torch.full((6, 40), float("nan"), dtype=torch.bfloat16)
     rows[:, :33] = 1.0
-    assert torch.equal(product(rows[:, :33], torch.ones(33, 4, dtype=torch.bfloat16)), torch.full((6, 4), 33.0).bfloat16())
+    assert torch.equal(mm(rows[:, :33], torch.ones(33, 4, dtype=torch.bfloat16)), torch.full((6, 4), 33.0).bfloat16())
 
 
 @pytest.mark.parametrize("where", ["new", "elsewhere", "in place"])
-def test_product_plus(where: str) -> None:
+def test_mm_add(where: str) -> None:
     torch.manual_seed(0)
     h, a, b = torch.randn(6, 4), torch.randn(6, 9), torch.randn(9, 4)
     expected = (h.double() + 0.25 * (a.double() @ b.double())).float()
     before = h.clone()
     out = {"new": None, "elsewhere": torch.full((6, 4), float("nan")), "in place": h[:]}[where]
-    found = product_plus(h, a, b, 0.25, out)
+    found = mm_add(h, a, b, 0.25, out)
     assert found == pytest.approx(expected, abs=1e-6)
     assert out is None or found is out
     assert where == "in place" or torch.equal(h, before)
@@ -47,23 +47,23 @@ def test_a_sum_in_place_is_made_elsewhere_first_where_the_library_would_round_tw
 ) -> None:
     asked: list[bool] = []
 
-    def multiply(a: Tensor, b: Tensor, out: Tensor, add: Tensor, alpha: float) -> bool:
+    def try_mm(a: Tensor, b: Tensor, out: Tensor, add: Tensor, alpha: float) -> bool:
         asked.append(out.data_ptr() == add.data_ptr())
         out.copy_(add + alpha * (a @ b))
         return True
 
-    monkeypatch.setattr(products, "covered", lambda *_: True)
-    monkeypatch.setattr(products, "multiply", multiply)
+    monkeypatch.setattr(file, "covered", lambda *_: True)
+    monkeypatch.setattr(file, "try_mm", try_mm)
     torch.manual_seed(0)
     h, a, b = torch.randn(6, 4), torch.randn(6, 9), torch.randn(9, 4)
     out = h[:] if where == "in place" else torch.full((6, 4), float("nan"))
     expected = h + 0.25 * (a @ b)
-    assert product_plus(h, a, b, 0.25, out) is out
+    assert mm_add(h, a, b, 0.25, out) is out
     assert torch.equal(out, expected)
     assert asked == [False]
 
 
-def test_add_product_sums_in_the_totals_dtype() -> None:
+def test_mm_accumulate_sums_in_the_totals_dtype() -> None:
     total, a, b = torch.ones(2, 3), torch.full((2, 5), 1e-3).bfloat16(), torch.ones(5, 3).bfloat16()
-    add_product(total, a, b)
+    mm_accumulate_(total, a, b)
     assert total == pytest.approx(1 + 5 * a[0, 0].double().item(), abs=1e-6)

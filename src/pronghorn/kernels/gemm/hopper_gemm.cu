@@ -4,16 +4,16 @@
 //           at 16,384 tokens and F = 8,192 that a kernel of its own would read again.
 //   POWERS  2^(logit scale - anchor) of logits = x W^T, W [V, K], with the sum and the largest logit of each row of a tile,
 //           and each row's logit at its label.
-//   TURNED  [q | k | v] = x W^T, W [heads H, K], q and k turned by their rotary positions: by halves, over the whole head.
+//   ROPE  [q | k | v] = x W^T, W [heads H, K], q and k rotated by RoPE: by halves, over the whole head.
 //
 // One block a multiprocessor, two blocks a cluster, which have the same columns and rows beside each other: each loads one half
 // of the weight's tile for both. In a block one warp copies and two groups of four warps compute, each a tile of its own; while
 // one multiplies, the other gives its results away, so that the tensor cores do not wait for that (which is what a step spends
 // at its power limit on, see docs/log/2026-11-16-power-limit.md).
 //
-// Given by -D: one of GATED, POWERS and TURNED, HALF (columns of the half of a tile), STAGES, BUFFERS, LAST (sixteenths of
+// Given by -D: one of GATED, POWERS and ROPE, HALF (columns of the half of a tile), STAGES, BUFFERS, LAST (sixteenths of
 // terms that the last tile of them has); GELU for GATED (0: SiLU).
-// The last terms of x may lie in a tensor of their own (`behind`): what adapters add, x A^T.
+// The last terms of x may lie in a tensor of their own (`lora`): what adapters add, x A^T.
 //
 // The line WGMMA is replaced by the instruction for HALF before it is compiled.
 
@@ -302,7 +302,7 @@ __device__ __forceinline__ void give_tile(
 
 #else
 
-struct Heads { int turning, width; };  // heads of q and k, and of what width all are
+struct Heads { int rotated, width; };  // heads of q and k, and of what width all are
 
 // A tile has CHUNKS units, each of CHUNK columns of a head's lower half and the same of its upper half.
 __device__ __forceinline__ int unit_column(const Heads& heads, int unit) {
@@ -316,7 +316,7 @@ __device__ __forceinline__ void give_tile(
 #pragma unroll
   for (int part = 0; part < 2 * CHUNKS; ++part) {
     int half = part / CHUNKS, chunk = part % CHUNKS, column = unit_column(heads, tile * CHUNKS + chunk);
-    bool turns = column / heads.width < heads.turning;
+    bool rotates = column / heads.width < heads.rotated;
     int own = row + half * 64 + mine.warp * 16 + mine.lane / 4, angle = column % heads.width + mine.lane % 4 * 2;
     u32 buffer = free_buffer(mine, part);
 #pragma unroll
@@ -326,7 +326,7 @@ __device__ __forceinline__ void give_tile(
       for (int i = 0; i < 4; ++i) {
         int j = (chunk * (CHUNK / 8) + pair * 2 + i / 2) * 4 + i % 2 * 2, k = j + HALF / 2;
         float2 c = {1.0f, 1.0f}, s = {0.0f, 0.0f};
-        if (turns && own + i % 2 * 8 < sizes.rows) {
+        if (rotates && own + i % 2 * 8 < sizes.rows) {
           u64 at = (u64)(own + i % 2 * 8) * (heads.width / 2) + angle + (pair * 2 + i / 2) * 8;
           c = *(const float2*)(cos + at);
           s = *(const float2*)(sin + at);
@@ -351,8 +351,8 @@ __device__ __forceinline__ void give_tile(
 
 #endif
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) hopper_product(
-    const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap behind, const __grid_constant__ TensorMap w,
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) hopper_gemm(
+    const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap lora, const __grid_constant__ TensorMap w,
     const __grid_constant__ TensorMap out,
 #if GATED
     const __grid_constant__ TensorMap a,
@@ -393,7 +393,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) h
           barrier_wait(empty + 8 * stage, parity);
           barrier_expect(barrier, STAGE_BYTES);
           if (k < sizes.x_tiles) load(to, &x, barrier, k * TERMS, row);
-          else load(to, &behind, barrier, (k - sizes.x_tiles) * TERMS, row);
+          else load(to, &lora, barrier, (k - sizes.x_tiles) * TERMS, row);
 #if GATED
           load_for_both(to + X_BYTES + rank * W_BYTES, &w, barrier, k * TERMS, place.column * HALF, rank);
 #elif POWERS
@@ -411,13 +411,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) h
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     int thread = threadIdx.x % 128, group = role - 1;
     Mine mine = {thread, thread / 32, thread % 32, group, buffers + group * BUFFERS * BUFFER_BYTES, leaves_first()};
-    if (group == 1) arrive(1, 256);  // the first turn is group 0's
-    int turn = 0;
-    for (int tile = cluster; tile < tiles; tile += clusters, ++turn) {
-      if (turn % 2 != group) continue;
+    if (group == 1) arrive(1, 256);  // the first tile is group 0's
+    int count = 0;
+    for (int tile = cluster; tile < tiles; tile += clusters, ++count) {
+      if (count % 2 != group) continue;
       Place place = place_of(tile, sizes.row_pairs, sizes.column_tiles, sizes.band);
       int row = (2 * place.row_pair + rank) * ROWS;
-      u32 step = (u32)turn * sizes.k_tiles, parity = step / STAGES & 1;
+      u32 step = (u32)count * sizes.k_tiles, parity = step / STAGES & 1;
       int stage = step % STAGES, before = 0;
       float d[2][GROUPS * 4];
       sync(1 + group, 256);  // the other group has seen all that was loaded for it
@@ -443,7 +443,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) h
       if (thread < 2) barrier_arrive_at(empty + 8 * before, thread);
 #if GATED
       give_tile(d, mine, &out, &a, sizes, row, place.column);
-#elif TURNED
+#elif ROPE
       give_tile(d, mine, &out, cos, sin, heads, sizes, row, place.column);
 #else
       give_tile(d, mine, &out, labels, scale, sums, sizes, row, place.column);

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.lora import thin_sums
-from pronghorn.kernels.lora.thin_sums import (
+from pronghorn.kernels.lora import lora_grad_gemm as op
+from pronghorn.kernels.lora.lora_grad_gemm import (
     CONFIGS,
     MOST_RANKS,
-    ThinJob,
+    LoraGradJob,
     Tile,
-    add_thin_products,
     covered,
-    thin_product_reference,
+    lora_grad_gemm,
+    lora_grad_gemm_reference,
 )
 from pronghorn.kernels.runtime.dispatch import use_triton
 from tables import table
@@ -42,8 +42,8 @@ def where(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of columns, and shares of three steps, in a few hundred rows."""
-    monkeypatch.setattr(thin_sums, "_tile", lambda ranks: SMALL)
-    monkeypatch.setattr(thin_sums, "_rows_of_a_program", lambda *_: 3 * SMALL.rows)
+    monkeypatch.setattr(op, "_tile", lambda ranks: SMALL)
+    monkeypatch.setattr(op, "_rows_of_a_program", lambda *_: 3 * SMALL.rows)
 
 
 def rows_of(rows: int, width: int, extra: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -53,22 +53,22 @@ def rows_of(rows: int, width: int, extra: int, dtype: torch.dtype, device: str) 
     return buffer[:, :width]
 
 
-def job_of(T: int, S: int, D: int, dtype: torch.dtype, device: str, *, scaled: bool, extra: int = 8) -> ThinJob:
+def job_of(T: int, S: int, D: int, dtype: torch.dtype, device: str, *, scaled: bool, extra: int = 8) -> LoraGradJob:
     rstd = torch.rand(T, device=device) + 0.5 if scaled else None
-    return ThinJob(rows_of(S, D, extra, torch.float32, device), rows_of(T, S, extra, dtype, device),
+    return LoraGradJob(rows_of(S, D, extra, torch.float32, device), rows_of(T, S, extra, dtype, device),
                    rows_of(T, D, extra, dtype, device), rstd)  # fmt: skip
 
 
-def summed(job: ThinJob, number: torch.dtype) -> Tensor:
+def summed(job: LoraGradJob, number: torch.dtype) -> Tensor:
     """The total afterwards: in float64 the truth, in fp32 what a product of its own makes of the same numbers."""
-    return job.total_SD.to(number) + thin_product_reference(job._replace(total_SD=job.total_SD.to(number)))
+    return job.total_SD.to(number) + lora_grad_gemm_reference(job._replace(total_SD=job.total_SD.to(number)))
 
 
-def check(jobs: list[ThinJob], judge: Callable[..., None]) -> None:
+def check(jobs: list[LoraGradJob], judge: Callable[..., None]) -> None:
     """The totals are what they were and the products more; nobody touched the inputs or what is beside the totals."""
     truths, yardsticks = ([summed(job, number) for job in jobs] for number in (torch.float64, torch.float32))
     before = [(job.thin_TS.clone(), job.wide_TD.clone()) for job in jobs]
-    add_thin_products(jobs)
+    lora_grad_gemm(jobs)
     for job, truth, yardstick, (thin, wide) in zip(jobs, truths, yardsticks, before, strict=True):
         if job.rstd_T is None or job.thin_TS.dtype == torch.float16 or job.thin_TS.is_cuda:
             judge(job.total_SD, yardstick, truth, f"{tuple(job.total_SD.shape)} of {len(thin)} rows")
@@ -115,7 +115,7 @@ def test_widths(where: str, judge: Callable[..., None], small_tiles: None, width
 
 @pytest.mark.parametrize("tile", CONFIGS, ids=str)
 def test_every_tile(where: str, judge: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tile: Tile) -> None:
-    monkeypatch.setattr(thin_sums, "_tile", lambda ranks: tile)
+    monkeypatch.setattr(op, "_tile", lambda ranks: tile)
     check([job_of(517, 48, 264, torch.float16, where, scaled=True), job_of(517, 48, 40, torch.float16, where, scaled=False)],
           judge)  # fmt: skip
 
@@ -129,10 +129,10 @@ def test_the_same_bits_every_time(where: str, small_tiles: None) -> None:
     found = []
     for _ in range(2):
         again = [job._replace(total_SD=job.total_SD.clone()) for job in jobs]
-        add_thin_products(again)
+        lora_grad_gemm(again)
         found.append([job.total_SD for job in again])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    add_thin_products(again)
+    lora_grad_gemm(again)
     assert not torch.equal(found[0][0], again[0].total_SD), "it adds to what is there"
 
 
@@ -143,7 +143,7 @@ def test_what_is_not_finite_arrives(where: str, small_tiles: None, value: float)
     one, other = (job_of(100, 16, 40, torch.float16, where, scaled=scaled) for scaled in (False, True))
     one.wide_TD[99, 39] = value
     other.thin_TS[0, 15] = value
-    add_thin_products([one, other])
+    lora_grad_gemm([one, other])
     assert (~one.total_SD[:, 39].isfinite()).all()
     assert one.total_SD[:, :39].isfinite().all()
     assert (~other.total_SD[15].isfinite()).all()
@@ -161,10 +161,10 @@ def test_offsets_beyond_an_int32(where: str) -> None:
     def far(rows: Tensor, buffer: Tensor, start: int) -> Tensor:
         return buffer.as_strided(rows.shape, (apart, 1), start).copy_(rows)
 
-    jobs = [ThinJob(far(job.total_SD, totals, 32 * i), far(job.thin_TS, thin_and_wide, 128 * i),
+    jobs = [LoraGradJob(far(job.total_SD, totals, 32 * i), far(job.thin_TS, thin_and_wide, 128 * i),
                     far(job.wide_TD, thin_and_wide, 128 * i + 64), job.rstd_T) for i, job in enumerate(near)]  # fmt: skip
-    add_thin_products(near)
-    add_thin_products(jobs)
+    lora_grad_gemm(near)
+    lora_grad_gemm(jobs)
     for one, other in zip(near, jobs, strict=True):
         assert torch.equal(one.total_SD, other.total_SD)
 
@@ -191,9 +191,9 @@ def test_jobs_that_do_not_fit_each_other(where: str) -> None:
                          job_of(20, 16, 40, torch.bfloat16, where, scaled=False)]
     for other in others:
         with pytest.raises(AssertionError):
-            add_thin_products([job, other])
+            lora_grad_gemm([job, other])
     with pytest.raises(AssertionError):
-        add_thin_products([job, job, job])
+        lora_grad_gemm([job, job, job])
 
 
 @table(
@@ -202,10 +202,10 @@ def test_jobs_that_do_not_fit_each_other(where: str) -> None:
 def test_programs_fill_a_gpu_and_partial_sums_are_small(widths: tuple[int, ...], ranks: int) -> None:
     """On 132 multiprocessors at 16,384 tokens, of Llama 1B and 8B."""
     block = 64 if ranks == 48 else ranks
-    tile = thin_sums._tile(block)
+    tile = op._tile(block)
     assert tile.programs(block) == 3
     columns = sum(-(-width // tile.columns) for width in widths)
-    rows = thin_sums._rows_of_a_program(16384, columns, tile, 132 * 3)
+    rows = op._rows_of_a_program(16384, columns, tile, 132 * 3)
     shares = -(-16384 // rows)
     assert 0.8 * 396 <= shares * columns <= 396
     assert shares * ranks * sum(widths) * 4 < 10e6
@@ -215,12 +215,12 @@ def test_programs_fill_a_gpu_and_partial_sums_are_small(widths: tuple[int, ...],
 def test_captures_in_a_cuda_graph() -> None:
     jobs = [job_of(1000, 48, 256, torch.bfloat16, "cuda", scaled=scaled) for scaled in (True, False)]
     before = [job.total_SD.clone() for job in jobs]
-    add_thin_products(jobs)
+    lora_grad_gemm(jobs)
     expected = [job.total_SD.clone() for job in jobs]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        add_thin_products(jobs)
+        lora_grad_gemm(jobs)
     for job, start in zip(jobs, before, strict=True):
         job.total_SD.copy_(start)
     graph.replay()

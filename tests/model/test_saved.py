@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Olmo2C
 
 from pronghorn.data.batches import PackedBatch, build_batch
 from pronghorn.memory.offload import OffloadPool, bytes_needed
-from pronghorn.model.adapter_sums import AdapterSums
 from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
 from pronghorn.model.layers import linears
 from pronghorn.model.layers.saved import Level, Offloaded, Saved, leave, restore
 from pronghorn.model.lora import add_adapter
+from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.recipe import Lora
 from pronghorn.train.objectives import loss_sum
 from samples import random_table
@@ -97,7 +97,7 @@ def test_the_residual_added_by_a_product_gives_the_same_gradients(family: str, m
     monkeypatch.setattr(linears, "adds_freely", lambda *_: True)
     for pieces in (1, 3):
         for layer in engine.layers:
-            layer.level, layer.pieces = "layer", pieces
+            layer.level, layer.mlp_chunks = "layer", pieces
         again, found = gradients(model)
         assert not any(added_by_norm(layer) for layer in engine.layers)
         assert again == pytest.approx(loss, rel=1e-6)
@@ -114,7 +114,7 @@ def test_the_mlp_in_pieces_gives_the_same_gradients(family: str, lora: bool, sum
     loss, expected = gradients(model)
     for pieces, levels in ((2, ["gate_up"] * 4), (3, ["layer"] * 4), (8, ["layer", "gate_up", "nothing", "layer"]), (3, MIXED)):
         for layer, level in zip(engine.layers, levels, strict=True):
-            layer.level, layer.pieces = level, pieces  # type: ignore[assignment]
+            layer.level, layer.mlp_chunks = level, pieces  # type: ignore[assignment]
         again, found = summed_gradients(model, engine) if summed else gradients(model)
         assert again == pytest.approx(loss, rel=1e-6)
         assert close(found, expected), (pieces, levels)
@@ -124,7 +124,7 @@ def summed_gradients(model: Any, engine: FastCausalLM) -> tuple[float, dict[str,
     """As the graphed step has them."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    sums = AdapterSums(engine, torch.float32)
+    sums = LoraGradBuffer(engine, torch.float32)
     loss = loss_sum(model, batch_of())
     loss.backward()
     sums.collect()
@@ -143,7 +143,7 @@ def test_evaluation_in_pieces_and_what_waits_elsewhere(level: Level) -> None:
     _, without = gradients(model)
     pool = OffloadPool(4, 4_000_000, torch.device("cpu"))
     for layer in engine.layers:
-        layer.level, layer.pieces, layer.offload = level, 3, pool
+        layer.level, layer.mlp_chunks, layer.offload = level, 3, pool
     with torch.no_grad():
         assert float(loss_sum(model, batch)) == pytest.approx(expected, rel=1e-6)
     _, found = gradients(model)

@@ -1,6 +1,6 @@
 """The adapters' gradients of a group of linears added to fp32 sums in one launch, beside products of their own, rank 16.
 
-"products" are those of products.add_product (torch.addmm with `out_dtype`), one for each of dA and dB, and before dA the
+"products" are those of products.mm_accumulate_ (torch.addmm with `out_dtype`), one for each of dA and dB, and before dA the
 scaling of dyb where x is given as its norm's input. Groups as a layer has them: dA and dB of q, k, v and of the output
 projection, dA of gate and up (dB is gated_lora.py's), dB of down (likewise dA). Bytes are those of the wide and thin tensors,
 read once.
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops import DEVICE, Line, compare, replaced
-from pronghorn.kernels.gemm.products import add_product
-from pronghorn.kernels.lora import thin_sums as op
+from pronghorn.kernels.gemm.mm import mm_accumulate_
+from pronghorn.kernels.lora import lora_grad_gemm as op
 
 RANK = 16
 # group: (adapters, columns behind a row that carry them, whether dA is of a norm's input, which products)
@@ -45,8 +45,8 @@ class _Data:
         rstd = torch.rand(T, device=DEVICE) + 0.5 if normed else None
         x = rows(D) if normed else x_ext[:, :D]
         totals = [torch.zeros(S, width, device=DEVICE) for width in (D, outputs)]
-        dA = op.ThinJob(totals[0], dy_ext[:, outputs : outputs + S], x, rstd)
-        dB = op.ThinJob(totals[1], x_ext[:, D : D + S], dy_ext[:, :outputs])
+        dA = op.LoraGradJob(totals[0], dy_ext[:, outputs : outputs + S], x, rstd)
+        dB = op.LoraGradJob(totals[1], x_ext[:, D : D + S], dy_ext[:, :outputs])
         self.jobs = [job for name, job in (("dA", dA), ("dB", dB)) if name in products]
         widths = "+".join(str(job.wide_TD.shape[1]) for job in self.jobs)
         self.name = f"{case['model']} T={T} {case['group']} {products} S={S} {widths}"
@@ -72,7 +72,7 @@ def _fresh(data: _Data, call: Any) -> Any:
 def _ours(data: _Data) -> Any:
     if not all(op.covered(job) for job in data.jobs):
         return None  # no GPU
-    return _fresh(data, lambda: op.add_thin_products(data.jobs))
+    return _fresh(data, lambda: op.lora_grad_gemm(data.jobs))
 
 
 def _products(data: _Data) -> Any:
@@ -81,19 +81,19 @@ def _products(data: _Data) -> Any:
     def call() -> None:
         for job, room in zip(data.jobs, scaled, strict=True):
             thin_TS = job.thin_TS if job.rstd_T is None else torch.mul(job.thin_TS, job.rstd_T[:, None], out=room)
-            add_product(job.total_SD, thin_TS.T, job.wide_TD)
+            mm_accumulate_(job.total_SD, thin_TS.T, job.wide_TD)
 
     return _fresh(data, call)
 
 
 def _truth(data: _Data) -> list[Tensor]:
-    return [op.thin_product_reference(job._replace(total_SD=job.total_SD.double())) for job in data.jobs]
+    return [op.lora_grad_gemm_reference(job._replace(total_SD=job.total_SD.double())) for job in data.jobs]
 
 
 def run(case: dict[str, Any]) -> list[Line]:
     data = _Data(case)
     calls = {"ours": _ours(data), "products": _products(data)}
-    return compare("thin_sums", data.name, calls, lambda: _truth(data), moved_bytes=data.moved_bytes)
+    return compare("lora_grad_gemm", data.name, calls, lambda: _truth(data), moved_bytes=data.moved_bytes)
 
 
 def sweep(case: dict[str, Any]) -> list[Line]:
@@ -103,5 +103,5 @@ def sweep(case: dict[str, Any]) -> list[Line]:
     for tile in op.CONFIGS:
         with replaced(op, "_tile", lambda *_, tile=tile: tile):
             label = f"{tile.rows}x{tile.columns} w{tile.warps} s{tile.stages} x{tile.rounds}"
-            lines += compare("thin_sums", data.name, {label: _ours(data)}, lambda: truth, moved_bytes=data.moved_bytes)
+            lines += compare("lora_grad_gemm", data.name, {label: _ours(data)}, lambda: truth, moved_bytes=data.moved_bytes)
     return lines

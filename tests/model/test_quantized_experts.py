@@ -23,12 +23,12 @@ from pronghorn.kernels.quant.mxfp4 import MXFP4Tensor, mxfp4_dequantize_referenc
 from pronghorn.model import experts
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.export import merged_model, save_model
-from pronghorn.model.few_bit_experts import STACKS, FewBitExperts, dequantize_experts_, few_bit_experts_
 from pronghorn.model.fp8_linear import dequantize_fp8_
 from pronghorn.model.hf_adapter import save_merged, with_adapter
 from pronghorn.model.load import inspect_model, load_model
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.quantized import dequantize_model_
+from pronghorn.model.quantized_experts import STACKS, QuantizedExperts, dequantize_experts_, few_bit_experts_
 from pronghorn.recipe import Lora, Recipe
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ TARGETS: dict[str, Any] = {"attention": "all-linear", "experts": ("all-linear", 
 LORA = Lora(r=4, targets=("all-linear", "experts"))
 
 
-def few_bit_model(family: str, bits: Any, targets: str, *, before: Callable[[Any], Any] = lambda model: None,
+def quantized_model(family: str, bits: Any, targets: str, *, before: Callable[[Any], Any] = lambda model: None,
                   dtype: torch.dtype = torch.float32) -> Any:
     """With its experts in few bits, and an adapter; `before` that, something else. Experts and routers are drawn wide, so that
     limits and imbalance show, and norms, biases and sinks are drawn, too."""
@@ -110,8 +110,8 @@ def mixtral_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def few_bits(model: Any) -> list[FewBitExperts]:
-    return [module for module in model.modules() if isinstance(module, FewBitExperts)]
+def few_bits(model: Any) -> list[QuantizedExperts]:
+    return [module for module in model.modules() if isinstance(module, QuantizedExperts)]
 
 
 def drawn(model: Any) -> Any:
@@ -174,7 +174,7 @@ def test_loss_and_every_gradient_are_those_of_the_familys_own_layers(
 ) -> None:
     """With experts dequantized there. FP8 is stored and multiplied in 32 bits here; test_fp8_moe_layer.py has its products."""
     monkeypatch.setattr(experts, "fp8_grouped_supported", lambda device: "this test's chip has none")
-    model, reference = few_bit_model(family, bits, targets), few_bit_model(family, bits, targets)
+    model, reference = quantized_model(family, bits, targets), quantized_model(family, bits, targets)
     assert dequantize_experts_(reference, torch.float32) == 2
     assert not install(model)
     formats = {stack.format for module in few_bits(model) for stack in module.stacks.values()}

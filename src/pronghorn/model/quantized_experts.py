@@ -3,7 +3,7 @@ with one scale for each output channel of each expert.
 
 E = experts, D = width of a stack's input, O = of its output, S = T * K rows sorted by expert (kernels/moe/routing.py).
 
-`FewBitExperts` stands in for the family's own module. Its `gate_up_proj` and `down_proj` have the family's shape, so that PEFT
+`QuantizedExperts` replaces the family's own module. Its `gate_up_proj` and `down_proj` have the family's shape, so that PEFT
 finds what it adapts, but hold a single zero: PEFT adds an adapter's product to them, so what they give is what is to be added
 to the weights. The layers read `stacks` (model/experts.py); `forward`, for generation, uses the same grouped products.
 """
@@ -65,7 +65,7 @@ class _StackProduct(torch.autograd.Function):
         return grouped_quantized_backward(grad_outputs[0].contiguous(), ctx.stack, ctx.offsets_E1), None, None
 
 
-class FewBitExperts(nn.Module):
+class QuantizedExperts(nn.Module):
     def __init__(self, own: nn.Module, *, transposed: bool, bits: Bits = 4) -> None:
         """`own`: the family's module, on any device, also `meta`. `transposed`: it keeps [E, D, O]. Stacks come by `set`."""
         super().__init__()
@@ -113,7 +113,7 @@ class FewBitExperts(nn.Module):
     def activation(self) -> ExpertActivation:
         return ExpertActivation("clamped", self.limit, self.alpha) if self.clamped else ExpertActivation("silu")
 
-    def _product(self, name: str, x_SD: Tensor, offsets_E1: Tensor) -> Tensor:
+    def _mm(self, name: str, x_SD: Tensor, offsets_E1: Tensor) -> Tensor:
         y_SO: Tensor = _StackProduct.apply(x_SD, self.stacks[name], offsets_E1)  # type: ignore[no-untyped-call]
         added: Tensor = getattr(self, name)
         if any(added.stride()):  # an adapter's product, while PEFT has it in place
@@ -131,14 +131,14 @@ class FewBitExperts(nn.Module):
         biases = [self._parameters[f"{name}_bias"] for name in STACKS]
         if torch.is_grad_enabled():
             row_experts = ids_TK.view(-1)[order_S.long()].long()
-            gu_SG = self._product("gate_up_proj", hidden_states[(order_S // K).long()], offsets_E1)
+            gu_SG = self._mm("gate_up_proj", hidden_states[(order_S // K).long()], offsets_E1)
             a_SF = expert_gated(gu_SG if biases[0] is None else gu_SG + biases[0][row_experts], self.activation)
-            y_SD = self._product("down_proj", a_SF, offsets_E1)
+            y_SD = self._mm("down_proj", a_SF, offsets_E1)
             y_SD = y_SD if biases[1] is None else y_SD + biases[1][row_experts]
             return (y_SD[inverse_TK.long()] * weights_TK[..., None]).sum(1).to(hidden_states.dtype)
-        gu_SG = self._product("gate_up_proj", gather_rows(hidden_states, order_S, K), offsets_E1)
+        gu_SG = self._mm("gate_up_proj", gather_rows(hidden_states, order_S, K), offsets_E1)
         a_SF = expert_gated_forward(gu_SG, self.activation, bias_EG=biases[0], ids_TK=ids_TK, order_S=order_S)
-        y_SD = self._product("down_proj", a_SF, offsets_E1)
+        y_SD = self._mm("down_proj", a_SF, offsets_E1)
         wide = torch.promote_types(weights_TK.dtype, torch.float32)
         return combine(y_SD, inverse_TK, weights_TK.to(wide).contiguous(), bias_ED=biases[1], ids_TK=ids_TK)
 
@@ -156,7 +156,7 @@ class FewBitExperts(nn.Module):
                 setattr(own, f"{name}_bias", nn.Parameter(bias.detach().to(dtype), requires_grad=False))
         return own
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FewBitExperts:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedExperts:
         """Moves to another device; what is in few bits stays as it is when the model is cast."""
         aside = {name: self._parameters.pop(name) for name in self.stored}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -169,13 +169,13 @@ class FewBitExperts(nn.Module):
         return self
 
 
-def few_bit_experts_(model: nn.Module, bits: Bits = 4) -> dict[str, FewBitExperts]:
+def few_bit_experts_(model: nn.Module, bits: Bits = 4) -> dict[str, QuantizedExperts]:
     """Every layer's experts become such, without weights yet; by the module's name."""
     found = {}
     for parent_name, parent in list(model.named_modules()):
         for name, module in list(parent.named_children()):
             if all(getattr(getattr(module, stack, None), "ndim", 0) == 3 for stack in STACKS):
-                experts = FewBitExperts(module, transposed=bool(getattr(module, "is_transposed", False)), bits=bits)
+                experts = QuantizedExperts(module, transposed=bool(getattr(module, "is_transposed", False)), bits=bits)
                 setattr(parent, name, experts)
                 found[f"{parent_name}.{name}".lstrip(".")] = experts
     return found
@@ -206,7 +206,7 @@ def has_stack(shards: Shards, key: str) -> bool:
     return key in shards or f"{key}_blocks" in shards or bool(_single(shards, key, 0))
 
 
-def read_stack(shards: Shards, key: str, experts: FewBitExperts, dtype: torch.dtype) -> None:
+def read_stack(shards: Shards, key: str, experts: QuantizedExperts, dtype: torch.dtype) -> None:
     """Stored in MXFP4, or quantized as it is read: never more than one stack is there in 16 bits."""
     name = key.rpartition(".")[2]
     if f"{key}_blocks" in shards:
@@ -248,7 +248,7 @@ def dequantize_experts_(model: nn.Module, dtype: torch.dtype, device: torch.devi
     count = 0
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
-            if isinstance(module, FewBitExperts):
+            if isinstance(module, QuantizedExperts):
                 setattr(parent, name, module.to_own(dtype).to(device))
                 count += 1
     return count

@@ -21,7 +21,7 @@ from torch import Tensor
 from pronghorn.kernels.moe.load_balance import add_load_balancing_grad, add_router_statistics, load_balancing_loss
 
 
-class ExpertLoad:
+class RouterStats:
     """Of one forward."""
 
     def __init__(self, layers: int, experts: int, device: torch.device, *, coefficient: float, real_T: Tensor | None = None,
@@ -63,7 +63,7 @@ class ExpertLoad:
 
 class _Balance(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h_TD: Tensor, load: ExpertLoad) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, h_TD: Tensor, load: RouterStats) -> tuple[Tensor, Tensor]:
         load.totals_2E = load.stats_L2E.sum(0)
         ctx.load = load
         return h_TD.view_as(h_TD), load_balancing_loss(load.totals_2E, load.rows)
@@ -78,7 +78,7 @@ class BalancedLogits(torch.autograd.Function):
     """Around an MLP that the model computes itself: its output again, and the auxiliary loss' share to the logits."""
 
     @staticmethod
-    def forward(ctx: Any, y_TD: Tensor, logits_TE: Tensor, load: ExpertLoad) -> Tensor:
+    def forward(ctx: Any, y_TD: Tensor, logits_TE: Tensor, load: RouterStats) -> Tensor:
         ctx.save_for_backward(logits_TE)
         ctx.load = load
         return y_TD.view_as(y_TD)
@@ -97,7 +97,7 @@ class ExpertCounts:
         self.layers = layers
         self.counts_LE = torch.zeros(len(layers), experts, dtype=torch.float64, device=device)
 
-    def add(self, load: ExpertLoad) -> None:
+    def add(self, load: RouterStats) -> None:
         self.counts_LE += load.stats_L2E[:, 0]
 
     def read(self) -> dict[int, list[int]]:

@@ -35,7 +35,7 @@ MOST_RANKS = 64  # of all adapters of a group: their sums are in registers
 MOST_JOBS = 2
 
 
-class ThinJob(NamedTuple):
+class LoraGradJob(NamedTuple):
     """total_SD += thin_TS^T wide_TD, the rows of thin times rstd_T where it is given."""
 
     total_SD: Tensor
@@ -44,14 +44,14 @@ class ThinJob(NamedTuple):
     rstd_T: Tensor | None = None
 
 
-def thin_product_reference(job: ThinJob) -> Tensor:
+def lora_grad_gemm_reference(job: LoraGradJob) -> Tensor:
     """What is added to the total, in its dtype."""
     thin_TS = job.thin_TS if job.rstd_T is None else (job.thin_TS * job.rstd_T[:, None]).to(job.thin_TS.dtype)
     return thin_TS.to(job.total_SD.dtype).T @ job.wide_TD.to(job.total_SD.dtype)
 
 
-def covered(job: ThinJob) -> bool:
-    """Whether `add_thin_products` takes it. Few tokens too: before a step is captured its kernels are compiled on few."""
+def covered(job: LoraGradJob) -> bool:
+    """Whether `lora_grad_gemm` takes it. Few tokens too: before a step is captured its kernels are compiled on few."""
     kinds = (job.thin_TS.dtype, job.wide_TD.dtype)
     if kinds not in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)) or job.total_SD.dtype != torch.float32:
         return False
@@ -86,7 +86,7 @@ class Tile(NamedTuple):
         return most if most < 255 else None
 
 
-# For `python -m benchmarks.ops --sweep thin_sums`. Compiled for sm_90 by Triton 3.6 none spills at 16, 32 or 48 ranks.
+# For `python -m benchmarks.ops --sweep lora_grad_gemm`. Compiled for sm_90 by Triton 3.6 none spills at 16, 32 or 48 ranks.
 CONFIGS = [Tile(*config) for config in (
     (64, 128, 4, 4, 1), (64, 128, 4, 3, 1), (64, 128, 4, 4, 2), (64, 128, 4, 3, 2), (64, 128, 4, 4, 3), (64, 256, 8, 2, 1),
     (32, 256, 8, 4, 1), (32, 128, 4, 4, 1), (128, 128, 8, 2, 1),
@@ -185,7 +185,7 @@ def _add_partial_kernel(
 # ---- raw functions -----------------------------------------------------------------------------------------------------------
 
 
-def add_thin_products(jobs: Sequence[ThinJob]) -> None:
+def lora_grad_gemm(jobs: Sequence[LoraGradJob]) -> None:
     """One or two jobs over the same tokens and of one dtype, all of them `covered`."""
     first, second = jobs[0], jobs[-1]
     T, device = len(first.wide_TD), first.wide_TD.device

@@ -10,10 +10,10 @@ import pytest
 from pronghorn.bench.workloads import MODELS
 from pronghorn.errors import RecipeError
 from pronghorn.memory.costs import predicted_costs
-from pronghorn.memory.forecast import longest_report, problem_of
+from pronghorn.memory.forecast import max_context_report, problem_of
 from pronghorn.memory.gpus import find_gpu
 from pronghorn.memory.levels import Problem
-from pronghorn.memory.longest import EXACT, STEP, longest_document, with_one_document
+from pronghorn.memory.max_context import EXACT, STEP, max_context, with_one_document
 from pronghorn.memory.plan import make_plan, smallest_budget
 from pronghorn.memory.sizes import Job, shape_of
 from pronghorn.recipe import Recipe
@@ -29,7 +29,7 @@ def problem(budget: float, host: float = 0.0, **changes: Any) -> Problem:
 @pytest.mark.parametrize(("budget", "host"), [(200e6, 0), (200e6, 1e9), (400e6, 20e6)])
 def test_the_answer_fits_and_hardly_more_does(budget: float, host: float) -> None:
     asked = problem(budget, host)
-    tokens = longest_document(asked)
+    tokens = max_context(asked)
     assert tokens % STEP == 0
     assert make_plan(with_one_document(asked, tokens)).needed_bytes <= asked.usable
     with pytest.raises(RecipeError):
@@ -37,10 +37,10 @@ def test_the_answer_fits_and_hardly_more_does(budget: float, host: float) -> Non
 
 
 def test_more_memory_is_a_longer_document() -> None:
-    lengths = [longest_document(problem(budget)) for budget in (150e6, 300e6, 600e6)]
+    lengths = [max_context(problem(budget)) for budget in (150e6, 300e6, 600e6)]
     assert sorted(set(lengths)) == lengths
-    assert longest_document(problem(50e6)) == 0
-    assert longest_document(problem(300e6, 2e9)) > lengths[1]
+    assert max_context(problem(50e6)) == 0
+    assert max_context(problem(300e6, 2e9)) > lengths[1]
 
 
 def test_one_document_a_micro_batch() -> None:
@@ -55,12 +55,12 @@ def test_the_report_is_of_that_length() -> None:
         return Recipe.model_validate({"model": "tiny", "method": "qlora", "data": {"train": ["x"]},
                                       "memory": {"budget": budget}})
 
-    found = longest_report(recipe("200MB"), MODELS["tiny"], gpu="h200")
-    assert found.as_dict()["capacity"] == found.step_tokens == longest_document(
+    found = max_context_report(recipe("200MB"), MODELS["tiny"], gpu="h200")
+    assert found.as_dict()["capacity"] == found.step_tokens == max_context(
         problem_of(Job(shape_of(MODELS["tiny"]), 16384, "qlora"), found.plan.problem.costs, 200 * 10**6, 64 * 10**9))
     assert f"{found.step_tokens:,} tokens per step" in found.text()
     with pytest.raises(RecipeError, match="is too little"):
-        longest_report(recipe("20MB"), MODELS["tiny"], gpu="h200")
+        max_context_report(recipe("20MB"), MODELS["tiny"], gpu="h200")
 
 
 def test_nothing_overflows_where_a_tensor_has_more_elements_than_an_int32_counts() -> None:

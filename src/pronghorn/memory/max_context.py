@@ -25,7 +25,7 @@ def with_one_document(problem: Problem, tokens: int) -> Problem:
     return replace(problem, job=longer, pieces=pieces_worth_trying(longer))
 
 
-def longest_document(problem: Problem) -> int:
+def max_context(problem: Problem) -> int:
     """In tokens; 0 if not even STEP of them fit. Costs are looked at by nobody."""
     fits, too_long = 0, 16
     while too_long <= MOST and _fits(problem, too_long):

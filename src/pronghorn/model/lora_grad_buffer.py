@@ -13,18 +13,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.lora.lora_collect import CollectTable
+from pronghorn.kernels.lora.multi_gather import GatherTable
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.linears import Group
 
 ALIGNMENT = 64  # elements: each sum, and each gradient, begins at a multiple of 256 bytes
 
 
-class AdapterSums:
+class LoraGradBuffer:
     def __init__(self, engine: FastCausalLM, dtype: torch.dtype) -> None:
         """Every adapter's parameters need a `.grad` that stays where it is; `dtype` is the one the layers compute in."""
         engine.prepare(dtype)
-        groups = [(group, group.sum_shapes) for layer in engine.layers for group in layer.groups]
+        groups = [(group, group.grad_shapes) for layer in engine.layers for group in layer.groups]
         shapes = [shape for _, pair in groups if pair is not None for shape in pair]
         places = [-(-rows * columns // ALIGNMENT) * ALIGNMENT for rows, columns in shapes]
         parameter = next((adapter.A_RD for group, _ in groups for adapter in group.adapters), None)
@@ -36,12 +36,12 @@ class AdapterSums:
             (group, (next(parts), next(parts))) for group, pair in groups if pair is not None
         ]
         self.attach()
-        self._table = CollectTable([job for layer in engine.layers for job in layer.collect_jobs()])
+        self._table = GatherTable([job for layer in engine.layers for job in layer.gather_jobs()])
 
     def attach(self) -> None:
         """From now on the adapters' gradients go to the sums."""
         for group, sums in self._sums:
-            group.add_up_in(sums)
+            group.accumulate_in(sums)
 
     def collect(self) -> None:
         """Writes the `.grad` of every adapter; what stood there is overwritten."""
@@ -50,11 +50,11 @@ class AdapterSums:
     def release(self) -> None:
         """From now on the adapters' gradients go to autograd again."""
         for group, _ in self._sums:
-            group.add_up_in(None)
+            group.accumulate_in(None)
 
 
 class GradientBuffers:
-    """Room for the gradients of parameters, zeros: one buffer a dtype, which is cleared or copied in one launch."""
+    """Memory for the gradients of parameters, zeros: one buffer a dtype, which is cleared or copied in one launch."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
@@ -83,7 +83,7 @@ def _place(parameter: Tensor) -> int:
 
 def shared_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Gives every parameter a `.grad` that is a view of one buffer a dtype: they stay where they are. Returns the buffers."""
-    room = GradientBuffers(parameters)
-    for parameter, view in zip(room.parameters, room.views, strict=True):
+    found = GradientBuffers(parameters)
+    for parameter, view in zip(found.parameters, found.views, strict=True):
         parameter.grad = view
-    return list(room.buffers.values())
+    return list(found.buffers.values())
