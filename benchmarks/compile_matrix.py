@@ -158,7 +158,7 @@ def take_step(case: Case) -> None:
     if case.pieces > 1:
         engine.host_embeddings = not engine.backbone.embed_tokens.weight.requires_grad
         for layer in engine.layers:
-            layer.level, layer.mlp_chunks = "mlp", case.pieces
+            layer.level, layer.mlp_chunks = "gate_up", case.pieces
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = FusedAdamW(trained, eight_bit=case.optimizer[0], paged=case.optimizer[1])
     step = GraphedStep(model, optimizer, device=torch.device("cpu"), precision=case.precision, clip=1.0, say=print)

@@ -92,7 +92,7 @@ class RoundedExperts(QuantizedExperts):
     """The modules' own products in FP8, one expert after the other under autograd: they share no code with the layer but the
     casts."""
 
-    def _product(self, name: str, x_SD: torch.Tensor, offsets_E1: torch.Tensor) -> torch.Tensor:
+    def _mm(self, name: str, x_SD: torch.Tensor, offsets_E1: torch.Tensor) -> torch.Tensor:
         stack, added = self.stacks[name], self._usual(getattr(self, name))
         each = [fp8_linear_of(x_SD[start:stop], stack.values[e], stack.scales[e]) + x_SD[start:stop] @ added[e].T
                 for e, (start, stop) in enumerate(pairwise(offsets_E1.tolist())) if stop > start]
