@@ -89,3 +89,17 @@ def test_a_document_larger_than_a_pack_is_refused_with_the_fix() -> None:
     with pytest.raises(DataError, match="101 tokens, but a pack holds 100") as caught:
         pack_in_order(np.array([5, 101]), 100)
     assert "train.capacity" in caught.value.fix
+
+
+@given(lengths=st.lists(st.integers(1, 30), max_size=120), together=st.integers(2, 4), capacity=st.integers(120, 300))
+@settings(max_examples=50, deadline=None)
+def test_documents_of_one_group_stay_side_by_side(lengths: list[int], together: int, capacity: int) -> None:
+    groups = len(lengths) // together
+    known = np.array(lengths[: groups * together], dtype=np.int32)
+    for packs in (pack(known, capacity, seed=1, epoch=0, together=together), pack_in_order(known, capacity, together)):
+        assert sorted(packs.order.tolist()) == list(range(len(known)))
+        for members in packs:
+            assert known[members].sum() <= capacity
+            assert len(members) <= max_documents(capacity)
+            assert (members.reshape(-1, together) == members[::together, None] + np.arange(together)).all()
+            assert (members[::together] % together == 0).all()

@@ -65,10 +65,38 @@ def test_a_bias(device: str) -> None:
     hidden, weight, labels = sample(torch.float32, device)
     bias = torch.randn(VOCABULARY, device=device) * 0.01
     check(hidden, weight, labels, bias_V=bias)
-    with pytest.raises(ValueError, match="needs the logits"):
+    with pytest.raises(ValueError, match="need the logits"):
         linear_log_probs(hidden, weight, labels, bias_V=bias, entropy=True)
-    with pytest.raises(ValueError, match="needs the logits"):
-        linear_log_probs(hidden, weight.requires_grad_(), labels)
+    with pytest.raises(ValueError, match="need the logits"):
+        linear_log_probs(hidden, weight.requires_grad_(), labels, top=True)
+
+
+@table(("dtype", "softcap", "trained"), [(torch.float32, 0.0, True), (torch.float32, 4.0, True), (torch.bfloat16, 0.0, True),
+                                         (torch.float16, 0.0, True), (torch.float32, 4.0, False)])
+def test_a_trained_head_and_a_softcap(device: str, dtype: torch.dtype, softcap: float, trained: bool) -> None:
+    """Gradients of hidden, weight and bias, where each row has a gradient of its own, as small as 1 / 65,536; against float64,
+    with plain torch's error as the yardstick."""
+    hidden, weight, labels = sample(dtype, device)
+    bias = (torch.randn(VOCABULARY, device=device) * 0.1).to(dtype)
+    labels[3] = head.IGNORED
+    pull = torch.randn(ROWS, generator=torch.Generator().manual_seed(1)).to(device) / 65_536
+    pull[3] = 0.0
+
+    def measured(kind: torch.dtype, op: Any) -> list[Tensor]:
+        frozen = (tensor.detach().to(kind).requires_grad_(trained) for tensor in (weight, bias))
+        inputs = [hidden.detach().to(kind).requires_grad_(), *frozen]
+        known = labels if op is linear_log_probs else labels.clamp_min(0)
+        found = op(inputs[0], inputs[1], known, bias_V=inputs[2], softcap=softcap).log_probs
+        (found * pull.to(found.dtype)).sum().backward()
+        real = (labels != head.IGNORED).to(found.dtype)
+        return [(found * real).detach().double(), *(one.grad.double() for one in inputs if one.grad is not None)]
+
+    truth = measured(torch.float64, linear_log_probs_reference)
+    ours, theirs = measured(dtype, linear_log_probs), measured(dtype, linear_log_probs_reference)
+    assert len(truth) == len(ours) == (4 if trained else 2)
+    for true, our, their in zip(truth, ours, theirs, strict=True):
+        error, yardstick = ((one - true).norm() / true.norm() for one in (our, their))
+        assert float(error) <= 2 * float(yardstick) + 1e-6
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")

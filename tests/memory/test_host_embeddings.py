@@ -14,7 +14,7 @@ from pronghorn.memory.host_embeddings import move_embeddings, why_embeddings_sta
 from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
-from pronghorn.train.objectives import loss_sum
+from pronghorn.train.objectives import Supervised
 from samples import random_table
 
 SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -47,10 +47,10 @@ def test_numbers_and_names_stay() -> None:
     model, engine = model_of(LlamaConfig(**SMALL))
     names = {name: (value.shape, value.dtype) for name, value in model.state_dict().items()}
     batch = build_batch(random_table(12), np.arange(12), 512)
-    before = float(loss_sum(model, batch).detach())
+    before = float(Supervised().loss_sum(model, batch).detach())
     move_embeddings(engine)
     assert engine.host_embeddings
-    assert float(loss_sum(model, batch).detach()) == before
+    assert float(Supervised().loss_sum(model, batch).detach()) == before
     assert {name: (value.shape, value.dtype) for name, value in model.state_dict().items()} == names
 
 

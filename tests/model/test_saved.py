@@ -17,7 +17,7 @@ from pronghorn.model.layers.saved import Level, Offloaded, Saved, leave, restore
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.recipe import Lora
-from pronghorn.train.objectives import loss_sum
+from pronghorn.train.objectives import Supervised
 from samples import random_table
 
 SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
@@ -51,7 +51,7 @@ def batch_of() -> PackedBatch:
 
 
 def gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    loss = loss_sum(model, batch_of())
+    loss = Supervised().loss_sum(model, batch_of())
     loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
@@ -125,7 +125,7 @@ def summed_gradients(model: Any, engine: FastCausalLM) -> tuple[float, dict[str,
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     sums = LoraGradBuffer(engine, torch.float32)
-    loss = loss_sum(model, batch_of())
+    loss = Supervised().loss_sum(model, batch_of())
     loss.backward()
     sums.collect()
     sums.release()
@@ -139,13 +139,13 @@ def test_evaluation_in_pieces_and_what_waits_elsewhere(level: Level) -> None:
     model, engine = model_of("llama", lora=True)
     batch = batch_of()
     with torch.no_grad():
-        expected = float(loss_sum(model, batch))
+        expected = float(Supervised().loss_sum(model, batch))
     _, without = gradients(model)
     pool = OffloadPool(4, 4_000_000, torch.device("cpu"))
     for layer in engine.layers:
         layer.level, layer.mlp_chunks, layer.offload = level, 3, pool
     with torch.no_grad():
-        assert float(loss_sum(model, batch)) == pytest.approx(expected, rel=1e-6)
+        assert float(Supervised().loss_sum(model, batch)) == pytest.approx(expected, rel=1e-6)
     _, found = gradients(model)
     pool.finish()
     assert close(found, without)

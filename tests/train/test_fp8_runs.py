@@ -31,7 +31,7 @@ from pronghorn.report.run_log import history, read_log
 from pronghorn.train import setup
 from pronghorn.train.check import check_run
 from pronghorn.train.loop import RunResult, train
-from pronghorn.train.objectives import loss_sum
+from pronghorn.train.objectives import Supervised
 from pronghorn.train.run_evaluation import evaluate_run
 from pronghorn.train.trained_run import Chat, export_run
 from samples import make_model, make_tokenizer
@@ -218,7 +218,7 @@ def model_of(kind: str) -> Any:
 
 def loss_of(model: Any, batch: Any) -> torch.Tensor:
     with torch.autocast(DEVICE.type, torch.bfloat16, enabled=PRECISION == "bf16", cache_enabled=False):
-        return loss_sum(model, batch)
+        return Supervised().loss_sum(model, batch)
 
 
 @pytest.mark.parametrize("kind", RUNS)

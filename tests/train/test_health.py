@@ -20,7 +20,7 @@ from pronghorn.errors import HealthStop, ModelError, RecipeError
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from pronghorn.train.health import BrokenWeights, Offenders, lower_lr, offending_rows, require_sound, require_trainable
-from pronghorn.train.objectives import loss_sum
+from pronghorn.train.objectives import Supervised
 from pronghorn.train.setup import set_up
 from samples import ListTable, chat_rows, make_model, write_rows
 from tables import table
@@ -120,7 +120,7 @@ def test_a_gradient_that_overflows_is_found_though_the_loss_is_finite() -> None:
         model.get_input_embeddings().weight[POISON, 0] = 1e-20
     table, step = poisoned_step(ROWS)
     alone = [build_batch(table, np.array([i]), len(row)) for i, row in enumerate(ROWS)]
-    assert all(torch.isfinite(loss_sum(model, batch)) for batch in alone)
+    assert all(torch.isfinite(Supervised().loss_sum(model, batch)) for batch in alone)
     found = offending_rows(model, step, table, lambda row: f"row {row}", CPU, nullcontext)
     assert found.rows == ["row 1", "row 4"]
 

@@ -17,9 +17,10 @@ from pronghorn.errors import CheckpointError, EnvironmentFault, HealthStop, Inte
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.report.stages import Stages
-from pronghorn.train import loop, run_folder, setup, step
+from pronghorn.train import loop, run_folder, setup
 from pronghorn.train.checkpoint import LEAST_MARGIN
 from pronghorn.train.loop import train
+from pronghorn.train.objectives import Supervised
 from pronghorn.train.setup import prepare_data
 from samples import chat_rows, write_rows
 
@@ -208,13 +209,14 @@ def test_evaluations_and_checkpoints_may_come_at_shares_of_the_run(recipe_for: C
 
 
 def broken_at(number: int, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
-    real, calls = step.loss_sum, [0]
+    """The two micro-batches of the step after so many; not their rows, when each is looked at alone."""
+    real, calls = Supervised.loss_sum, [0]
 
-    def losses(model: Any, batch: Any) -> torch.Tensor:
-        calls[0] += 1
-        return real(model, batch) * (value if calls[0] > number else 1.0)
+    def losses(self: Supervised, model: Any, batch: Any) -> torch.Tensor:
+        calls[0] += model.training and torch.is_grad_enabled()
+        return real(self, model, batch) * (value if calls[0] in (number + 1, number + 2) else 1.0)
 
-    monkeypatch.setattr(step, "loss_sum", losses)
+    monkeypatch.setattr(Supervised, "loss_sum", losses)
 
 
 def test_a_non_finite_loss_never_reaches_the_weights(

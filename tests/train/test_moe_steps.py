@@ -18,7 +18,7 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.model.quantized_experts import Bits, few_bit_experts_
 from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora
-from pronghorn.train.objectives import loss_sum
+from pronghorn.train.objectives import Supervised
 from tables import gpu_rows
 
 QWEN: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
@@ -116,13 +116,13 @@ def test_the_familys_own_layers_train_with_the_auxiliary_loss_too() -> None:
     engine_of(fast).balance = 0.3  # type: ignore[union-attr]
     own = AutoModelForCausalLM.from_config(FAMILIES["qwen3_moe"]()).to(DEVICE).train()
     own.load_state_dict(fast.state_dict())
-    plain = float(loss_sum(own, batch).detach())
+    plain = float(Supervised().loss_sum(own, batch).detach())
     own.config.output_router_logits, own.router_aux_loss_coef = True, 0.3
-    with_balance = float(loss_sum(own, batch).detach())
+    with_balance = float(Supervised().loss_sum(own, batch).detach())
     assert with_balance > plain * 1.01
-    assert with_balance == pytest.approx(float(loss_sum(fast, batch).detach()), rel=1e-5)
+    assert with_balance == pytest.approx(float(Supervised().loss_sum(fast, batch).detach()), rel=1e-5)
     with torch.no_grad():
-        assert float(loss_sum(own, batch)) == pytest.approx(plain, rel=1e-6)
+        assert float(Supervised().loss_sum(own, batch)) == pytest.approx(plain, rel=1e-6)
 
 
 @ON_GPU
@@ -133,12 +133,12 @@ def test_nothing_in_a_step_waits_for_the_device(family: str, method: str, bits: 
         pytest.skip("weights in few bits are not trained")
     model = model_of(family, method, torch.bfloat16, balance=True, bits=bits)
     batch = steps_of(mixed_table(60), 1)[0].batches[0].to(DEVICE)
-    loss_sum(model, batch).backward()  # kernels are compiled
+    Supervised().loss_sum(model, batch).backward()  # kernels are compiled
     torch.cuda.synchronize()
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss_sum(model, batch).backward()
+        Supervised().loss_sum(model, batch).backward()
     finally:
         torch.cuda.set_sync_debug_mode(before)
 

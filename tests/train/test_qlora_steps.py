@@ -13,7 +13,7 @@ from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.quantized import NF4Linear, quantize_model_
 from pronghorn.recipe import Lora
-from pronghorn.train.objectives import loss_sum
+from pronghorn.train.objectives import Supervised
 
 TARGETS: dict[str, Any] = {"all": Lora(r=4), "some": Lora(r=4, targets=("q_proj", "down_proj"))}
 
@@ -44,7 +44,7 @@ def test_graphed_steps_with_evaluations_between_equal_eager_ones(targets: str, r
             step.begin(batch)
             result = step.finish()
             with torch.no_grad():
-                losses.append((result.loss, float(loss_sum(model.eval(), held_out))))
+                losses.append((result.loss, float(Supervised().loss_sum(model.eval(), held_out))))
             model.train()
         curves.append(losses)
     for ours, theirs in zip(*curves, strict=True):

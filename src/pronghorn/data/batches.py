@@ -7,7 +7,7 @@ be captured once and replayed for ever.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol
@@ -48,6 +48,7 @@ class PackedBatch:
     tokens: int  # real tokens: T less padding
     loss_tokens: int  # labels: `loss_rows` less padding
     documents: tuple[int, ...]  # row numbers in the table
+    given_KN: torch.Tensor | None = None  # float32, what an objective knows of each loss row (a reference's log-probabilities)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -68,8 +69,9 @@ class PackedBatch:
         """The first so many tokens, for who looks at shapes alone: every row has a loss if every row had one, else at most
         half of them."""
         rows = self.loss_rows[:tokens] if self.every_row else self.loss_rows.clamp(max=tokens - 1)[: tokens // 2]
+        given = None if self.given_KN is None else self.given_KN[:, : len(rows)]
         return replace(self, ids_T=self.ids_T[:tokens], labels_T=self.labels_T[:tokens], positions_T=self.positions_T[:tokens],
-                       cu_seqlens=self.cu_seqlens.clamp(max=tokens), loss_rows=rows)
+                       cu_seqlens=self.cu_seqlens.clamp(max=tokens), loss_rows=rows, given_KN=given)
 
     def copy_from(self, other: PackedBatch) -> None:
         """Overwrite the tensors, in place, with those of a batch of the same shape."""
@@ -204,6 +206,9 @@ class StepBatch:
         return sum(batch.loss_tokens for batch in self.batches)
 
 
+Complete = Callable[[PackedBatch, TokenRows], PackedBatch]  # adds what the run's objective knows of the rows
+
+
 class BatchLoader:
     """Optimizer steps from `start` on, for ever, each built ahead of time by background threads.
 
@@ -212,19 +217,23 @@ class BatchLoader:
     """
 
     def __init__(self, table: TokenRows, *, capacity: int, packs_per_step: int, seed: int, workers: int,
-                 start: Cursor | None = None, pad_id: int = 0, pin: bool = False, shapes: Shapes | None = None) -> None:
+                 start: Cursor | None = None, pad_id: int = 0, pin: bool = False, shapes: Shapes | None = None,
+                 together: int = 1, complete: Complete | None = None) -> None:
         self._table, self._capacity, self._packs_per_step = table, capacity, packs_per_step
         self._seed, self._workers, self._pad_id, self._pin, self._shapes = seed, workers, pad_id, pin, shapes
+        self._together, self._complete = together, complete
         self._start = start or Cursor()
         self.first_epoch = self._pack(self._start.epoch)
 
     def _pack(self, epoch: int) -> Packs:
-        return pack(self._table.lengths, self._capacity, seed=self._seed, epoch=epoch)
+        return pack(self._table.lengths, self._capacity, seed=self._seed, epoch=epoch, together=self._together)
 
     def _build(self, packs: Packs, at: Cursor) -> StepBatch:
         stop = min(at.pack + self._packs_per_step, len(packs))
         batches = [build_batch(self._table, packs[i], self._capacity, self._pad_id, self._shapes)
                    for i in range(at.pack, stop)]
+        if self._complete is not None:
+            batches = [self._complete(batch, self._table) for batch in batches]
         if self._pin:
             batches = [batch.map(torch.Tensor.pin_memory) for batch in batches]
         return StepBatch(tuple(batches), after=self._next(packs, at), epoch=at.epoch + stop / len(packs))
@@ -268,7 +277,7 @@ def steps_per_epoch(packs: int, packs_per_step: int) -> int:
     return -(-packs // packs_per_step)
 
 
-def evaluation_batches(table: TokenRows, capacity: int, pad_id: int = 0) -> Iterator[PackedBatch]:
+def evaluation_batches(table: TokenRows, capacity: int, pad_id: int = 0, together: int = 1) -> Iterator[PackedBatch]:
     """Every document once, in the table's order as far as packing allows."""
-    for rows in pack_in_order(table.lengths, capacity):
+    for rows in pack_in_order(table.lengths, capacity, together):
         yield build_batch(table, rows, capacity, pad_id)

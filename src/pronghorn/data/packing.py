@@ -49,30 +49,37 @@ class Packs(Sequence[npt.NDArray[np.int64]]):
         return float(lengths[self.order].sum(dtype=np.int64)) / (len(self) * capacity) if len(self) else 0.0
 
 
-def pack(lengths: npt.NDArray[np.integer], capacity: int, *, seed: int, epoch: int, window: int = WINDOW) -> Packs:
-    """Shuffle all documents with (seed, epoch), then pack them. The same arguments give the same packs, anywhere."""
-    shuffled = np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(len(lengths))
-    return _collect(shuffled, lengths, capacity, window)
+def pack(lengths: npt.NDArray[np.integer], capacity: int, *, seed: int, epoch: int, window: int = WINDOW,
+         together: int = 1) -> Packs:
+    """Shuffle all documents with (seed, epoch), then pack them. The same arguments give the same packs, anywhere. `together`:
+    so many documents in a row, counted from the first, stay side by side in one pack."""
+    shuffled = np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(len(lengths) // together)
+    return _collect(shuffled, lengths, capacity, window, together)
 
 
-def pack_in_order(lengths: npt.NDArray[np.integer], capacity: int) -> Packs:
+def pack_in_order(lengths: npt.NDArray[np.integer], capacity: int, together: int = 1) -> Packs:
     """Pack without shuffling: for evaluation, which sees every document once."""
-    return _collect(np.arange(len(lengths)), lengths, capacity, WINDOW)
+    return _collect(np.arange(len(lengths) // together), lengths, capacity, WINDOW, together)
 
 
-def _collect(rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.integer], capacity: int, window: int) -> Packs:
+def _collect(groups: npt.NDArray[np.int64], lengths: npt.NDArray[np.integer], capacity: int, window: int,
+             together: int) -> Packs:
+    of_groups = lengths if together == 1 else lengths.reshape(-1, together).sum(1)
     order: list[int] = []
     starts = [0]
-    for members in pack_stream(lengths[rows].tolist(), capacity, window):
+    for members in pack_stream(of_groups[groups].tolist(), capacity, window, max_documents(capacity) // together):
         order += members
         starts.append(len(order))
-    return Packs(order=rows[np.array(order, dtype=np.int64)], starts=np.array(starts, dtype=np.int64))
+    chosen, begins = groups[np.array(order, dtype=np.int64)], np.array(starts, dtype=np.int64)
+    if together > 1:
+        chosen, begins = (chosen[:, None] * together + np.arange(together)).ravel(), begins * together
+    return Packs(order=chosen, starts=begins)
 
 
-def pack_stream(lengths: Iterable[int], capacity: int, window: int = WINDOW) -> Iterator[list[int]]:
-    """Yields packs as lists of arrival numbers. Holds `window` documents at most."""
+def pack_stream(lengths: Iterable[int], capacity: int, window: int = WINDOW, most: int | None = None) -> Iterator[list[int]]:
+    """Yields packs as lists of arrival numbers, of `most` at most. Holds `window` documents at most."""
     waiting = _Window(capacity)
-    most = max_documents(capacity)
+    most = max_documents(capacity) if most is None else most
     arrivals = enumerate(lengths)
     while True:
         waiting.refill(arrivals, window)

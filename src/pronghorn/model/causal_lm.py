@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from peft.utils import ModulesToSaveWrapper
@@ -183,14 +183,18 @@ class FastCausalLM:
     def loss(self, h_ND: Tensor, labels_N: Tensor, grad_buffer: GradBuffer | None = None) -> tuple[Tensor, Tensor]:
         """(sum of the losses, loss of each row, detached), of rows out of `hidden`. `grad_buffer`: the layers'."""
         with torch.autocast(h_ND.device.type, enabled=False):
-            x_ND = final_norm(h_ND, self.norm, GradBuffer() if grad_buffer is None else grad_buffer, self.layers[-1].down.extra)
-            head = head_of(self.model)
-            if type(head) is not torch.nn.Linear:
-                raise ModelError(what=f"the LM head is {type(head).__name__}, not a linear layer",
-                                 why="the fused loss needs a plain linear LM head",
-                                 fix="remove lm_head from lora.targets and modules_to_save")
-            weight = head.weight if head.weight.dtype == x_ND.dtype else head.weight.to(x_ND.dtype)
-            return linear_cross_entropy(x_ND, weight, labels_N, bias_V=head.bias, **self.head_terms)
+            x_ND, weight, bias = self.head_inputs(h_ND, grad_buffer)
+            return linear_cross_entropy(x_ND, weight, labels_N, bias_V=bias, **self.head_terms)
+
+    def head_inputs(self, h_ND: Tensor, grad_buffer: GradBuffer | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the LM head multiplies: normed rows, its weight in their dtype, its bias. Outside of autocast."""
+        x_ND = final_norm(h_ND, self.norm, GradBuffer() if grad_buffer is None else grad_buffer, self.layers[-1].down.extra)
+        head = head_of(self.model)
+        if type(head) is not torch.nn.Linear:
+            raise ModelError(what=f"the LM head is {type(head).__name__}, not a linear layer",
+                             why="the fused loss needs a plain linear LM head",
+                             fix="remove lm_head from lora.targets and modules_to_save")
+        return x_ND, head.weight if head.weight.dtype == x_ND.dtype else head.weight.to(x_ND.dtype), head.bias
 
     def documents(self, cu_seqlens: Tensor, longest: int, positions_T: Tensor, typical: int | None = None) -> Documents:
         """What the layers share about a pack. `typical`: mean length of the documents, each token counted; without it, the
@@ -201,17 +205,33 @@ class FastCausalLM:
                          tokens // max(1, len(cu_seqlens) - 1) if typical is None else typical,
                          query_scale_T=self.positions.query_scale(positions_T))
 
-    def packed_loss(self, ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, longest: int, *, labels_T: Tensor,
-                    loss_rows: Tensor | None = None, typical: int | None = None) -> tuple[Tensor, Tensor]:
-        """What training calls: one packed batch, metadata built by the loader. `loss_rows`: only these have labels."""
+    def packed_rows(self, ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, longest: int, *, labels_T: Tensor,
+                    loss_rows: Tensor | None = None, typical: int | None = None) -> PackedRows:
+        """One packed batch through the layers, metadata built by the loader. `loss_rows`: only these have labels."""
         documents = self.documents(cu_seqlens, longest, positions_T, typical)
         load = self.load_of(labels_T, documents.spans_2T, loss_rows)
         h_ND = self.hidden(self.embed(ids_T), replace(documents, load=load), loss_rows)
         labels_N = labels_T if loss_rows is None else labels_T.index_select(0, loss_rows)
-        total, each = self.loss(h_ND, labels_N, documents.grad_buffer)
-        if load is not None and load.loss is not None:  # transformers adds it to the mean over the labels
-            total = total + self.balance * load.loss * (labels_T != IGNORED).sum()
+        return PackedRows(h_ND, labels_N, documents.grad_buffer, load)
+
+    def packed_loss(self, ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, longest: int, *, labels_T: Tensor,
+                    loss_rows: Tensor | None = None, typical: int | None = None) -> tuple[Tensor, Tensor]:
+        """(sum of the losses, loss of each row, detached): supervised training."""
+        rows = self.packed_rows(ids_T, positions_T, cu_seqlens, longest, labels_T=labels_T, loss_rows=loss_rows,
+                                typical=typical)
+        total, each = self.loss(rows.h_ND, rows.labels_N, rows.grad_buffer)
+        if rows.load is not None and rows.load.loss is not None:  # transformers adds it to the mean over the labels
+            total = total + self.balance * rows.load.loss * (labels_T != IGNORED).sum()
         return total, each
+
+
+class PackedRows(NamedTuple):
+    """The rows of a packed batch that have labels, after the last layer."""
+
+    h_ND: Tensor
+    labels_N: Tensor
+    grad_buffer: GradBuffer  # the layers'
+    load: RouterStats | None  # of a mixture in training
 
 
 def left_behind() -> None:

@@ -1,6 +1,8 @@
-"""The log-probability of every label of a batch, for losses that are made of them: rows of a trainer in, rows out.
+"""The log-probability of every label of a batch, for losses that are made of them.
 
-T = packed tokens. The same way as a forward with labels takes (hf_forward.py), and the head of linear_log_probs.py.
+`packed_log_probs`: of a packed batch, for our own training. `token_log_probs`: rows of another library's trainer in, rows out,
+the same way as a forward with labels takes (hf_forward.py). Both end in the head of linear_log_probs.py.
+T = packed tokens, N = rows with labels.
 """
 
 from __future__ import annotations
@@ -23,6 +25,22 @@ from pronghorn.model.hf_forward import (
     _targets,
 )
 from pronghorn.model.layers.types import GradBuffer
+
+
+class PackedLogProbs(NamedTuple):
+    log_probs_N: Tensor  # float32, differentiable; 0 where a row is padding
+    balance: Tensor | None = None  # the routers' auxiliary loss times its coefficient, where the config asks for it
+
+
+def packed_log_probs(engine: FastCausalLM, ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, longest: int, *,
+                     labels_T: Tensor, loss_rows: Tensor | None = None, typical: int | None = None) -> PackedLogProbs:
+    """As `FastCausalLM.packed_loss`, for any objective."""
+    rows = engine.packed_rows(ids_T, positions_T, cu_seqlens, longest, labels_T=labels_T, loss_rows=loss_rows, typical=typical)
+    with torch.autocast(rows.h_ND.device.type, enabled=False):
+        x_ND, weight, bias = engine.head_inputs(rows.h_ND, rows.grad_buffer)
+        found = linear_log_probs(x_ND, weight, rows.labels_N, bias_V=bias, **engine.head_terms)
+    balance = None if rows.load is None else rows.load.loss
+    return PackedLogProbs(found.log_probs, None if balance is None else engine.balance * balance)
 
 
 class TokenLogProbs(NamedTuple):

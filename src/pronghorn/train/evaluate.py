@@ -13,7 +13,7 @@ import torch
 from pronghorn.data.batches import TokenRows, evaluation_batches
 from pronghorn.errors import counted
 from pronghorn.recipe import Stop
-from pronghorn.train.objectives import loss_sum
+from pronghorn.train.objectives import Objective, Supervised
 
 
 @dataclass(frozen=True)
@@ -29,20 +29,23 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(model: Any, table: TokenRows, *, capacity: int, device: torch.device, pad_id: int,
              autocast: Callable[[], AbstractContextManager[Any]],
-             progress: Callable[[str, int, int], None] | None = None) -> Evaluation:
-    """Mean over all held-out tokens with loss: the same number for any capacity."""
+             progress: Callable[[str, int, int], None] | None = None, objective: Objective | None = None) -> Evaluation:
+    """Mean over all held-out tokens with loss, or over what the objective counts: the same number for any capacity."""
+    objective = objective or Supervised()
     was_training = model.training
     model.eval()
-    total, count, seen = torch.zeros((), dtype=torch.float64, device=device), 0, 0
-    for batch in evaluation_batches(table, capacity, pad_id):
+    objective.prepare(model, table, device, autocast)
+    total, count, tokens, seen = torch.zeros((), dtype=torch.float64, device=device), 0, 0, 0
+    for batch in evaluation_batches(table, capacity, pad_id, objective.together):
         with autocast():
-            total += loss_sum(model, batch.to(device)).double()
-        count += len(batch.loss_rows)
+            total += objective.loss_sum(model, objective.complete(batch, table).to(device)).double()
+        count += int(objective.count(batch))
+        tokens += batch.loss_tokens
         seen += len(batch.documents)
         if progress:
             progress("evaluating", seen, len(table))
     model.train(was_training)
-    return Evaluation(loss=float(total) / count, tokens=count)
+    return Evaluation(loss=float(total) / count, tokens=tokens)
 
 
 LOWER_IS_BETTER = ("loss",)  # every metric of answers is better when it is higher

@@ -32,8 +32,8 @@ from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.load import DTYPES
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer, shared_gradients
 from pronghorn.train.fused_adamw import FusedAdamW
-from pronghorn.train.objectives import finish_backward, loss_sum
-from pronghorn.train.step import StageTimer, Step, StepResult
+from pronghorn.train.objectives import Objective
+from pronghorn.train.step import StageTimer, Step, StepResult, finish_backward
 
 DRY_TOKENS = 1024  # for which kernels are compiled: sizes as whole batches have them, and next to no work
 
@@ -59,8 +59,8 @@ class GraphedStep(Step):
     depth = 1
 
     def __init__(self, model: Any, optimizer: FusedAdamW, *, device: torch.device, precision: Any, clip: float,
-                 say: Callable[[str], None], must: bool = False) -> None:
-        super().__init__(model, optimizer, device=device, precision=precision, clip=clip)
+                 say: Callable[[str], None], must: bool = False, objective: Objective | None = None) -> None:
+        super().__init__(model, optimizer, device=device, precision=precision, clip=clip, objective=objective)
         self._adamw, self._say, self._must = optimizer, say, must
         self._cuda = device.type == "cuda"
         self._graphs = Graphs(device, failed=self._capture_failed)
@@ -72,7 +72,7 @@ class GraphedStep(Step):
         self._sums: LoraGradBuffer | None = None
         self._under_way: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
         self._loss = torch.zeros((), device=device)
-        self._share = torch.ones((), device=device)  # 1 / trained tokens of the step
+        self._share = torch.ones((), device=device)  # 1 / what the step's loss is divided by
         self._report = torch.zeros(2, device=device)  # loss, gradient norm
         self._limit = torch.full((), math.inf, device=device)  # of the step's loss, where it is guarded
         self._spiked = torch.zeros((), dtype=torch.int32, device=device)
@@ -86,7 +86,7 @@ class GraphedStep(Step):
             if self._update is None:
                 self._set_up(step_batch.batches[0])
             self._adamw.refresh_lr()
-            self._share.fill_(1.0 / step_batch.loss_tokens)
+            self._share.fill_(1.0 / self.objective.divisor(step_batch))
             if self.guards_loss:
                 self._limit.fill_(self.loss_limit)
             self._accumulated = False
@@ -135,7 +135,7 @@ class GraphedStep(Step):
     def _forward_backward(self, inputs: PackedBatch) -> None:
         try:
             with self.autocast():
-                loss = loss_sum(self.model, inputs) * self._share
+                loss = self.objective.loss_sum(self.model, inputs) * self._share
             loss.backward()  # type: ignore[no-untyped-call]
         finally:
             finish_backward(self.model)  # joins its stream, without which a capture that fails could not even be ended

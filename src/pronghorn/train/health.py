@@ -11,7 +11,7 @@ import torch
 
 from pronghorn.data.batches import StepBatch, TokenRows, build_batch
 from pronghorn.errors import HealthStop, ModelError, RecipeError, counted
-from pronghorn.train.objectives import loss_sum
+from pronghorn.train.objectives import Objective, Supervised
 
 NAMED = 5  # rows named in a message; more would not be read
 
@@ -95,17 +95,20 @@ def listed(rows: Iterable[str]) -> str:
 
 
 def offending_rows(model: Any, step_batch: StepBatch, table: TokenRows, where: Callable[[int], str],
-                   device: torch.device, autocast: Callable[[], Any]) -> Offenders:
+                   device: torch.device, autocast: Callable[[], Any], objective: Objective | None = None) -> Offenders:
+    """Each row of the step alone, or each group of rows that the objective keeps together."""
+    objective = objective or Supervised()
     documents = [row for batch in step_batch.batches for row in batch.documents]
     guilty = []
-    for row in documents:
+    for first in range(0, len(documents), objective.together):
+        rows = documents[first : first + objective.together]
         model.zero_grad(set_to_none=True)
-        batch = build_batch(table, np.array([row]), int(table.lengths[row])).to(device)
+        batch = objective.complete(build_batch(table, np.array(rows), int(table.lengths[rows].sum())), table).to(device)
         with autocast():
-            loss = loss_sum(model, batch)
+            loss = objective.loss_sum(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         if not torch.isfinite(loss) or not all(bool(torch.isfinite(grad).all()) for grad in grads):
-            guilty.append(where(row))
+            guilty += [where(row) for row in rows]
     model.zero_grad(set_to_none=True)
     return Offenders(guilty, [where(row) for row in documents])

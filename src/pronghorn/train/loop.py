@@ -322,7 +322,7 @@ class _Run:
         session = self.session
         session.take_step.release()
         return offending_rows(session.model, step_batch, session.data.train, session.data.train.where, session.device,
-                              session.autocast)
+                              session.autocast, session.objective)
 
     def _evaluate(self) -> str:
         """Returns the reason to stop, or nothing."""
@@ -332,7 +332,7 @@ class _Run:
         with self.stages("evaluate"):
             result = evaluate(session.model, session.data.evaluation, capacity=evaluation_capacity(recipe),
                               device=session.device, pad_id=session.data.pad_id, autocast=session.autocast,
-                              progress=self.display.progress)
+                              progress=self.display.progress, objective=session.objective)
             answered = self._answers.evaluate()
         value = result.loss if recipe.eval.best == "loss" else answered["metrics"][recipe.eval.best]
         session.progress = session.progress.after(value, session.step, recipe.eval.stop)

@@ -21,6 +21,7 @@ from pronghorn.model.load import DTYPES, load_model, resolve_precision
 from pronghorn.recipe import METRICS, Eval
 from pronghorn.report.answers import write_answers
 from pronghorn.train.evaluate import evaluate
+from pronghorn.train.objectives import objective_of
 from pronghorn.train.setup import prepare_data
 from pronghorn.train.trained_run import TrainedRun
 
@@ -62,7 +63,7 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, ask
     if recipe.layers == "fast":
         install(model, fp8=recipe.fp8)  # the run's own arithmetic, so its own figures
     result = evaluate(model, table, capacity=recipe.train.capacity, device=device, pad_id=pad_id, autocast=nullcontext,
-                      progress=report)
+                      progress=report, objective=objective_of(recipe))
     figures = {"checkpoint": str(trained.path), "loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens,
                "documents": len(table)}
     if held_out is None:

@@ -43,6 +43,7 @@ from pronghorn.train.data_facts import data_facts
 from pronghorn.train.evaluate import Progress
 from pronghorn.train.health import refuse_broken_weights, require_trainable
 from pronghorn.train.memory import RunMemory, plan_memory
+from pronghorn.train.objectives import Objective, objective_of
 from pronghorn.train.optim import make_optimizer, restore_optimizer
 from pronghorn.train.resume import find_checkpoint, require_allowable
 from pronghorn.train.run_identity import data_key, in_background, require_same_data
@@ -97,6 +98,7 @@ class Session:
     notices: list[str]  # to be told: the run empties it into its log
     keys: dict[str, str]  # of the data
     base: Future[dict[str, Any]]  # of the frozen model
+    objective: Objective
     memory: RunMemory | None = None  # the plan that the layers follow
     step: int = 0
     cursor: Cursor = field(default_factory=Cursor)
@@ -119,7 +121,8 @@ class Session:
         self.take_step.abandon()
         scale = self.take_step.scaler.state_dict()
         memory.lower(self.model)
-        self.take_step = _step(self.recipe, self.model, self.optimizer, self.device, self.precision, self.notices)
+        self.take_step = _step(self.recipe, self.model, self.optimizer, self.device, self.precision, self.notices,
+                               self.objective)
         if scale:
             self.take_step.scaler.load_state_dict(scale)
 
@@ -139,7 +142,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: Stage
     if not len(train):
         raise DataError(what="no rows are left to train on", fix="run `pronghorn data stats` to see what was dropped and why")
     with stage("pack"):
-        first = pack(train.lengths, spec.capacity, seed=spec.seed, epoch=0)
+        first = pack(train.lengths, spec.capacity, seed=spec.seed, epoch=0, together=objective_of(recipe).together)
         total = spec.steps or _steps(recipe, train, first, report)
     pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
     return RunData(train, evaluation, remarks, first, total, pad_id, prepared.counts)
@@ -147,11 +150,11 @@ def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: Stage
 
 def _steps(recipe: Recipe, train: TokenTable, first: Packs, report: Report) -> int:
     """Counted, not estimated: an epoch's number of packs depends on its shuffle, and the schedule needs the exact total."""
-    spec = recipe.train
+    spec, together = recipe.train, objective_of(recipe).together
     total = steps_per_epoch(len(first), packs_per_step(recipe))
     for epoch in range(1, spec.epochs):
         report("counting steps of epochs", epoch, spec.epochs)
-        packs = pack(train.lengths, spec.capacity, seed=spec.seed, epoch=epoch)
+        packs = pack(train.lengths, spec.capacity, seed=spec.seed, epoch=epoch, together=together)
         total += steps_per_epoch(len(packs), packs_per_step(recipe))
     report("counting steps of epochs", spec.epochs, spec.epochs)
     return total
@@ -240,15 +243,18 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer, allo
         planned = memory is not None and memory.apply(
             model, lambda: build_batch(data.train, data.first_epoch[0], recipe.train.capacity, data.pad_id, shapes),
             DTYPES[precision], said.append)
-    step = _step(recipe, model, optimizer, device, precision, said)
+    objective = objective_of(recipe)
+    objective.prepare(model, data.train, device, lambda: autocast(precision, device))
+    step = _step(recipe, model, optimizer, device, precision, said, objective)
     values = found[1].values if found else None
     cursor = Cursor(**values["cursor"]) if values else Cursor()
     with stage("pack"):
         loader = BatchLoader(data.train, capacity=recipe.train.capacity, packs_per_step=packs_per_step(recipe),
                              seed=recipe.train.seed, workers=recipe.data.workers, start=cursor, pad_id=data.pad_id,
-                             pin=device.type == "cuda", shapes=shapes)
+                             pin=device.type == "cuda", shapes=shapes, together=objective.together,
+                             complete=objective.complete)
     session = Session(recipe, data, tokenizer, model, optimizer, step, loader, device, precision, notices=said,
-                      keys=keys, base=base, memory=memory if planned else None, cursor=cursor,
+                      keys=keys, base=base, objective=objective, memory=memory if planned else None, cursor=cursor,
                       spikes=Spikes(recipe.health.spike), progress=Progress(recipe.eval.best))
     if found:
         _restore(session, found[1])
@@ -256,9 +262,9 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer, allo
 
 
 def _step(recipe: Recipe, model: Any, optimizer: torch.optim.Optimizer, device: torch.device, precision: Precision,
-          said: list[str]) -> Step:
+          said: list[str], objective: Objective) -> Step:
     step = make_step(model, optimizer, device=device, precision=precision, clip=recipe.train.clip, graph=recipe.train.graph,
-                     say=said.append)
+                     say=said.append, objective=objective)
     step.guards_loss = recipe.health.spike != "warn"
     return step
 

@@ -20,7 +20,7 @@ from pronghorn.errors import EnvironmentFault, HealthStop
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.load import DTYPES, Precision
 from pronghorn.train.fused_adamw import FusedAdamW
-from pronghorn.train.objectives import finish_backward, loss_sum
+from pronghorn.train.objectives import Objective, Supervised
 from pronghorn.train.optim import trainable
 
 StageTimer = Callable[[str], AbstractContextManager[None]]
@@ -31,7 +31,7 @@ SMALLEST_SCALE = 1.0  # fp16: below this, unscaled gradients overflow by themsel
 class StepResult:
     """Where loss or gradient norm are not finite, or the norm is zero, nothing was updated (`health.require_sound`)."""
 
-    loss: float  # mean over the step's trained tokens
+    loss: float  # the objective's mean over the step; supervised: over its trained tokens
     grad_norm: float  # before clipping
     skipped: bool = False  # fp16 only: the scaled gradients overflowed, the scale was lowered, nothing was updated
 
@@ -43,8 +43,10 @@ class Step(ABC):
     updating = False  # the weights are changing: a step that fails now cannot be repeated
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, *, device: torch.device, precision: Precision,
-                 clip: float) -> None:
+                 clip: float, objective: Objective | None = None) -> None:
+        """Without an `objective`, it is supervised fine-tuning."""
         self.model, self.optimizer, self.device, self.precision, self.clip = model, optimizer, device, precision, clip
+        self.objective = objective or Supervised()
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         self._parameters = list(trainable(model).values())
         self._holds: list[Callable[[], None]] = []
@@ -85,6 +87,13 @@ class Step(ABC):
         return autocast(self.precision, self.device)
 
 
+def finish_backward(model: Any) -> None:
+    """After a micro-batch's backward, also one that was broken off: nothing waits in host memory any more."""
+    engine = engine_of(model)
+    if engine is not None and engine.offload is not None:
+        engine.offload.finish()
+
+
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
     """fp32 means fp32: no autocast at all, and no TF32 (torch's default keeps it off for products). Without a cache of cast
     weights: our layers do their own casts, and a cache must not outlive the captured step that filled it."""
@@ -122,13 +131,13 @@ class EagerStep(Step):
 
     def _forward_backward(self, step_batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
         self.model.train()
-        total = torch.zeros((), device=self.device)
+        total, divisor = torch.zeros((), device=self.device), self.objective.divisor(step_batch)
         for host_batch in step_batch.batches:
             batch = host_batch.to(self.device)
             try:
                 with self.autocast():
                     # Divided by the count of the whole step: the loss does not depend on how tokens fell into micro-batches.
-                    loss = loss_sum(self.model, batch) / step_batch.loss_tokens
+                    loss = self.objective.loss_sum(self.model, batch) / divisor
                 self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             finally:
                 finish_backward(self.model)
@@ -146,18 +155,19 @@ class EagerStep(Step):
 
 
 def make_step(model: Any, optimizer: torch.optim.Optimizer, *, device: torch.device, precision: Precision, clip: float,
-              graph: Literal["auto", "on", "off"], say: Callable[[str], None]) -> Step:
+              graph: Literal["auto", "on", "off"], say: Callable[[str], None], objective: Objective | None = None) -> Step:
     """Captured as CUDA graphs where that is possible and not switched off; what stands against it is said."""
     from pronghorn.train.graphed_step import GraphedStep  # it is a Step, and defined above this file
 
     why_not = "train.graph is off" if graph == "off" else why_not_graphed(model, optimizer, device, precision)
     if not why_not and isinstance(optimizer, FusedAdamW):
-        return GraphedStep(model, optimizer, device=device, precision=precision, clip=clip, say=say, must=graph == "on")
+        return GraphedStep(model, optimizer, device=device, precision=precision, clip=clip, say=say, must=graph == "on",
+                           objective=objective)
     if graph == "on":
         raise no_graph(why_not)
     if graph == "auto" and device.type == "cuda":
         say(f"steps run eagerly, without a CUDA graph: {why_not}")
-    return EagerStep(model, optimizer, device=device, precision=precision, clip=clip)
+    return EagerStep(model, optimizer, device=device, precision=precision, clip=clip, objective=objective)
 
 
 def no_graph(why: str) -> EnvironmentFault:

@@ -1,0 +1,92 @@
+"""What every objective is: a function of the log-probabilities of a packed batch's labels. It never sees logits.
+
+An objective says how the log-probabilities of a micro-batch become a loss, and what the step's summed loss is divided by. It
+may keep rows of the data together in one pack (the two answers of a preference pair), look at the model before the first step
+(a reference's log-probabilities), and give the loss rows of every batch numbers of its own. Steps, evaluation and the search
+for rows that break a step call `loss_sum` and `count`, and know nothing else about it.
+
+N = loss rows of the batch, K = numbers that the objective keeps for each of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pronghorn.data.batches import IGNORED, PackedBatch, StepBatch, TokenRows
+from pronghorn.model.causal_lm import base_of, engine_of
+from pronghorn.model.token_log_probs import PackedLogProbs, packed_log_probs
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+
+
+class Objective(ABC):
+    together = 1  # rows of the table, one after the other, that stay in one pack, side by side
+
+    @abstractmethod
+    def loss(self, log_probs_N: Tensor, batch: PackedBatch) -> Tensor:
+        """The batch's summed loss, float32. `log_probs_N`: of the label of each of `batch.loss_rows`, 0 where it is padding.
+        Captured in a CUDA graph: shapes are those of the batch, and nothing asks the device for a number."""
+
+    def count(self, batch: PackedBatch) -> Tensor:
+        """What the batch adds to the number that the step's summed loss is divided by: its labels. From its tensors alone, on
+        their device."""
+        return (batch.labels_T != IGNORED).sum()
+
+    def prepare(  # noqa: B027  (most objectives need nothing)
+        self, model: Any, table: TokenRows, device: torch.device, autocast: Autocast
+    ) -> None:
+        """Before the first step on `table`, and before each evaluation on it: what has to be known of its rows. The model may
+        be in the middle of training: a reference is its base, without adapters."""
+
+    def complete(self, batch: PackedBatch, table: TokenRows) -> PackedBatch:
+        """On the host, in the loader's threads: the batch with `given_KN`, if the objective has numbers for its loss rows."""
+        return batch
+
+    # ---- what steps and evaluation call --------------------------------------------------------------------------
+
+    def loss_sum(self, model: Any, batch: PackedBatch) -> Tensor:
+        """The batch's summed loss, and in training the routers' auxiliary loss. The head is computed for the loss rows only."""
+        found = log_probs_of(model, batch)
+        total = self.loss(found.log_probs_N, batch)
+        return total if found.balance is None else total + found.balance * self.count(batch)
+
+    def divisor(self, step_batch: StepBatch) -> int:
+        """Of the whole step, so that the loss does not depend on how its rows fell into micro-batches."""
+        return sum(int(self.count(batch)) for batch in step_batch.batches)
+
+
+def engine_inputs(batch: PackedBatch) -> dict[str, Any]:
+    """The batch as `FastCausalLM.packed_rows` takes it."""
+    return {"ids_T": batch.ids_T, "positions_T": batch.positions_T, "cu_seqlens": batch.cu_seqlens, "longest": batch.longest,
+            "labels_T": batch.labels_T, "loss_rows": None if batch.every_row else batch.loss_rows, "typical": batch.typical}
+
+
+def log_probs_of(model: Any, batch: PackedBatch) -> PackedLogProbs:
+    """Of the label of each loss row, differentiable, on whatever layers the model has."""
+    engine = engine_of(model)
+    if engine is not None:
+        return packed_log_probs(engine, **engine_inputs(batch))
+    output = own_forward(model, batch)
+    log_probs_N = -F.cross_entropy(output.logits[0].float(), batch.labels_T[batch.loss_rows], reduction="none")
+    return PackedLogProbs(log_probs_N, own_balance(model, output))
+
+
+def own_forward(model: Any, batch: PackedBatch) -> Any:
+    """Of a model on transformers' layers: logits of the loss rows."""
+    return model(input_ids=batch.ids_T[None], position_ids=batch.positions_T[None], use_cache=False,
+                 logits_to_keep=batch.loss_rows)
+
+
+def own_balance(model: Any, output: Any) -> Tensor | None:
+    """The auxiliary loss of routers, where the config asks for it; that of our layers leaves padding out."""
+    balance = getattr(output, "aux_loss", None)
+    if balance is None or not torch.is_grad_enabled():
+        return None
+    return base_of(model).router_aux_loss_coef * balance  # type: ignore[no-any-return]

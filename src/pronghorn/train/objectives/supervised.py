@@ -1,0 +1,30 @@
+"""Supervised fine-tuning: the cross-entropy of every label, its mean over the step's labels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from pronghorn.data.batches import PackedBatch, StepBatch
+from pronghorn.model.causal_lm import engine_of
+from pronghorn.train.objectives.objective import Objective, engine_inputs, own_balance, own_forward
+
+
+class Supervised(Objective):
+    def loss(self, log_probs_N: Tensor, batch: PackedBatch) -> Tensor:
+        return -log_probs_N.sum()
+
+    def loss_sum(self, model: Any, batch: PackedBatch) -> Tensor:
+        """Fused: the loss and its gradient in one pass over the logits, since every row's weight is known to be one."""
+        engine = engine_of(model)
+        if engine is not None:
+            return engine.packed_loss(**engine_inputs(batch))[0]
+        output = own_forward(model, batch)
+        loss = F.cross_entropy(output.logits[0].float(), batch.labels_T[batch.loss_rows], reduction="sum")
+        balance = own_balance(model, output)
+        return loss if balance is None else loss + balance * batch.loss_tokens
+
+    def divisor(self, step_batch: StepBatch) -> int:
+        return step_batch.loss_tokens  # as the loader counted them

@@ -1,0 +1,209 @@
+"""Objectives get log-probabilities: supervised loss made of them is the fused one, and a preference objective trains through
+the same steps."""
+
+from __future__ import annotations
+
+import copy
+import math
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pairs import Pairs, pair_table
+from test_step import FAMILIES, SMALL, gradients, worst
+from test_step import model_of as family_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3MoeConfig
+
+from pronghorn.data.batches import BatchLoader, PackedBatch, Shapes, StepBatch, build_batch
+from pronghorn.data.packing import pack, pack_in_order
+from pronghorn.model.causal_lm import install
+from pronghorn.model.lora import add_adapter
+from pronghorn.recipe import Lora, Recipe
+from pronghorn.report.run_log import read_log
+from pronghorn.train import loop, setup
+from pronghorn.train.evaluate import evaluate
+from pronghorn.train.fused_adamw import FusedAdamW
+from pronghorn.train.graphed_step import GraphedStep
+from pronghorn.train.health import offending_rows
+from pronghorn.train.objectives import Objective, Supervised
+from pronghorn.train.objectives.objective import log_probs_of
+from pronghorn.train.step import EagerStep, Step
+from samples import make_model, random_table
+from tables import table
+
+CPU = torch.device("cpu")
+
+
+class ByLogProbs(Supervised):
+    """Supervised, without its fused form."""
+
+    def loss_sum(self, model: Any, batch: PackedBatch) -> Tensor:
+        return Objective.loss_sum(self, model, batch)
+
+    def divisor(self, step_batch: StepBatch) -> int:
+        return Objective.divisor(self, step_batch)
+
+
+def small_model() -> Any:
+    model = add_adapter(make_model(), Lora(r=4), seed=1)
+    assert install(model) == ""
+    return model.train()
+
+
+def model_for(kind: str) -> Any:
+    """In float32, with weights that are exact in float64 too."""
+    torch.manual_seed(0)
+    if kind == "experts":  # with the routers' auxiliary loss
+        config = Qwen3MoeConfig(**SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+                                output_router_logits=True, router_aux_loss_coef=0.1)
+        return add_adapter(AutoModelForCausalLM.from_config(config), Lora(r=4), seed=1)
+    if kind == "softcap":
+        config = Gemma2Config(**SMALL, head_dim=8, sliding_window=16, query_pre_attn_scalar=8, final_logit_softcapping=3.0)
+        return add_adapter(AutoModelForCausalLM.from_config(config), Lora(r=4), seed=1)
+    return family_model("llama" if kind == "own layers" else kind.split(maxsplit=1)[0], lora="full" not in kind)
+
+
+def measured(model: Any, batch: PackedBatch, objective: Objective) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad(set_to_none=True)
+    loss = objective.loss_sum(model.train(), batch) / 7
+    loss.backward()
+    return float(loss.detach()), {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@table("kind", ["llama", "llama full", "qwen3 full", "softcap", "experts", "own layers"])
+def test_supervised_loss_by_log_probs_is_the_fused_one(kind: str) -> None:
+    """Loss and every gradient, both against the fused loss in float64; with loss rows padded and not."""
+    rows, model = random_table(14), model_for(kind)
+    truth_model = copy.deepcopy(model).double()
+    if kind != "own layers":
+        assert install(model) == ""
+        assert install(truth_model) == ""
+    packs = pack(rows.lengths, 256, seed=1, epoch=0)
+    for shapes in (None, Shapes.planned(rows, packs, 256)):
+        batch = build_batch(rows, packs[0], 256, shapes=shapes)
+        if shapes is not None and kind == "own layers":
+            continue  # transformers' own balance and heads know no padding; nothing else differs
+        true_loss, truth = measured(truth_model, batch, Supervised())
+        errors = []
+        for objective in (Supervised(), ByLogProbs()):
+            loss, found = measured(model, batch, objective)
+            errors.append((abs(loss - true_loss) / true_loss, worst(found, truth)))
+        (fused_loss, fused), (other_loss, other) = errors
+        assert other_loss <= 2 * fused_loss + 1e-7
+        assert other <= 2 * fused + 1e-7
+
+
+def test_padding_has_a_log_probability_of_zero_and_no_gradient() -> None:
+    model, rows = small_model(), random_table(6)
+    packs = pack_in_order(rows.lengths, 512)
+    batch = build_batch(rows, packs[0], 512, shapes=Shapes.planned(rows, packs, 512))
+    found = log_probs_of(model, batch).log_probs_N
+    real = batch.labels_T[batch.loss_rows] != -100
+    assert 0 < int(real.sum()) == batch.loss_tokens < len(found)
+    assert not found[~real].any()
+    assert (found[real] < 0).all()
+    assert not torch.autograd.grad((found * ~real).sum(), next(p for p in model.parameters() if p.requires_grad))[0].any()
+
+
+# ---- a preference objective, written in tests/train/pairs.py -------------------------------------------------------
+
+
+def steps_of(pairs: Any, objective: Objective, capacity: int, packs: int, count: int) -> list[StepBatch]:
+    first = pack(pairs.lengths, capacity, seed=1, epoch=0, together=2)
+    loader = BatchLoader(pairs, capacity=capacity, packs_per_step=packs, seed=1, workers=0, together=2,
+                         complete=objective.complete, shapes=Shapes.planned(pairs, first, capacity))
+    return list(islice(loader, count))
+
+
+def step_for(kind: type[Step], model: Any, objective: Objective, lr: float = 1e-2) -> Step:
+    optimizer = FusedAdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
+    options: dict[str, Any] = {"device": CPU, "precision": "fp32", "clip": 1e9, "objective": objective}
+    return GraphedStep(model, optimizer, say=print, **options) if kind is GraphedStep else kind(model, optimizer, **options)
+
+
+def taken(step: Step, batches: list[StepBatch]) -> list[tuple[float, float]]:
+    results = []
+    for batch in batches:
+        step.begin(batch)
+        result = step.finish()
+        results.append((result.loss, result.grad_norm))
+    return results
+
+
+@pytest.mark.parametrize("kind", [EagerStep, GraphedStep])
+def test_a_preference_objective_trains_through_the_same_step(kind: type[Step]) -> None:
+    model, pairs, objective = small_model(), pair_table(20), Pairs()
+    objective.prepare(model, pairs, CPU, nullcontext)
+    results = taken(step_for(kind, model, objective), steps_of(pairs, objective, 512, 2, 8))
+    assert results[0][0] == pytest.approx(math.log(2), rel=1e-6)  # the adapter is zero: the model is its own reference
+    assert results[-1][0] < 0.5
+    assert all(norm > 0 for _, norm in results)
+
+
+def test_its_loss_does_not_depend_on_batching() -> None:
+    """One step over all pairs: in one pack, in several, and each pair alone."""
+    pairs, found = pair_table(12), []
+    for capacity, packs in ((1024, 1), (256, 9), (128, 30)):
+        model, objective = small_model(), Pairs()
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # away from the reference
+                torch.nn.init.normal_(parameter, std=0.3)
+        objective.prepare(model, pairs, CPU, nullcontext)
+        (batch,) = steps_of(pairs, objective, capacity, packs, 1)
+        assert sum(len(micro.documents) for micro in batch.batches) == 24
+        assert all(np.diff(np.array(micro.documents).reshape(-1, 2)).ravel().tolist() == [1] * (len(micro.documents) // 2)
+                   for micro in batch.batches)
+        found.append((len(batch.batches), *taken(step_for(EagerStep, model, objective), [batch])[0]))
+        held_out = evaluate(small_model(), pairs, capacity=capacity, device=CPU, pad_id=0, autocast=nullcontext,
+                            objective=Pairs())
+        assert held_out.loss == pytest.approx(math.log(2), rel=1e-6)
+        assert held_out.tokens == int(pairs.loss_counts.sum())
+    assert len({micro for micro, _, _ in found}) == 3
+    for _, loss, norm in found[1:]:
+        assert loss == pytest.approx(found[0][1], rel=1e-5)
+        assert norm == pytest.approx(found[0][2], rel=1e-4)
+    assert abs(found[0][1] - math.log(2)) > 1e-3
+
+
+def test_rows_that_break_a_step_are_found_with_their_partners() -> None:
+    model, pairs, objective = small_model(), pair_table(4), Pairs()
+    objective.prepare(model, pairs, CPU, nullcontext)
+    (batch,) = steps_of(pairs, objective, 512, 1, 1)
+    objective.references[id(pairs)][5][:] = math.nan  # of the third pair
+    found = offending_rows(model, batch, pairs, str, CPU, nullcontext, objective)
+    assert sorted(found.rows) == ["4", "5"]
+    assert sorted(found.of) == [str(row) for row in range(8)]
+
+
+def test_a_run_uses_the_objective_of_its_recipe(recipe_for: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs, steps and evaluation of a whole run."""
+    monkeypatch.setattr(setup, "objective_of", lambda recipe: Pairs())
+    changes: dict[str, Any] = {"eval": {"every": 2, "generations": 0}, "checkpoint": {"every": 2, "keep": 9},
+                               "train": {"steps": 4, "lr": 1e-2}}
+    recipe: Recipe = recipe_for(**changes)
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"eval": recipe.data.train[0]})})
+
+    class Silent:
+        def handle(self, event: dict[str, Any]) -> None: ...
+        def progress(self, *_: Any) -> None: ...
+
+    loop.train(recipe, display=Silent())
+    events = read_log(Path(recipe.output))
+    losses = [event["loss"] for event in events if event["event"] == "step"]
+    assert losses[0] == pytest.approx(math.log(2), rel=1e-6)
+    assert losses[-1] != losses[0]
+    assert [event["loss"] for event in events if event["event"] == "eval"][-1] < 0.8
+
+
+def test_supervised_counts_what_the_loader_counted() -> None:
+    rows = random_table(20)
+    batch = StepBatch(tuple(build_batch(rows, p, 256) for p in pack_in_order(rows.lengths, 256)), None, 0.0)  # type: ignore[arg-type]
+    assert Supervised().divisor(batch) == Objective.divisor(Supervised(), batch) == batch.loss_tokens
+    model = family_model(next(iter(FAMILIES)))
+    assert gradients(model, batch)[0] == pytest.approx(
+        float(sum(Supervised().loss_sum(model, micro).detach() for micro in batch.batches)) / batch.loss_tokens, rel=1e-6)
