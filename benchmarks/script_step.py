@@ -3,8 +3,9 @@
     python -m benchmarks.script_step --workload llama-1b-trl-qlora [--systems dropin-true,unsloth-true] [--out FILE]
 
 Each system in a process of its own: some warm steps by the clock, then a few with the profiler on. Told are milliseconds a
-step, the time in which the GPU ran any kernel, how many kernels there were, and the kernels that took most. Time outside of
-kernels is the host's: it could not launch fast enough, or waited for a number. On a CPU, operators take the kernels' place.
+step, the time in which the GPU ran any kernel, how many kernels there were, the kernels that took most, and between which
+kernels the GPU was idle longest. Idle time is the host's: it could not launch fast enough, or waited for a number. On a CPU,
+operators take the kernels' place.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 from pronghorn.bench.workloads import SYSTEMS, WORKLOADS, pick
 
 PROFILED = 3  # steps
-SHOWN = 25  # kernels
+SHOWN = 25  # kernels, and pairs of kernels with idle time between them
+LONG_GAP_US = 20.0  # shorter ones are launches
 Row = dict[str, Any]
 
 
@@ -73,13 +75,19 @@ def summary(events: Any, *, cuda: bool) -> Row:
         if (name == "CUDA") is not cuda or not event.time_range.elapsed_us():
             continue
         by_name.setdefault(event.name, []).append(event.time_range.elapsed_us())
-        spans.append((event.time_range.start, event.time_range.end))
-    busy, until = 0.0, float("-inf")
-    for begin, end in sorted(spans):
+        spans.append((event.time_range.start, event.time_range.end, event.name))
+    busy, until, before = 0.0, float("-inf"), ""
+    gaps: dict[str, list[float]] = {}
+    for begin, end, name in sorted(spans):
+        if before and begin - until > LONG_GAP_US:
+            gaps.setdefault(f"{before[:60]} -> {name[:60]}", []).append(begin - until)
         busy += max(0.0, end - max(begin, until))
-        until = max(until, end)
+        until, before = max(until, end), name
     kernels = sorted(((sum(us), len(us), name) for name, us in by_name.items()), reverse=True)[:SHOWN]
+    longest = sorted(((sum(us), len(us), name) for name, us in gaps.items()), reverse=True)[:SHOWN]
     return {"busy_ms_per_step": round(busy / 1000 / PROFILED, 2), "kernels_per_step": round(len(spans) / PROFILED),
+            "gaps": [{"ms": round(us / 1000 / PROFILED, 3), "times": round(count / PROFILED, 1), "between": name}
+                     for us, count, name in longest],
             "most": [{"ms": round(us / 1000 / PROFILED, 3), "times": round(count / PROFILED, 1), "kernel": name[:140]}
                      for us, count, name in kernels]}
 
@@ -87,7 +95,8 @@ def summary(events: Any, *, cuda: bool) -> Row:
 def told(row: Row) -> str:
     lines = [f"{row['workload']}, {row['system']}: {row['ms_per_step']} ms a step, of which the GPU worked "
              f"{row['busy_ms_per_step']} ms in {row['kernels_per_step']} kernels; peak {row['peak_gib']} GiB"]
-    return "\n".join([*lines, *(f"  {one['ms']:9.3f} ms {one['times']:7.1f} x  {one['kernel']}" for one in row["most"])])
+    lines += [f"  {one['ms']:9.3f} ms {one['times']:7.1f} x  {one['kernel']}" for one in row["most"]]
+    return "\n".join([*lines, *(f"  {one['ms']:9.3f} ms {one['times']:7.1f} x  idle: {one['between']}" for one in row["gaps"])])
 
 
 def main() -> int:

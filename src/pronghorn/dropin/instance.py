@@ -7,6 +7,7 @@ from typing import Any
 
 from pronghorn.dropin import saving
 from pronghorn.dropin.arguments import Recompute, check_recompute
+from pronghorn.dropin.module_walk import remember_walks
 from pronghorn.dropin.recompute import set_recompute
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import base_of, install
@@ -21,11 +22,13 @@ def make_fast(model: Any, recompute: Recompute | None) -> None:
     answer_fused_heads(model)
     for method in (*saving.METHODS_OF_A_MODEL, for_inference, for_training, train):
         setattr(model, method.__name__, functools.partial(method, model))  # a pickle takes it along
+    remember_walks(model)
+    remember_walks(base_of(model))  # the FLOP count walks the model inside PEFT's
 
 
 def train(model: Any, mode: bool = True) -> Any:
-    """As ever, but a model that is in this mode is left alone. A trainer asks before every step, while the GPU has nothing to
-    do: to set what is set in an adapter's 1,300 modules takes 11 ms of an ARM core, to look at it 3."""
+    """As ever, but a model that is in this mode is left alone. A trainer asks before every step, while the GPU is idle: to set
+    what is set in an adapter's 1,300 modules takes 11 ms of an ARM core, to look at it 0.6."""
     if any(module.training is not mode for module in model.modules()):
         type(model).train(model, mode)
     return model
