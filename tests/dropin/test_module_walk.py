@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch import nn
@@ -78,7 +78,7 @@ def test_other_kinds_of_walks_are_torchs() -> None:
     model = tree()
     asked = ({"prefix": "base"}, {"remove_duplicate": False})
     before = [list(model.named_modules(**kind)) for kind in asked], [list(model.named_parameters(**kind)) for kind in asked]
-    one_level, memo = list(model.named_parameters(recurse=False)), {model.first}
+    one_level, memo = list(model.named_parameters(recurse=False)), cast("set[nn.Module]", {model.first})
     rest = list(model.named_modules(set(memo)))
     remember_walks(model)
     assert ([list(model.named_modules(**kind)) for kind in asked],

@@ -29,6 +29,7 @@ from pronghorn.model.final_norm import final_norm
 from pronghorn.model.layers.build import build_layer
 from pronghorn.model.layers.fp8_linears import Fp8LinearGroup, Fp8Workspace, trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
+from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.saved import Elsewhere
 from pronghorn.model.layers.types import Documents, GradBuffer, Norm
 from pronghorn.model.positions import Positions
@@ -116,6 +117,13 @@ class FastCausalLM:
         groups = [group for layer in self.layers for group in layer.groups]
         fp8 = any(isinstance(group, Fp8LinearGroup) for group in groups)
         return not (self.expert_layers or fp8 or self.offload or self.host_embeddings)
+
+    def accumulate_weights(self, on: bool) -> None:
+        """Whether gradients of the layers' own weights are added to their `.grad` by the products, without autograd."""
+        for layer in self.layers:
+            for group in layer.groups:
+                if isinstance(group, LinearGroup):
+                    group.accumulate_weights = on
 
     def embed(self, ids_T: Tensor) -> Tensor:
         if self.host_embeddings:

@@ -112,6 +112,8 @@ class GraphedStep(Step):
         super().release()
         if self._sums is not None:
             self._sums.release()
+        if (engine := engine_of(self.model)) is not None:
+            engine.accumulate_weights(False)
 
     def abandon(self) -> None:
         super().abandon()
@@ -193,6 +195,7 @@ class GraphedStep(Step):
         assert engine is not None
         compute = engine.backbone.embed_tokens.weight.dtype if self.precision == "fp32" else DTYPES[self.precision]
         self._sums = LoraGradBuffer(engine, compute)
+        engine.accumulate_weights(True)
         self._added_up = [self._loss, self._sums.buffer, *gradients]
         self._adamw.clip_norm, self._adamw.watched_loss = self.clip, self._loss
         self._adamw.refresh_lr()

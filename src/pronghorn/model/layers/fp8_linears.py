@@ -22,7 +22,7 @@ from pronghorn.errors import RecipeError
 from pronghorn.kernels.gemm.mm import mm
 from pronghorn.kernels.lora.fp8 import Fp8Group
 from pronghorn.kernels.lora.fp8_lora import SplitJob
-from pronghorn.kernels.lora.lora_linear import Adapter, NormOf, Part, linear_backward_weight
+from pronghorn.kernels.lora.lora_linear import Adapter, NormOf, Part
 from pronghorn.kernels.mlp.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
 from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation_forward
 from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_cast_rows, fp8_rows, fp8_transpose
@@ -33,6 +33,7 @@ from pronghorn.model.fp8_linear import Fp8Linear, fits, require_fp8
 from pronghorn.model.layers.linears import LinearGroup, Operand, joined_bias, why_only_peft
 from pronghorn.model.layers.saved import Saved
 from pronghorn.model.layers.types import GradBuffer, Grads, Norm
+from pronghorn.model.layers.weight_grads import weight_and_bias_grads
 from pronghorn.model.quantized import NF4Linear
 
 
@@ -336,15 +337,7 @@ class Fp8LinearGroup(LinearGroup):
         """Gradients of `parameters`, None where frozen. With `norm`, x is that norm's input, and dyb is scaled in place: only
         for adapters."""
         parts = dy_TO.split(self.widths, dim=1)
-        grads: list[Tensor | None] = [
-            linear_backward_weight(part, x_TD, linear.weight.dtype) if linear.weight.requires_grad else None
-            for linear, part in zip(self.linears, parts, strict=True)
-        ]
-        precise = torch.promote_types(dy_TO.dtype, torch.float32)
-        grads += [
-            part.sum(0, dtype=precise).to(linear.bias.dtype) if linear.bias.requires_grad else None
-            for linear, part in zip(self.linears, parts, strict=True) if linear.bias is not None
-        ]
+        grads = weight_and_bias_grads(self.linears, parts, x_TD, in_place=self.accumulate_weights)
         if dyb_TR is None or xa_TR is None:
             return grads
         if self.group.sums is not None:

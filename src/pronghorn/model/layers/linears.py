@@ -25,7 +25,7 @@ from pronghorn.kernels.gemm.cublaslt import adds_freely
 from pronghorn.kernels.gemm.hopper_gemm import covered, gated_mm, rope_mm
 from pronghorn.kernels.gemm.mm import mm, mm_add
 from pronghorn.kernels.lora.gated_lora import gated_lora_forward, why_not
-from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup, NormOf, Part, linear_backward_weight
+from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup, NormOf, Part
 from pronghorn.kernels.lora.multi_copy import CopyJob
 from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.lora.nf4_lora import NF4LoraGroup
@@ -35,6 +35,7 @@ from pronghorn.model.layers.gated import gated_backward
 from pronghorn.model.layers.normed import normed_rows, normed_sum
 from pronghorn.model.layers.saved import Saved
 from pronghorn.model.layers.types import GradBuffer, Grads, Norm
+from pronghorn.model.layers.weight_grads import weight_and_bias_grads
 from pronghorn.model.quantized import NF4Linear
 from pronghorn.model.rows import rows_like
 
@@ -83,6 +84,7 @@ class LinearGroup:
         self._group: LoraGroup | None = None
         self._built_for: tuple[Any, ...] = ()
         self._weights: list[Tensor] = []  # without adapters: the weights in the compute dtype
+        self.accumulate_weights = False  # whether gradients of weights are added to their `.grad` here
         self.adds_freely = False  # whether a product adds to its output at no cost
 
     def modules(self) -> list[Any]:
@@ -435,17 +437,8 @@ class LinearGroup:
                             without: Part | None = None) -> list[Tensor | None]:
         """Gradients of `parameters`, None where frozen. After `backward_input` or `extend_grad`, which filled dy_ext. With
         `norm`, x is that norm's input. `without`: what another kernel has added to the sums already."""
-        linears = self.linears
         parts = dy_ext[:, : sum(self.widths)].split(self.widths, dim=1)
-        grads: list[Tensor | None] = [
-            linear_backward_weight(part, x_TD, linear.weight.dtype) if linear.weight.requires_grad else None
-            for linear, part in zip(linears, parts, strict=True)
-        ]
-        precise = torch.promote_types(dy_ext.dtype, torch.float32)
-        grads += [
-            part.sum(0, dtype=precise).to(linear.bias.dtype) if linear.bias.requires_grad else None
-            for linear, part in zip(linears, parts, strict=True) if linear.bias is not None
-        ]
+        grads = weight_and_bias_grads(self.linears, parts, x_TD, in_place=self.accumulate_weights)
         if self._group is None or not self.adapters:
             return grads
         assert xa_TR is not None
