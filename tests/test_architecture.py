@@ -141,6 +141,27 @@ def test_nothing_is_ever_unpickled() -> None:
             assert f"({forbidden}" not in text, f"{file}: {forbidden}"
 
 
+# Files of train/ that write, and how only the rank that writes gets there: world.py.
+WRITERS = {
+    "answers.py": "on_writer", "checkpoint.py": "saving.py", "checkpoint_process.py": "saving.py", "loop.py": "world.writes",
+    "resume.py": "writer_first", "run_evaluation.py": "a command of its own", "run_folder.py": "world.writes",
+    "saving.py": "world.writes",
+}
+WRITING = {"RunLog", "mkdir", "rename", "rmtree", "save_file", "save_model", "save_pretrained", "unlink", "write_answers",
+           "write_base", "write_bytes", "write_html", "write_text"}
+
+
+def test_a_run_writes_in_few_places() -> None:
+    """With several ranks one of them writes. A new file that writes goes through a World, and into the table above."""
+    found = set()
+    for file in sorted((SOURCE / "train").rglob("*.py")):
+        calls = (node.func for node in ast.walk(parsed(file)) if isinstance(node, ast.Call))
+        names = {getattr(call, "attr", getattr(call, "id", "")) for call in calls}
+        if names & WRITING:
+            found.add(str(file.relative_to(SOURCE / "train")))
+    assert found == set(WRITERS)
+
+
 def test_test_files_have_names_of_their_own() -> None:
     """Two of one name cannot be imported by one process: pytest reports an error, and runs no test of the second."""
     names = Counter(file.name for file in Path(__file__).parent.rglob("test_*.py"))

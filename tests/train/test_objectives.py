@@ -33,6 +33,7 @@ from pronghorn.train.health import offending_rows
 from pronghorn.train.objectives import Objective, Supervised
 from pronghorn.train.objectives.objective import log_probs_of
 from pronghorn.train.step import EagerStep, Step
+from pronghorn.train.world import World
 from samples import make_model, random_table
 from tables import table
 
@@ -45,8 +46,8 @@ class ByLogProbs(Supervised):
     def loss_sum(self, model: Any, batch: PackedBatch) -> Tensor:
         return Objective.loss_sum(self, model, batch)
 
-    def divisor(self, step_batch: StepBatch) -> int:
-        return Objective.divisor(self, step_batch)
+    def divisor(self, step_batch: StepBatch, world: World) -> float:
+        return Objective.divisor(self, step_batch, world)
 
 
 def small_model() -> Any:
@@ -203,7 +204,7 @@ def test_a_run_uses_the_objective_of_its_recipe(recipe_for: Any, monkeypatch: py
 def test_supervised_counts_what_the_loader_counted() -> None:
     rows = random_table(20)
     batch = StepBatch(tuple(build_batch(rows, p, 256) for p in pack_in_order(rows.lengths, 256)), None, 0.0)  # type: ignore[arg-type]
-    assert Supervised().divisor(batch) == Objective.divisor(Supervised(), batch) == batch.loss_tokens
+    assert Supervised().divisor(batch, World()) == Objective.divisor(Supervised(), batch, World()) == batch.loss_tokens
     model = family_model(next(iter(FAMILIES)))
     assert gradients(model, batch)[0] == pytest.approx(
         float(sum(Supervised().loss_sum(model, micro).detach() for micro in batch.batches)) / batch.loss_tokens, rel=1e-6)

@@ -23,7 +23,7 @@ from pronghorn.train import run_folder, setup
 from pronghorn.train.checkpoint import TENSORS
 from pronghorn.train.checkpoint_image import Image, TensorFile
 from pronghorn.train.loop import train
-from pronghorn.train.saving import Saver
+from pronghorn.train.saving import WritingSaver as Saver
 from tables import table
 
 

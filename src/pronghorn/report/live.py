@@ -18,15 +18,16 @@ class LiveReport:
     """Asked after every step; writes when there was time enough since the last page. A page that cannot be written is left out:
     the one at the end of the run tells why."""
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._folder, self._clock = folder, clock
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.perf_counter, *, writes: bool = True) -> None:
+        """`writes`: false on a rank that leaves the files to another."""
+        self._folder, self._clock, self._writes = folder, clock, writes
         self._began = self._last = clock()
         self._spent = self._cost = 0.0  # of all pages, of the last one
 
     def refresh(self, *, news: bool = False) -> bool:
         """Whether a page was written. `news`: an evaluation, which is worth a page before the interval is over."""
         now = self._clock()
-        if now - self._last < EVERY and not news:
+        if not self._writes or (now - self._last < EVERY and not news):
             return False
         if self._spent + self._cost > SHARE * (now - self._began):
             return False

@@ -91,6 +91,19 @@ class RunLog:
         self.close()
 
 
+class SilentLog(RunLog):
+    """Of a rank that leaves the run's files to another: nothing is written, and nobody is told."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, event: str, **fields: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def read_log(path: Path) -> list[dict[str, Any]]:
     """All events of a run.jsonl (or of the folder that holds one), as written. A torn last line is overlooked."""
     path = path / FILE_NAME if path.is_dir() else path

@@ -14,6 +14,7 @@ from pronghorn.data.batches import TokenRows, evaluation_batches
 from pronghorn.errors import counted
 from pronghorn.recipe import Stop
 from pronghorn.train.objectives import Objective, Supervised
+from pronghorn.train.world import World
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,10 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(model: Any, table: TokenRows, *, capacity: int, device: torch.device, pad_id: int,
              autocast: Callable[[], AbstractContextManager[Any]],
-             progress: Callable[[str, int, int], None] | None = None, objective: Objective | None = None) -> Evaluation:
+             progress: Callable[[str, int, int], None] | None = None, objective: Objective | None = None,
+             world: World | None = None) -> Evaluation:
     """Mean over all held-out tokens with loss, or over what the objective counts: the same number for any capacity."""
-    objective = objective or Supervised()
+    objective, world = objective or Supervised(), world or World()
     was_training = model.training
     model.eval()
     objective.prepare(model, table, device, autocast)
@@ -45,7 +47,8 @@ def evaluate(model: Any, table: TokenRows, *, capacity: int, device: torch.devic
         if progress:
             progress("evaluating", seen, len(table))
     model.train(was_training)
-    return Evaluation(loss=float(total) / count, tokens=tokens)
+    all_loss, all_count, all_tokens = world.total(float(total), count, tokens)
+    return Evaluation(loss=all_loss / all_count, tokens=int(all_tokens))
 
 
 LOWER_IS_BETTER = ("loss",)  # every metric of answers is better when it is higher

@@ -34,6 +34,7 @@ from pronghorn.model.lora_grad_buffer import LoraGradBuffer, shared_gradients
 from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.objectives import Objective
 from pronghorn.train.step import StageTimer, Step, StepResult, finish_backward
+from pronghorn.train.world import World
 
 DRY_TOKENS = 1024  # for which kernels are compiled: sizes as whole batches have them, and next to no work
 
@@ -59,8 +60,9 @@ class GraphedStep(Step):
     depth = 1
 
     def __init__(self, model: Any, optimizer: FusedAdamW, *, device: torch.device, precision: Any, clip: float,
-                 say: Callable[[str], None], must: bool = False, objective: Objective | None = None) -> None:
-        super().__init__(model, optimizer, device=device, precision=precision, clip=clip, objective=objective)
+                 say: Callable[[str], None], must: bool = False, objective: Objective | None = None,
+                 world: World | None = None) -> None:
+        super().__init__(model, optimizer, device=device, precision=precision, clip=clip, objective=objective, world=world)
         self._adamw, self._say, self._must = optimizer, say, must
         self._cuda = device.type == "cuda"
         self._graphs = Graphs(device, failed=self._capture_failed)
@@ -86,7 +88,7 @@ class GraphedStep(Step):
             if self._update is None:
                 self._set_up(step_batch.batches[0])
             self._adamw.refresh_lr()
-            self._share.fill_(1.0 / self.objective.divisor(step_batch))
+            self._share.fill_(1.0 / self.objective.divisor(step_batch, self.world))
             if self.guards_loss:
                 self._limit.fill_(self.loss_limit)
             self._accumulated = False
@@ -95,6 +97,7 @@ class GraphedStep(Step):
                 self._load(batch, micro.inputs)
                 micro.run()
                 self._accumulated = True
+            self.world.add_up(self._added_up)  # between the graphs, which have no collectives
             self._release_holds()
             assert self._update is not None
             self._update()

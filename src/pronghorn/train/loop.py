@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +32,7 @@ from pronghorn.model.quantized import count_parameters
 from pronghorn.recipe import Recipe, steps_between
 from pronghorn.report.html import write_html
 from pronghorn.report.live import LiveReport
-from pronghorn.report.run_log import RunLog
+from pronghorn.report.run_log import RunLog, SilentLog
 from pronghorn.report.stages import Stages
 from pronghorn.train.answers import RunAnswers
 from pronghorn.train.checkpoint import capture_rng, clean_leftovers, restore_rng
@@ -41,10 +41,11 @@ from pronghorn.train.health import BrokenWeights, Offenders, listed, offending_r
 from pronghorn.train.memory import COMPARED_AFTER, WARM_UP, evaluation_capacity, main_memory, out_of_memory
 from pronghorn.train.optim import lr_scale, set_lr, trainable
 from pronghorn.train.run_folder import RunFolder, set_aside
-from pronghorn.train.saving import Saver, try_first_save
+from pronghorn.train.saving import saver_of, try_first_save
 from pronghorn.train.setup import Session, set_up
 from pronghorn.train.signals import StopRequest
 from pronghorn.train.spikes import GaveUp, LeftOut, Rewind
+from pronghorn.train.world import World
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of what getrusage counts
 FIRST_STEP = "first step"  # a progress of its own
@@ -68,22 +69,23 @@ class RunResult:
 
 
 def train(recipe: Recipe, *, display: Display, stages: Stages | None = None, fresh: bool = False,
-          allow: Collection[str] = (), metric_file: Path | None = None) -> RunResult:
+          allow: Collection[str] = (), metric_file: Path | None = None, world: World | None = None) -> RunResult:
     """Train, or go on where the folder's last checkpoint stands. Raises what the command line turns into an exit code.
-    `allow`: keys of the recipe that may have changed since that checkpoint. `metric_file`: code of the user's, which runs."""
-    stages = stages or Stages()
+    `allow`: keys of the recipe that may have changed since that checkpoint. `metric_file`: code of the user's, which runs.
+    `world`: the ranks that train together; without it, one."""
+    stages, world = stages or Stages(), world or World()
     own = OwnMetric(metric_file) if metric_file is not None else None
     folder = Path(recipe.output)
-    old = set_aside(folder) if fresh else None
+    old = set_aside(folder) if fresh and world.writes else None
     started, session = False, None
     try:
-        with RunFolder(folder):
-            clean_leftovers(folder)
+        with RunFolder(folder) if world.writes else nullcontext():
+            world.on_writer(lambda: clean_leftovers(folder))
             LeftOut.of(folder)  # a log that cannot be read is told now
-            session = _ready(recipe, folder, display, stages, allow)
+            session = _ready(recipe, folder, display, stages, allow, world)
             if old:
                 session.notices.insert(0, f"the previous run was moved to {old}")
-            with RunLog(folder, listeners=(display.handle,)) as log, StopRequest() as stop:
+            with _log_of(world, folder, display) as log, StopRequest() as stop:
                 started = True
                 while True:
                     try:
@@ -96,7 +98,7 @@ def train(recipe: Recipe, *, display: Display, stages: Stages | None = None, fre
                     gc.collect()
                     if torch.cuda.is_available():
                         torch.cuda.empty_cache()  # as in a process that has just begun: the plan looks at what is free
-                    session = _ready(recipe, folder, display, stages, allow)
+                    session = _ready(recipe, folder, display, stages, allow, world)
     finally:
         if session is not None and session.memory is not None:
             session.memory.release()
@@ -104,9 +106,13 @@ def train(recipe: Recipe, *, display: Display, stages: Stages | None = None, fre
             old.rename(folder)
 
 
-def _ready(recipe: Recipe, folder: Path, display: Display, stages: Stages, allow: Collection[str]) -> Session:
+def _log_of(world: World, folder: Path, display: Display) -> RunLog:
+    return RunLog(folder, listeners=(display.handle,)) if world.writes else SilentLog()
+
+
+def _ready(recipe: Recipe, folder: Path, display: Display, stages: Stages, allow: Collection[str], world: World) -> Session:
     with main_memory(recipe, lambda: "before the first step"):
-        return set_up(recipe, folder, report=display.progress, stage=stages, allow=allow,
+        return set_up(recipe, folder, report=display.progress, stage=stages, allow=allow, world=world,
                       before_loading=lambda *found: try_first_save(recipe, folder, *found))
 
 
@@ -126,9 +132,9 @@ class _Run:
         self.session, self.folder, self.log, self.stages, self.display = session, folder, log, stages, display
         self._under_way: deque[_UnderWay] = deque()
         self._mark = 0.0  # when the last step ended
-        self._saver = Saver(session, folder, log, stages)
+        self._saver = saver_of(session, folder, log, stages)
         self._left_out = LeftOut.of(folder)
-        self._page = LiveReport(folder)
+        self._page = LiveReport(folder, writes=session.world.writes)
         self._answers = RunAnswers(session, folder, log, own, display.progress)
         self._seconds: list[float] = []  # of the first steps under the plan
         self._eval_every = steps_between(session.recipe.eval.every, session.data.total_steps)
@@ -138,7 +144,7 @@ class _Run:
         self._log_start()
         with self._saver, self._logged_end() as end, main_memory(self.session.recipe, self._doing):
             with self.stages("evaluate"):
-                self._answers.before_training()
+                self.session.world.on_writer(self._answers.before_training)
             reason, why = self._steps(stop)
             self._save_what_is_not_saved()
             end.update(reason=reason, why=why)
@@ -171,8 +177,9 @@ class _Run:
                     self._saver.snapshot([step.step_batch for step in self._under_way])
                 if len(self._under_way) > session.take_step.depth:
                     self._finish()
-            if stop.signal_number is not None and not last:
-                self._leave_for(stop.signal_number)
+            signal_number = session.world.largest(stop.signal_number or 0)  # one rank's is everybody's
+            if signal_number and not last:
+                self._leave_for(signal_number)
         if verdict:
             return "early stop", verdict
         return "done", ""
@@ -294,7 +301,8 @@ class _Run:
         except GaveUp:
             self._forget_what_is_under_way()
             raise
-        rows = [session.data.train.where(row) for batch in done.step_batch.batches for row in batch.documents]
+        rows = session.world.joined([session.data.train.where(row) for batch in done.step_batch.batches
+                                     for row in batch.documents])
         text = f"step {step}: loss spike: {loss:.4g} exceeds the limit of {done.limit:.4g}; rows of this step: {listed(rows)}"
         if session.spikes.policy == "rewind":
             self._rewind(done, text, step=step, loss=loss, rows=rows)
@@ -321,8 +329,9 @@ class _Run:
     def _offenders(self, step_batch: StepBatch) -> Offenders:
         session = self.session
         session.take_step.release()
-        return offending_rows(session.model, step_batch, session.data.train, session.data.train.where, session.device,
-                              session.autocast, session.objective)
+        found = offending_rows(session.model, step_batch, session.data.train, session.data.train.where, session.device,
+                               session.autocast, session.objective)
+        return Offenders(session.world.joined(found.rows), session.world.joined(found.of))
 
     def _evaluate(self) -> str:
         """Returns the reason to stop, or nothing."""
@@ -332,8 +341,8 @@ class _Run:
         with self.stages("evaluate"):
             result = evaluate(session.model, session.data.evaluation, capacity=evaluation_capacity(recipe),
                               device=session.device, pad_id=session.data.pad_id, autocast=session.autocast,
-                              progress=self.display.progress, objective=session.objective)
-            answered = self._answers.evaluate()
+                              progress=self.display.progress, objective=session.objective, world=session.world)
+            answered = session.world.on_writer(self._answers.evaluate)
         value = result.loss if recipe.eval.best == "loss" else answered["metrics"][recipe.eval.best]
         session.progress = session.progress.after(value, session.step, recipe.eval.stop)
         self.log.write("eval", step=session.step, loss=result.loss, perplexity=result.perplexity, tokens=result.tokens,
@@ -375,6 +384,7 @@ class _Run:
         the host ask for them."""
         engine = engine_of(self.session.model)
         if engine is not None and engine.expert_counts is not None:
+            self.session.world.add_up([engine.expert_counts.counts_LE])
             self.log.write("experts", step=self.session.step, counts=engine.expert_counts.read())
 
     def _log_start(self) -> None:
@@ -436,6 +446,8 @@ class _Run:
 
     def _write_report(self, *, must: bool) -> None:
         """Where the run ends with an error, that is what to tell, and not that the same disk took no report either."""
+        if not self.session.world.writes:
+            return
         try:
             write_html(self.folder)
         except (OSError, PronghornError) as error:

@@ -67,12 +67,58 @@ def bytes_of(folder: Path) -> int:
 
 
 class Saver:
-    """`with Saver(...) as saver`: before the first step. `saved_step`: the last one that is on disk, or on its way."""
+    """`with saver_of(...) as saver`: before the first step. Here, of a rank that does not write: it only keeps count.
+    `saved_step`: the last one that is on disk, or on its way."""
 
-    def __init__(self, session: Session, folder: Path, log: RunLog, stages: Stages) -> None:
-        self._session, self._folder, self._log, self._stages = session, folder, log, stages
+    def __init__(self, session: Session, folder: Path) -> None:
+        self._session, self._folder = session, folder
         self.saved_step = session.resumed_from
         self.checkpoint: Path | None = folder / f"checkpoint-{session.step}" if session.resumed_from else None
+        self.waits = session.recipe.method == "full"  # whether the run has to finish every step it began before it saves
+        self._copied: deque[int] = deque()  # steps that were begun and are not known to be sound yet
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def save(self) -> None:
+        """Of a run that has finished every step it began."""
+        self._saved(self._session.step)
+
+    def snapshot(self, ahead: Sequence[StepBatch]) -> None:
+        """Queues copies of weights and optimizer as they will be after the steps under way (`ahead`), whose updates are queued;
+        the update after them waits for the copies, on the device."""
+        self._copied.append(self._session.step + len(ahead))
+
+    def finished(self, step: int) -> None:
+        """The step is sound: what was copied of it may be written. Tells of what is on disk."""
+        if self._copied and self._copied[0] == step:
+            self._saved(self._copied.popleft())
+
+    def forget_snapshots(self) -> None:
+        """Of steps that changed nothing."""
+        self._copied.clear()
+
+    def wait(self) -> None:
+        """Until everything that was handed over is on disk."""
+
+    def withdraw(self, step: int) -> None:
+        """The weights of this step turned out to be spoilt: a checkpoint of it is nothing to go on from."""
+
+    def _saved(self, step: int) -> None:
+        self.saved_step, self.checkpoint = step, self._folder / f"checkpoint-{step}"
+
+
+def saver_of(session: Session, folder: Path, log: RunLog, stages: Stages) -> Saver:
+    return WritingSaver(session, folder, log, stages) if session.world.writes else Saver(session, folder)
+
+
+class WritingSaver(Saver):
+    def __init__(self, session: Session, folder: Path, log: RunLog, stages: Stages) -> None:
+        super().__init__(session, folder)
+        self._log, self._stages = log, stages
         self._snapshots: deque[Snapshot] = deque()  # of steps that were begun and are not known to be sound yet
         self._writer: CheckpointWriter | None = None  # full fine-tuning saves without one, and waits
         self._adapter: AdapterFiles | None = None
@@ -92,13 +138,7 @@ class Saver:
         if self._writer is not None:
             self._writer.__exit__(*error)
 
-    @property
-    def waits(self) -> bool:
-        """Whether the run has to finish every step it began before it saves."""
-        return self._adapter is None
-
     def save(self) -> None:
-        """Of a run that has finished every step it began."""
         if self._writer is not None:
             self.snapshot(())
             self._hand_over(self._snapshots.popleft())
@@ -116,8 +156,6 @@ class Saver:
         self._tell(session.step, self.checkpoint, bytes_of(self.checkpoint), time.perf_counter() - began)
 
     def snapshot(self, ahead: Sequence[StepBatch]) -> None:
-        """Queues copies of weights and optimizer as they will be after the steps under way (`ahead`), whose updates are queued;
-        the update after them waits for the copies, on the device."""
         assert self._writer is not None
         assert self._adapter is not None
         with self._stages("checkpoint"):
@@ -126,13 +164,11 @@ class Saver:
             self._snapshots.append(snapshot)
 
     def finished(self, step: int) -> None:
-        """The step is sound: what was copied of it may be written. Tells of what is on disk."""
         if self._snapshots and self._snapshots[0].step == step:
             self._hand_over(self._snapshots.popleft())
         self._tell_written()
 
     def forget_snapshots(self) -> None:
-        """Of steps that changed nothing."""
         while self._snapshots and self._writer is not None:
             self._writer.drop(self._snapshots.pop())
 
@@ -141,7 +177,6 @@ class Saver:
             self._tell_written(wait=True)
 
     def withdraw(self, step: int) -> None:
-        """The weights of this step turned out to be spoilt: a checkpoint of it is nothing to go on from."""
         path = self._folder / f"checkpoint-{step}"
         if self.saved_step == step and path.is_dir():
             aside = set_aside_damaged(path)
@@ -155,7 +190,7 @@ class Saver:
             # the loss of the step itself was read after the snapshot
             self._writer.write(snapshot, keep=session.recipe.checkpoint.keep, best_step=session.progress.best_step,
                                values={"losses": session.spikes.losses})
-        self.saved_step, self.checkpoint = snapshot.step, self._folder / f"checkpoint-{snapshot.step}"
+        self._saved(snapshot.step)
 
     def _state(self, ahead: Sequence[StepBatch]) -> TrainState:
         session = self._session

@@ -49,6 +49,7 @@ from pronghorn.train.resume import find_checkpoint, require_allowable
 from pronghorn.train.run_identity import data_key, in_background, require_same_data
 from pronghorn.train.spikes import Spikes, losses_of
 from pronghorn.train.step import StageTimer, Step, autocast, make_step, no_graph
+from pronghorn.train.world import World
 
 Report = Callable[[str, int, int], None]
 FEW_STEPS = 10  # below this, warm-up and schedule hardly act; people usually meant a smaller batch
@@ -99,6 +100,7 @@ class Session:
     keys: dict[str, str]  # of the data
     base: Future[dict[str, Any]]  # of the frozen model
     objective: Objective
+    world: World
     memory: RunMemory | None = None  # the plan that the layers follow
     step: int = 0
     cursor: Cursor = field(default_factory=Cursor)
@@ -122,7 +124,7 @@ class Session:
         scale = self.take_step.scaler.state_dict()
         memory.lower(self.model)
         self.take_step = _step(self.recipe, self.model, self.optimizer, self.device, self.precision, self.notices,
-                               self.objective)
+                               self.objective, self.world)
         if scale:
             self.take_step.scaler.load_state_dict(scale)
 
@@ -201,17 +203,20 @@ def _refuse_adapted_head(recipe: Recipe) -> None:
 
 
 def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer, allow: Collection[str] = (),
-           before_loading: Callable[[ModelFacts, Any], None] = lambda facts, tokenizer: None) -> Session:
+           before_loading: Callable[[ModelFacts, Any], None] = lambda facts, tokenizer: None,
+           world: World | None = None) -> Session:
     """`allow`: keys that may differ from those of the checkpoint (--allow-change). `before_loading`: refuses, perhaps, what
-    facts and tokenizer tell."""
+    facts and tokenizer tell; on the rank that writes. `world`: without one, of one rank."""
     said: list[str] = []
+    world = world or World()
     require_allowable(allow, recipe)
-    with stage("checkpoint"):
+    with stage("checkpoint"), world.writer_first():  # it sets a damaged one aside
         found = find_checkpoint(recipe, run, allow=allow, say=said.append)
     with stage("load"):
         device, precision, facts, tokenizer = look_ahead(recipe)
-        before_loading(facts, tokenizer)
-    data = prepare_data(recipe, tokenizer, report=report, stage=stage)
+        world.on_writer(lambda: before_loading(facts, tokenizer))
+    with world.writer_first():  # it fills the cache of tokens
+        data = prepare_data(recipe, tokenizer, report=report, stage=stage)
     keys, told = data.keys, list[str]()
     if found:
         told += require_same_data(found[1].values, keys, data.train, found[0].name, str(run))
@@ -223,7 +228,8 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer, allo
         report("loading the model", 0, 0)
         model = _build_model(recipe, precision, device, found[0] if found else None, report)
         # Every byte of the weights is read once more (what the hub has is here by now), beside all that follows.
-        base = in_background(lambda: {} if recipe.method == "full" else base_of(recipe.model))
+        # For checkpoints, so the writer alone does it.
+        base = in_background(lambda: base_of(recipe.model) if recipe.method != "full" and world.writes else {})
         require_trainable(model)
         why_own_layers = "the recipe sets layers: own" if recipe.layers == "own" else install(model, fp8=recipe.fp8)
         try:
@@ -245,7 +251,7 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer, allo
             DTYPES[precision], said.append)
     objective = objective_of(recipe)
     objective.prepare(model, data.train, device, lambda: autocast(precision, device))
-    step = _step(recipe, model, optimizer, device, precision, said, objective)
+    step = _step(recipe, model, optimizer, device, precision, said, objective, world)
     values = found[1].values if found else None
     cursor = Cursor(**values["cursor"]) if values else Cursor()
     with stage("pack"):
@@ -254,7 +260,7 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer, allo
                              pin=device.type == "cuda", shapes=shapes, together=objective.together,
                              complete=objective.complete)
     session = Session(recipe, data, tokenizer, model, optimizer, step, loader, device, precision, notices=said,
-                      keys=keys, base=base, objective=objective, memory=memory if planned else None, cursor=cursor,
+                      keys=keys, base=base, objective=objective, world=world, memory=memory if planned else None, cursor=cursor,
                       spikes=Spikes(recipe.health.spike), progress=Progress(recipe.eval.best))
     if found:
         _restore(session, found[1])
@@ -262,9 +268,9 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer, allo
 
 
 def _step(recipe: Recipe, model: Any, optimizer: torch.optim.Optimizer, device: torch.device, precision: Precision,
-          said: list[str], objective: Objective) -> Step:
+          said: list[str], objective: Objective, world: World) -> Step:
     step = make_step(model, optimizer, device=device, precision=precision, clip=recipe.train.clip, graph=recipe.train.graph,
-                     say=said.append, objective=objective)
+                     say=said.append, objective=objective, world=world)
     step.guards_loss = recipe.health.spike != "warn"
     return step
 

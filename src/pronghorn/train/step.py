@@ -22,6 +22,7 @@ from pronghorn.model.load import DTYPES, Precision
 from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.objectives import Objective, Supervised
 from pronghorn.train.optim import trainable
+from pronghorn.train.world import World
 
 StageTimer = Callable[[str], AbstractContextManager[None]]
 SMALLEST_SCALE = 1.0  # fp16: below this, unscaled gradients overflow by themselves
@@ -43,10 +44,10 @@ class Step(ABC):
     updating = False  # the weights are changing: a step that fails now cannot be repeated
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, *, device: torch.device, precision: Precision,
-                 clip: float, objective: Objective | None = None) -> None:
-        """Without an `objective`, it is supervised fine-tuning."""
+                 clip: float, objective: Objective | None = None, world: World | None = None) -> None:
+        """Without an `objective`, it is supervised fine-tuning; without a `world`, of one rank."""
         self.model, self.optimizer, self.device, self.precision, self.clip = model, optimizer, device, precision, clip
-        self.objective = objective or Supervised()
+        self.objective, self.world = objective or Supervised(), world or World()
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         self._parameters = list(trainable(model).values())
         self._holds: list[Callable[[], None]] = []
@@ -131,7 +132,7 @@ class EagerStep(Step):
 
     def _forward_backward(self, step_batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
         self.model.train()
-        total, divisor = torch.zeros((), device=self.device), self.objective.divisor(step_batch)
+        total, divisor = torch.zeros((), device=self.device), self.objective.divisor(step_batch, self.world)
         for host_batch in step_batch.batches:
             batch = host_batch.to(self.device)
             try:
@@ -142,8 +143,10 @@ class EagerStep(Step):
             finally:
                 finish_backward(self.model)
             total += loss.detach()
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        self.world.add_up([total, *gradients])
         self.scaler.unscale_(self.optimizer)
-        return total, torch.nn.utils.get_total_norm(p.grad for p in self._parameters if p.grad is not None)
+        return total, torch.nn.utils.get_total_norm(gradients)
 
     def _lower_scale(self, loss: float) -> StepResult:
         self.scaler.step(self.optimizer)  # does nothing: unscale_ saw the overflow
@@ -155,19 +158,20 @@ class EagerStep(Step):
 
 
 def make_step(model: Any, optimizer: torch.optim.Optimizer, *, device: torch.device, precision: Precision, clip: float,
-              graph: Literal["auto", "on", "off"], say: Callable[[str], None], objective: Objective | None = None) -> Step:
+              graph: Literal["auto", "on", "off"], say: Callable[[str], None], objective: Objective | None = None,
+              world: World | None = None) -> Step:
     """Captured as CUDA graphs where that is possible and not switched off; what stands against it is said."""
     from pronghorn.train.graphed_step import GraphedStep  # it is a Step, and defined above this file
 
     why_not = "train.graph is off" if graph == "off" else why_not_graphed(model, optimizer, device, precision)
     if not why_not and isinstance(optimizer, FusedAdamW):
         return GraphedStep(model, optimizer, device=device, precision=precision, clip=clip, say=say, must=graph == "on",
-                           objective=objective)
+                           objective=objective, world=world)
     if graph == "on":
         raise no_graph(why_not)
     if graph == "auto" and device.type == "cuda":
         say(f"steps run eagerly, without a CUDA graph: {why_not}")
-    return EagerStep(model, optimizer, device=device, precision=precision, clip=clip, objective=objective)
+    return EagerStep(model, optimizer, device=device, precision=precision, clip=clip, objective=objective, world=world)
 
 
 def no_graph(why: str) -> EnvironmentFault:

@@ -22,6 +22,7 @@ from torch import Tensor
 from pronghorn.data.batches import IGNORED, PackedBatch, StepBatch, TokenRows
 from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.token_log_probs import PackedLogProbs, packed_log_probs
+from pronghorn.train.world import World
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -57,9 +58,9 @@ class Objective(ABC):
         total = self.loss(found.log_probs_N, batch)
         return total if found.balance is None else total + found.balance * self.count(batch)
 
-    def divisor(self, step_batch: StepBatch) -> int:
-        """Of the whole step, so that the loss does not depend on how its rows fell into micro-batches."""
-        return sum(int(self.count(batch)) for batch in step_batch.batches)
+    def divisor(self, step_batch: StepBatch, world: World) -> float:
+        """Of the whole step, so that the loss does not depend on how its rows fell into micro-batches and ranks."""
+        return world.total(sum(int(self.count(batch)) for batch in step_batch.batches))[0]
 
 
 def engine_inputs(batch: PackedBatch) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from pronghorn.data.batches import PackedBatch, StepBatch
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.train.objectives.objective import Objective, engine_inputs, own_balance, own_forward
+from pronghorn.train.world import World
 
 
 class Supervised(Objective):
@@ -26,5 +27,5 @@ class Supervised(Objective):
         balance = own_balance(model, output)
         return loss if balance is None else loss + balance * batch.loss_tokens
 
-    def divisor(self, step_batch: StepBatch) -> int:
-        return step_batch.loss_tokens  # as the loader counted them
+    def divisor(self, step_batch: StepBatch, world: World) -> float:
+        return world.total(step_batch.loss_tokens)[0]  # as the loader counted them

@@ -1,0 +1,56 @@
+"""The ranks that train together, as a run sees them. Here: one rank, for which every reduction is what it already has.
+
+Everything that ranks must agree on goes through a `World`: sums of losses, counts and flat gradient buffers, signals to stop,
+what only one rank may do. Rank 0 is the writer: run.jsonl, checkpoints, reports, answers and caches are written by it alone.
+With one rank nothing is copied, sent or waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class World:
+    rank = 0
+    size = 1
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank is the one that writes files."""
+        return self.rank == 0
+
+    # ---- reductions: all ranks call them, in the same order ------------------------------------------------------------
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Each tensor becomes its sum over all ranks, in place: a step's gradients and its loss."""
+
+    def total(self, *numbers: float) -> tuple[float, ...]:
+        """Sums over all ranks of numbers on the host."""
+        return numbers
+
+    def largest(self, number: int) -> int:
+        return number
+
+    def joined(self, rows: list[str]) -> list[str]:
+        """The lists of all ranks, rank by rank."""
+        return rows
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+
+    # ---- what one rank does ----------------------------------------------------------------------------------------------
+
+    def on_writer(self, work: Callable[[], T]) -> T:
+        """The writer does it; every rank gets its result, which is plain JSON, or its error."""
+        return work()
+
+    @contextmanager
+    def writer_first(self) -> Iterator[None]:
+        """All ranks do what follows, the writer before the others: it fills a cache that they find."""
+        yield
