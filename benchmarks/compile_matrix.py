@@ -37,8 +37,6 @@ from pronghorn.bench.meter import machine
 from pronghorn.bench.workloads import MODELS
 from pronghorn.data.batches import PackedBatch
 from pronghorn.kernels.loss import cross_entropy_powers
-from pronghorn.kernels.moe.grouped_parts import dequantize_part
-from pronghorn.kernels.moe.grouped_quantized import QuantizedStack
 from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows, fp8_supported
 from pronghorn.kernels.quant.mxfp4 import mxfp4_dequantize, mxfp4_quantize
 from pronghorn.kernels.quant.nf4 import nf4_dequantize, nf4_quantize
@@ -167,15 +165,12 @@ def take_step(case: Case) -> None:
 
 
 def convert() -> None:
-    """Formats that exports and tools read and write, and what no step of these cases uses (grouped_parts.py; rows in
-    FP8 that are too wide for registers)."""
+    """Formats that exports and tools read and write, and rows in FP8 that are too wide for registers."""
     weight = torch.empty(256, 4096, dtype=torch.bfloat16)
     nf4, mxfp4 = nf4_quantize(weight), mxfp4_quantize(weight[None])
     nf4_dequantize(nf4)
     mxfp4_dequantize(mxfp4)
     nvfp4_dequantize(nvfp4_quantize(weight))
-    for stack in (QuantizedStack.from_nf4(nf4, 1), QuantizedStack.from_mxfp4(mxfp4)):
-        dequantize_part(stack, torch.empty(1, 128, 4096, dtype=torch.bfloat16))
     if fp8_supported("cpu") is None:
         fp8_cast_rows(torch.empty(64, 28672, dtype=torch.bfloat16))
 

@@ -1,6 +1,6 @@
-"""AdamW with clipping over all adapters of a model (LoRA r=16 on every linear layer, fp32), with and without bf16 shadows.
+"""AdamW with clipping over all adapters of a model (LoRA r=16 on every linear layer, fp32).
 
-Bytes a parameter, read or written once: 4 for the norm, 28 for the update, 2 for a shadow.
+Bytes a parameter, read or written once: 4 for the norm, 28 for the update.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODELS = {
 
 
 def cases() -> list[dict[str, Any]]:
-    return [{"T": 0, "model": model, "shadows": shadows} for model in MODELS for shadows in (False, True)]
+    return [{"T": 0, "model": model} for model in MODELS]
 
 
 class _Data:
@@ -36,10 +36,9 @@ class _Data:
         shapes = layer * layers
         self.start = [torch.randn(shape, device=DEVICE) * 0.02 for shape in shapes]
         self.grads = [torch.randn(shape, device=DEVICE) * 1e-4 for shape in shapes]
-        self.shadowed = case["shadows"]
         numbers = sum(tensor.numel() for tensor in self.start)
-        self.name = f"{case['model']} {numbers / 1e6:.1f}M in {len(shapes)}{' + bf16 shadows' if self.shadowed else ''}"
-        self.moved_bytes = numbers * (4 + 28 + (2 if self.shadowed else 0))
+        self.name = f"{case['model']} {numbers / 1e6:.1f}M in {len(shapes)}"
+        self.moved_bytes = numbers * (4 + 28)
 
     def leaves(self, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
         leaves = [torch.nn.Parameter(tensor.to(dtype, copy=True)) for tensor in self.start]
@@ -47,15 +46,11 @@ class _Data:
             leaf.grad = grad.to(dtype, copy=True)
         return leaves
 
-    def shadows(self, leaves: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-        return [leaf.detach().to(torch.bfloat16, copy=True) for leaf in leaves] if self.shadowed else []
-
 
 def _ours(data: _Data, *, as_optimizer: bool = False) -> Any:
     """The raw step with its table built, as a captured graph has it; or the optimizer, which looks up every tensor."""
     leaves = data.leaves()
-    shadows = [op.Shadow(tensor) for tensor in data.shadows(leaves)]
-    optimizer = FusedAdamW(leaves, lr=1e-3, clip_norm=CLIP, shadows=dict(zip(leaves, shadows, strict=False)))
+    optimizer = FusedAdamW(leaves, lr=1e-3, clip_norm=CLIP)
     tensors = optimizer._gather()
     assert tensors is not None
 
@@ -64,22 +59,19 @@ def _ours(data: _Data, *, as_optimizer: bool = False) -> Any:
             optimizer.step()
         else:
             op.adamw_step(tensors, lr=1e-3, clip_norm=CLIP)
-        return [*(leaf.detach() for leaf in leaves), *(shadow.tensor for shadow in shadows)]
+        return [leaf.detach() for leaf in leaves]
 
     return call
 
 
 def _torch(data: _Data, dtype: torch.dtype = torch.float32, **options: bool) -> Any:
     leaves = data.leaves(dtype)
-    shadows = data.shadows(leaves)
     optimizer = torch.optim.AdamW(leaves, lr=1e-3, **options)
 
     def call() -> list[torch.Tensor]:
         torch.nn.utils.clip_grad_norm_(leaves, CLIP)
         optimizer.step()
-        if shadows:
-            torch._foreach_copy_(shadows, [leaf.detach() for leaf in leaves])
-        return [*(leaf.detach() for leaf in leaves), *shadows]
+        return [leaf.detach() for leaf in leaves]
 
     return call
 

@@ -1,5 +1,5 @@
-"""Grouped products with experts in 4 and 8 bits: dequantized inside, in four parts, and, for comparison, the whole stack first
-(which takes the memory that 4 bits save)."""
+"""Grouped products with experts in 4 and 8 bits: dequantized inside, and, for comparison, the whole stack first (which
+takes the memory that 4 bits save)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,6 @@ from benchmarks.moe_sizes import layer_of, moe_cases
 from benchmarks.ops import Line, compare, replaced
 from pronghorn.kernels.moe import grouped_quantized as op
 from pronghorn.kernels.moe.grouped_gemm import grouped_linear_backward_input, grouped_linear_forward
-from pronghorn.kernels.moe.grouped_parts import (
-    backward_parts,
-    forward_parts,
-    grouped_parts_backward,
-    grouped_parts_forward,
-    scratch_values,
-)
 from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows
 from pronghorn.kernels.quant.mxfp4 import MXFP4Tensor, mxfp4_dequantize, mxfp4_quantize
 from pronghorn.kernels.quant.nf4 import nf4_dequantize, nf4_quantize
@@ -35,8 +28,6 @@ class _Data:
         width, outputs = (layer.D, 2 * layer.F) if case["product"] == "gate_up" else (layer.F, layer.D)
         weight = layer.random(layer.E, outputs, width, scale=width**-0.5)
         self.stack = self._stack(weight, case["format"])
-        self.group = op.QuantizedExpertGroup(self.stack)
-        self.scratch = torch.empty(scratch_values(self.group, 4), device=weight.device, dtype=torch.bfloat16)
         self.offsets = layer.routing.offsets_E1
         self.forward: bool = case["pass"] == "forward"
         self.rows = layer.random(layer.rows, width if self.forward else outputs)
@@ -63,14 +54,6 @@ class _Data:
             return mxfp4_dequantize(MXFP4Tensor(self.stack.values, self.stack.scales))
         return self.stack.dequantized_reference(torch.bfloat16)
 
-    def joined(self) -> torch.Tensor:
-        call = grouped_parts_forward if self.forward else grouped_parts_backward
-        return call(self.group, self.rows, self.offsets, self.scratch)
-
-    def parts(self) -> list[torch.Tensor]:
-        call = forward_parts if self.forward else backward_parts
-        return [part for _, part in call(self.group, self.rows, self.offsets, self.scratch)]
-
     def whole(self) -> torch.Tensor:
         call = grouped_linear_forward if self.forward else grouped_linear_backward_input
         return call(self.rows, self._dense(), self.offsets)
@@ -79,12 +62,8 @@ class _Data:
 def run(case: dict[str, Any]) -> list[Line]:
     data = _Data(case)
     truth = data.whole()
-    calls: dict[str, Any] = {"ours": data.ours, "parts, joined": data.joined, "whole stack first": data.whole}
-    lines = compare("grouped_quantized", data.name, calls, lambda: truth, flops=data.flops)
-    cut = [truth[:, place] for place, _ in (forward_parts if data.forward else backward_parts)(
-        data.group, data.rows, data.offsets, data.scratch)]  # fmt: skip
-    calls = {"parts": data.parts}
-    return lines + compare("grouped_quantized", data.name, calls, lambda: cut, flops=data.flops)
+    calls: dict[str, Any] = {"ours": data.ours, "whole stack first": data.whole}
+    return compare("grouped_quantized", data.name, calls, lambda: truth, flops=data.flops)
 
 
 def sweep(case: dict[str, Any]) -> list[Line]:

@@ -54,7 +54,7 @@ def _make(case: dict[str, Any]) -> tuple[list[torch.Tensor], list[Adapter], torc
 
 def _buffers(group: LoraGroup, x: torch.Tensor, dy: torch.Tensor) -> tuple[LoraGroup, torch.Tensor, torch.Tensor]:
     """(group, x_ext, dy_ext), extra columns filled"""
-    x_ext = group.widen(x)
+    x_ext = torch.nn.functional.pad(x, (0, group.R))
     dy_ext = torch.empty(len(x), group.grad_width, dtype=x.dtype, device=DEVICE)
     dy_ext[:, : group.O] = dy
     group.extend(x_ext)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from launches import BF16, FP32, moved_to, near
 
-from pronghorn.kernels.optim.adamw import AdamWTensors, Shadow, adamw_step
+from pronghorn.kernels.optim.adamw import AdamWTensors, adamw_step
 from pronghorn.kernels.optim.adamw8bit import AdamW8bitTensors, blocks_of
 from pronghorn.kernels.runtime.host_memory import device_shift
 
 
 def check_adamw(device: str) -> None:
-    """Three kinds of dtypes, so three launches; shadows in a wider buffer, transposed and off any boundary; a bad gradient.
+    """Three kinds of dtypes, so three launches; a bad gradient.
 
     Two steps against the plain form, and a third, not finite, that must change nothing.
     """
@@ -24,10 +24,7 @@ def check_adamw(device: str) -> None:
         grads = [torch.empty(p.shape, dtype=dtype).to(where) for p, dtype in zip(params, grad_dtypes, strict=True)]
         moments = [[torch.zeros(p.shape, dtype=p.dtype).to(where) for p in params] for _ in range(2)]
         steps = [torch.zeros(()).to(where) for _ in params]
-        wide = torch.full((33, 200), 7.0, dtype=BF16).to(where)
-        turned = torch.zeros(64, 40, dtype=BF16).to(where)
-        shadows = [Shadow(wide[:, 3:132], 0.5), Shadow(turned, 2.0, transposed=True), None, None, None]
-        tensors = AdamWTensors(moved, grads, *moments, steps, weight_decays=[0.1, 0.0, 0.1, 0.0, 0.1], shadows=shadows)
+        tensors = AdamWTensors(moved, grads, *moments, steps, weight_decays=[0.1, 0.0, 0.1, 0.0, 0.1])
         tensors.on_device = not plain
         kept = []
         for step in range(3):
@@ -38,8 +35,8 @@ def check_adamw(device: str) -> None:
                 grads[2][7] = float("inf")
             norm = adamw_step(tensors, lr=0.01, clip_norm=1.0)
             if step == 1:
-                kept = [x.cpu().clone() for x in (*moved, *moments[0], *moments[1], wide, turned, *steps, norm)]
-        after = [x.cpu() for x in (*moved, *moments[0], *moments[1], wide, turned, *steps)]
+                kept = [x.cpu().clone() for x in (*moved, *moments[0], *moments[1], *steps, norm)]
+        after = [x.cpu() for x in (*moved, *moments[0], *moments[1], *steps)]
         same = [torch.equal(a, b) for a, b in zip(after, kept, strict=False)]
         assert all(same), "a gradient that is not finite changed something"
         assert int(tensors.skipped) == 1
@@ -49,8 +46,8 @@ def check_adamw(device: str) -> None:
 
 
 def check_adamw8bit(device: str) -> None:
-    """Part of a block, a program and a bit, several programs; one tensor with moments of 32 bits; a transposed shadow; moments
-    in host memory, where there is a GPU. Two steps, and a third, not finite, that must change nothing."""
+    """Part of a block, a program and a bit, several programs; one tensor with moments of 32 bits; moments in
+    host memory, where there is a GPU. Two steps, and a third, not finite, that must change nothing."""
     shapes, small = [(257,), (33, 129), (40, 64), (5,)], 3
     params = [torch.randn(shape) for shape in shapes]
     results = []
@@ -62,10 +59,9 @@ def check_adamw8bit(device: str) -> None:
                    for _ in range(2)]
         zeros = [[torch.zeros(blocks_of(p.numel())).to(where) for p in params] for _ in range(2)]
         absmaxes = [None if i == small else (zeros[0][i], zeros[1][i]) for i in range(len(params))]
-        steps, turned = [torch.zeros(()).to(where) for _ in params], torch.zeros(64, 40, dtype=BF16).to(where)
+        steps = [torch.zeros(()).to(where) for _ in params]
         tensors = AdamW8bitTensors(
             params_there, grads, *moments, steps, absmaxes=absmaxes, weight_decays=[0.1] * 4,
-            shadows=[None, None, Shadow(turned, 2.0, transposed=True), None],
             host_shift=device_shift(moments[0][0], torch.device(where)))
         tensors.on_device = not plain
         flat = [one for absmax in absmaxes for one in absmax or ()]
@@ -77,7 +73,7 @@ def check_adamw8bit(device: str) -> None:
             if step == 2:
                 grads[1][7, 3] = float("inf")
             adamw_step(tensors, lr=0.01, clip_norm=1.0)
-            now = [x.cpu().clone() for x in (*params_there, *flat, *steps, turned)]
+            now = [x.cpu().clone() for x in (*params_there, *flat, *steps)]
             if where == "cuda":
                 torch.cuda.synchronize()  # the host reads moments
             now += [x.clone() for column in moments for x in column]

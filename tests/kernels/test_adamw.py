@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.kernels.optim.adamw import CONFIG, AdamWTensors, Shadow, adamw_step
+from pronghorn.kernels.optim.adamw import CONFIG, AdamWTensors, adamw_step
 from pronghorn.train.fused_adamw import FusedAdamW
 from tables import table
 
@@ -169,36 +169,6 @@ def test_the_norm_is_that_before_clipping(device: str) -> None:
     assert float(truth) > 10
 
 
-@table("dtype", [torch.bfloat16, torch.float16])
-def test_shadows_follow_their_parameters(device: str, dtype: torch.dtype) -> None:
-    params = parameters(device, shapes=[(16, 640), (640, 16), (33, 129), (5, 24), (70,), (8, 8)])
-    wide = torch.full((16, 704), 7.0, dtype=dtype, device=device)
-    odd = torch.full((33, 200), 7.0, dtype=dtype, device=device)
-    shadows: dict[torch.Tensor, Shadow] = {
-        params[0]: Shadow(wide[:, 64:]),  # columns of a wider buffer
-        params[1]: Shadow(torch.zeros(16, 640, dtype=dtype, device=device), factor=2.0, transposed=True),
-        params[2]: Shadow(odd[:, 3:132], factor=0.5),  # rows and start off any boundary
-        params[3]: Shadow(torch.zeros(24, 5, dtype=dtype, device=device), transposed=True),
-        params[4]: Shadow(torch.zeros(1, 70, dtype=dtype, device=device)),
-    }
-    run_ours(params, 3, 1.0, shadows=shadows)
-    for param, shadow in shadows.items():
-        matrix = param.detach().reshape(-1, param.shape[-1]) * shadow.factor
-        assert torch.equal(shadow.tensor, (matrix.t() if shadow.transposed else matrix).to(dtype)), tuple(param.shape)
-    assert (wide[:, :64] == 7).all()
-    assert (odd[:, :3] == 7).all()
-    assert (odd[:, 132:] == 7).all()
-
-
-def test_shadows_can_be_written_at_once(device: str) -> None:
-    params = parameters(device, shapes=[(6, 10)])
-    shadow = Shadow(torch.zeros(10, 6, dtype=torch.bfloat16, device=device), factor=4.0, transposed=True)
-    zeros = [[torch.zeros_like(p) for p in params] for _ in range(3)]
-    steps = [torch.zeros((), device=device)]
-    AdamWTensors(params, *zeros, steps, weight_decays=[0.0], shadows=[shadow]).refresh_shadows()
-    assert torch.equal(shadow.tensor, (params[0].detach().t() * 4).to(torch.bfloat16))
-
-
 def test_unaligned_tensors(device: str) -> None:
     """Views that start off a 16-byte boundary take element loads and give the same result."""
     flat = torch.randn(4, 1 + CONFIG[0] * 2 + 5, device=device)
@@ -270,8 +240,6 @@ def test_wrong_tensors_are_told(device: str) -> None:
     param, step = torch.randn(4, 6, device=device), torch.zeros((), device=device)
     with pytest.raises(ValueError, match="contiguous"):
         AdamWTensors([param], [torch.randn(6, 4, device=device).t()], [param], [param], [step], weight_decays=[0.0])
-    with pytest.raises(ValueError, match="shadow"):
-        AdamWTensors([param], [param], [param], [param], [step], weight_decays=[0.0], shadows=[Shadow(torch.zeros(6, 4))])
     with pytest.raises(ValueError, match="one tensor of each kind"):
         AdamWTensors([param], [param], [param], [param], [step], weight_decays=[])
     optimizer = FusedAdamW([{"params": [torch.nn.Parameter(param)], "eps": 1e-6}, {"params": parameters(device)}])

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pronghorn.kernels.moe.grouped_gemm import grouped_linear_backward_bias
+from pronghorn.kernels.moe.grouped_gemm import grouped_linear_backward_bias, grouped_linear_backward_weight
 from pronghorn.kernels.moe.grouped_lora import ExpertAdapter, ExpertGroup
-from pronghorn.kernels.moe.moe_combine import bias_weight_grad, combine
+from pronghorn.kernels.moe.moe_combine import combine
 from pronghorn.kernels.moe.moe_gated import ExpertActivation, expert_gated_backward, expert_gated_forward
 from pronghorn.kernels.moe.moe_gather import gather_rows
 from pronghorn.kernels.moe.routing import route_backward, route_reference, routing_forward
@@ -59,12 +59,12 @@ def our_layer(x: Tensor, dout: Tensor, parts: dict[str, Tensor], family: str) ->
     second.adapters.add_grads(dy, dy_ext[:, D:], wa, (aa * w_S1).to(x.dtype), offsets)
     first.adapters.add_grads(dgu, first.extend_grad(dgu_ext, offsets), x_ext[:, :D], x_ext[:, D:], offsets)
     if bias2 is not None:
-        dweights += bias_weight_grad(dout, bias2, routing.ids_TK)
+        dweights += (dout @ bias2.T).gather(1, routing.ids_TK.long())
     dlogits = route_backward(dweights, logits, routing.weights_TK, routing.ids_TK, normalise=normalise)
     dx = combine(first.backward_input(dgu_ext, offsets), routing.inverse_TK, add_TD=dlogits @ parts["router"])
 
-    grads = {"router": dlogits.T @ x, "gate_up": first.backward_weight(dgu, x_ext[:, :D], offsets),
-             "down": second.backward_weight(dy, wa, offsets)}  # fmt: skip
+    grads = {"router": dlogits.T @ x, "gate_up": grouped_linear_backward_weight(dgu, x_ext[:, :D], offsets),
+             "down": grouped_linear_backward_weight(dy, wa, offsets)}  # fmt: skip
     for name, group in (("gate_up", first), ("down", second)):
         assert group.adapters is not None
         grads[f"A {name}"], grads[f"B {name}"] = group.adapters.grads()

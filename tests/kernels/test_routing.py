@@ -8,7 +8,6 @@ import torch
 
 from pronghorn.kernels.moe.routing import (
     Sigmoid,
-    route,
     route_backward,
     route_forward,
     route_reference,
@@ -88,10 +87,6 @@ def test_gradients_of_sigmoids_are_as_good_as_plain_torch(
     for name, ours, true, theirs in zip(("weights", "dlogits"), (weights, dlogits), *results, strict=True):
         judge(ours, theirs, true, name)
     assert out[:, E:].isnan().all()
-    leaf = logits.detach().float().requires_grad_()
-    again = route(leaf, K, **options).weights_TK
-    (through,) = torch.autograd.grad(again, leaf, grad)
-    torch.testing.assert_close(through, dlogits.float(), rtol=1e-2, atol=1e-3)
 
 
 @table(("shape", "normalise"), [(shape, normalise) for shape in SHAPES for normalise in (True, False)])
@@ -130,15 +125,6 @@ def test_gradients_are_as_good_as_plain_torch(
     for name, ours, true, theirs in zip(("weights", "dlogits"), (weights, dlogits), *results, strict=True):
         judge(ours, theirs, true, name)
     assert out[:, E:].isnan().all()
-
-
-def test_autograd_goes_through_the_weights(device: str) -> None:
-    logits = torch.randn(9, 6, device=device, requires_grad=True)
-    routing = route(logits, 2, normalise=False)
-    (ours,) = torch.autograd.grad(routing.weights_TK.square().sum(), logits)
-    weights, _ = route_reference(logits, 2, normalise=False)
-    (theirs,) = torch.autograd.grad(weights.square().sum(), logits)
-    torch.testing.assert_close(ours, theirs)
 
 
 SIZES = [(1, 1, 1), (50, 8, 2), (129, 3, 1), (64, 60, 4)]

@@ -8,13 +8,13 @@ that should be 1.2 s and 0.3 s a step (predicted), which only a step of many tok
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from pronghorn.kernels.optim.adamw import AdamWTensors, Shadow, adamw_step
+from pronghorn.kernels.optim.adamw import AdamWTensors, adamw_step
 from pronghorn.kernels.optim.adamw8bit import SMALL, AdamW8bitTensors, blocks_of
 from pronghorn.kernels.runtime.host_memory import device_shift
 from pronghorn.memory.pinned import pin, unpin
@@ -43,7 +43,6 @@ class FusedAdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
         *,
         clip_norm: float | None = None,
-        shadows: Mapping[torch.Tensor, Shadow] | None = None,
         eight_bit: bool = False,
         paged: bool = False,
     ) -> None:
@@ -54,7 +53,6 @@ class FusedAdamW(torch.optim.Optimizer):
         self._host_shift = 0
         self.grad_norm: torch.Tensor | None = None
         self.watched_loss: torch.Tensor | None = None
-        self._shadows = dict(shadows or {})
         self._tensors: AdamWTensors | None = None
         self._addresses: list[int] = []
         self._lr_G: torch.Tensor | None = None
@@ -157,7 +155,6 @@ class FusedAdamW(torch.optim.Optimizer):
         if self._tensors is None or addresses != self._addresses or decays != self._tensors.weight_decays:
             settings: dict[str, Any] = {
                 "weight_decays": decays, "lr_groups": [number for _, number, _ in members],
-                "shadows": [self._shadows.get(param) for param, _, _ in members],
                 "host_shift": self._host_shift if self.paged else None,
             }  # fmt: skip
             self._tensors = (AdamW8bitTensors(*columns, absmaxes=absmaxes, **settings) if self.eight_bit

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -245,14 +245,6 @@ class LoraGroup(AdapterGroup):
             mm(dy_ext[:, : self.O], self.M[: self.O, self.D :], out=dyb_TR)
         return dyb_TR
 
-    def widen(self, x_TD: Tensor) -> Tensor:
-        """x_ext made from x with a copy, for callers whose x is not in such a buffer. Columns not filled yet."""
-        if not self.R:
-            return x_TD
-        x_ext = torch.empty(x_TD.shape[0], self.input_width, dtype=x_TD.dtype, device=x_TD.device)
-        x_ext[:, : self.D] = x_TD
-        return x_ext
-
     def forward(
         self, x_ext: Tensor, *, bias_O: Tensor | None = None, out: Tensor | None = None, extended: bool = False
     ) -> Tensor:
@@ -279,49 +271,3 @@ class LoraGroup(AdapterGroup):
         if not need_dx:
             return None, grads
         return mm(dy_ext, self.M[:, : self.D], out=out), grads
-
-
-def lora_linear_forward(
-    x_TD: Tensor, weight_OD: Tensor, A_RD: Tensor, B_OR: Tensor, scale: float, bias_O: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(y_TO, xa_TR) of one linear and its adapter, as a second product onto the first: for odd uses."""
-    xa_TR = x_TD @ A_RD.to(x_TD.dtype).T
-    y_TO = x_TD @ weight_OD.T if bias_O is None else torch.addmm(bias_O, x_TD, weight_OD.T)
-    return y_TO.addmm_(xa_TR, B_OR.to(x_TD.dtype).T, alpha=scale), xa_TR
-
-
-def lora_linear_backward(
-    dy_TO: Tensor, x_TD: Tensor, xa_TR: Tensor, weight_OD: Tensor, A_RD: Tensor, B_OR: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx_TD, dA_RD, dB_OR)"""
-    dyb_TR = (dy_TO @ B_OR.to(dy_TO.dtype)).mul_(scale)
-    dx_TD = (dy_TO @ weight_OD).addmm_(dyb_TR, A_RD.to(dy_TO.dtype))
-    dA_RD = mm(dyb_TR.T, x_TD, A_RD.dtype)
-    return dx_TD, dA_RD, mm(dy_TO.T, xa_TR, B_OR.dtype).mul_(scale)
-
-
-class _LoraLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_TD: Tensor, weight_OD: Tensor, A_RD: Tensor, B_OR: Tensor, scale: float, bias_O: Tensor | None
-    ) -> Tensor:
-        y_TO, xa_TR = lora_linear_forward(x_TD, weight_OD, A_RD, B_OR, scale, bias_O)
-        ctx.save_for_backward(x_TD, xa_TR, weight_OD, A_RD, B_OR)
-        ctx.scale = scale
-        return y_TO
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        dy_TO = grad_outputs[0]
-        x_TD, xa_TR, weight_OD, A_RD, B_OR = ctx.saved_tensors
-        dx_TD, dA_RD, dB_OR = lora_linear_backward(dy_TO, x_TD, xa_TR, weight_OD, A_RD, B_OR, ctx.scale)
-        dbias = dy_TO.sum(0) if ctx.needs_input_grad[5] else None
-        return dx_TD, None, dA_RD, dB_OR, None, dbias
-
-
-def lora_linear(
-    x: Tensor, weight_OD: Tensor, A_RD: Tensor, B_OR: Tensor, scale: float, bias_O: Tensor | None = None
-) -> Tensor:
-    """One frozen linear with its adapter: gradients for x, A, B and the bias."""
-    flat: Tensor = _LoraLinear.apply(x.flatten(0, -2), weight_OD.detach(), A_RD, B_OR, scale, bias_O)  # type: ignore[no-untyped-call]
-    return flat.view(*x.shape[:-1], weight_OD.shape[0])

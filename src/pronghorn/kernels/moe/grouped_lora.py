@@ -197,7 +197,3 @@ class ExpertGroup(AdaptedExperts):
     def backward_input(self, dy_ext: Tensor, offsets_E1: Tensor) -> Tensor:
         """dx_SD. After `extend_grad`."""
         return grouped_linear_backward_input(dy_ext, self.M[:, :, : self.D], offsets_E1)
-
-    def backward_weight(self, dy_SO: Tensor, x_SD: Tensor, offsets_E1: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """dW_EOD of a stack that is trained itself."""
-        return grouped_linear_backward_weight(dy_SO, x_SD, offsets_E1, dtype=dtype)

@@ -26,7 +26,6 @@ from pronghorn.kernels.moe.grouped_gemm import (
     expert_tile,
     grouped_linear_backward_input,
     grouped_linear_forward,
-    grouped_linear_reference,
     precision_of,
 )
 from pronghorn.kernels.moe.grouped_lora import RANK_MULTIPLE, AdaptedBesideExperts, ExpertAdapter
@@ -76,10 +75,6 @@ class QuantizedStack:
         return (self.values.float() * self.scales[..., None]).to(dtype)
 
 
-def grouped_quantized_reference(x_SD: Tensor, stack: QuantizedStack, offsets_E1: Tensor) -> Tensor:
-    return grouped_linear_reference(x_SD, stack.dequantized_reference(x_SD.dtype), offsets_E1)
-
-
 class Tile(NamedTuple):
     """Rows of x, and outputs, of a program; what it sums at a time in backward (in forward: DEPTH), warps, loads in flight."""
 
@@ -107,10 +102,9 @@ def _tile(S: int, E: int, dtype: torch.dtype, chip: Chip) -> Tile:
 def _weights(
     values: tl.tensor, scales: tl.tensor, nested_absmax: tl.tensor, nested_code: tl.tensor, offset: tl.tensor, code: tl.tensor,
     row: tl.tensor, first: tl.tensor, D: tl.tensor, ROWS: tl.constexpr, FORMAT: tl.constexpr, NESTED: tl.constexpr,
-    SHUFFLE: tl.constexpr, SCALED: tl.constexpr,
+    SHUFFLE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Rows [ROWS] (int64, of all experts together) and columns first to first + 64 of W, fp32; FP8 without its scale unless
-    SCALED."""
+    """Rows [ROWS] (int64, of all experts together) and columns first to first + 64 of W, fp32; FP8 without its scale."""
     if FORMAT == "nf4":
         block = row * (D // 64) + first // 64
         scale = tl.load(scales + block)
@@ -131,8 +125,6 @@ def _weights(
         result = tl.reshape(levels * power[:, :, None], (ROWS, 64))
     else:
         result = tl.load(values + row[:, None] * D + first + tl.arange(0, 64)[None, :]).to(tl.float32)
-        if SCALED:
-            result *= tl.load(scales + row)[:, None]
     return result
 
 
@@ -156,7 +148,7 @@ def _forward_kernel(
     for d in range(0, D, 64):
         a = tl.load(x + (d + inner)[None, :])
         w = _weights(values, scales, nested_absmax, nested_code, offset, code, weight_row, d, D, COLUMNS, FORMAT, NESTED,
-                     SHUFFLE, False)  # fmt: skip
+                     SHUFFLE)  # fmt: skip
         sums = add_dot(sums, w.to(a.dtype), tl.trans(a), PRECISION)
     if FORMAT == "fp8":
         sums *= tl.load(scales + weight_row)[:, None]
@@ -196,7 +188,7 @@ def _backward_kernel(
         # Rows of W and blocks of 64 in them as one list of "rows" of 64.
         piece = tl.reshape(weight_row[:, None] * blocks + block[None, :], (INNER * BLOCKS,))
         w = _weights(values, scales, nested_absmax, nested_code, offset, code, piece, 0, 64, INNER * BLOCKS, FORMAT, NESTED,
-                     SHUFFLE, False)  # fmt: skip
+                     SHUFFLE)  # fmt: skip
         w = tl.reshape(w, (INNER, COLUMNS))
         if FORMAT == "fp8":
             w *= tl.load(scales + weight_row)[:, None]

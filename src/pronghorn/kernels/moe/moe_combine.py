@@ -7,8 +7,7 @@ T = tokens, D = width, K = experts a token, S = T * K rows sorted by expert, E =
 
 `add` is the residual, a shared expert's output, or another gradient. The sum is fp32 and rounded once. The gradient of y goes
 to the experts unweighted, by `gather_rows(dout)`: the activation's backward (moe_gated.py) finds the routing weights' gradient
-on its way, so y need not be kept. Only the bias' share of it is missing there, and made by `bias_weight_grad`.
-Bound by memory: S + 2 T rows.
+on its way, so y need not be saved; the layer adds the bias' share of it. Bound by memory: S + 2 T rows.
 """
 
 from __future__ import annotations
@@ -79,9 +78,3 @@ def combine(
         ADD=add_TD is not None, num_warps=4, maxnreg=None if chip_of(y_SD.device) == HOPPER else REGISTERS,
     )  # fmt: skip
     return out_TD
-
-
-def bias_weight_grad(dout_TD: Tensor, bias_ED: Tensor, ids_TK: Tensor) -> Tensor:
-    """What the bias adds to the routing weights' gradient, [T, K]: dout_t . bias of each of the token's experts. All E are
-    multiplied and K taken: less work than fetching biases."""
-    return torch.mm(dout_TD, bias_ED.to(dout_TD.dtype).T).float().gather(1, ids_TK.long())

@@ -24,11 +24,9 @@ are seen downstream and nothing reads out of bounds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
 
@@ -365,26 +363,4 @@ def routing_forward(logits_TE: Tensor, K: int, *, normalise: bool, scale: float 
                     ) -> Routing:
     """All a layer needs. Its backward is `route_backward(dweights, logits, routing.weights_TK, routing.ids_TK, ...)`."""
     weights_TK, ids_TK = route_forward(logits_TE, K, normalise=normalise, scale=scale, sigmoid=sigmoid)
-    return Routing(ids_TK, weights_TK, *sort_by_expert(ids_TK, logits_TE.shape[1]))
-
-
-class _Route(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, K: int, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        weights_TK, ids_TK = route_forward(logits_TE, K, **options)
-        ctx.save_for_backward(logits_TE, weights_TK, ids_TK)
-        ctx.options = options
-        ctx.mark_non_differentiable(ids_TK)
-        return weights_TK, ids_TK
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return route_backward(grad_outputs[0], *ctx.saved_tensors, **ctx.options), None, None
-
-
-def route(logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0, sigmoid: Sigmoid | None = None) -> Routing:
-    """The routing, with weights that carry a gradient to the logits."""
-    options = {"normalise": normalise, "scale": scale, "sigmoid": sigmoid}
-    weights_TK, ids_TK = _Route.apply(logits_TE, K, options)  # type: ignore[no-untyped-call]
     return Routing(ids_TK, weights_TK, *sort_by_expert(ids_TK, logits_TE.shape[1]))

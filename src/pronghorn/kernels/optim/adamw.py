@@ -1,9 +1,8 @@
-"""AdamW over any number of tensors in three launches, with gradient clipping and refreshed low-precision copies inside.
+"""AdamW over any number of tensors in three launches, with gradient clipping inside.
 
     norm   = sqrt(sum of g² over all tensors)        clip = min(1, clip_norm / (norm + 1e-6))     as clip_grad_norm_ has it
     m      = m + (1 - beta1) * (clip * g - m)        v = beta2 * v + (1 - beta2) * (clip * g)²    t = t + 1
     p      = p * (1 - lr * weight_decay) - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-    shadow = factor * p                              a copy in another dtype, perhaps row-strided or transposed
 
 The launches: sums of squares of blocks of gradient; one program that adds them up, advances the step counters and works
 out each tensor's factors; the update. They are three because each needs all of the one before, and a barrier over a whole
@@ -16,22 +15,21 @@ reads the loss a step later, finds the weights of the last sound step. Sums have
 Everything is computed in fp32 (the bias corrections in fp64) and rounded once.
 Moments may lie in pinned host memory (host_memory.py): the update reads and writes them over the link, so nothing is copied
 and nothing but their addresses differs. 8 bytes a parameter go each way; adamw8bit.py makes them 2.
-Bound by memory: 4 bytes a parameter for the norm, 28 for the update and 2 for a bf16 shadow, with fp32 tensors.
+Bound by memory: 4 bytes a parameter for the norm, 28 for the update, with fp32 tensors.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from pronghorn.kernels.runtime.dispatch import jit, tl, use_triton
 
-# Elements a program of the update, warps. 4 elements a thread: one 16-byte load of each of four streams, 48 registers with
-# a shadow, so five programs fit a multiprocessor and have 80 KB under way. 8 elements take 86 registers (two programs), 16
+# Elements a program of the update, warps. 4 elements a thread: one 16-byte load of each of four streams, 48 registers
+# at most, so five programs fit a multiprocessor and have 80 KB under way. 8 elements take 86 registers (two programs), 16
 # take 153 (one). `python -m benchmarks.ops --sweep adamw`.
 CONFIGS = [(1024, 8), (512, 4), (1024, 4), (2048, 8), (2048, 4)]
 CONFIG = CONFIGS[0]
@@ -40,22 +38,12 @@ SUMS_BLOCK, SUMS_WARPS = 8192, 8
 # The one program between takes 16 partial sums a thread at once: 5,000 (42 M parameters) are one trip, not five.
 PARTIALS_AT_ONCE, TENSORS_AT_ONCE, FACTORS_WARPS = 8192, 1024, 16
 
-# Columns of the table: five addresses, then what the shadow needs, then which learning rate.
-FIELDS = tl.constexpr(11)
-AT_PARAM, AT_GRAD, AT_EXP_AVG, AT_EXP_AVG_SQ, AT_STEP, AT_SHADOW = (tl.constexpr(column) for column in range(6))
-AT_NUMEL, AT_COLUMNS, AT_SHADOW_STRIDE, AT_TRANSPOSED, AT_LR = (tl.constexpr(column) for column in range(6, 11))
+# Columns of the table: five addresses, the number of elements, which learning rate.
+FIELDS = tl.constexpr(7)
+AT_PARAM, AT_GRAD, AT_EXP_AVG, AT_EXP_AVG_SQ, AT_STEP, AT_NUMEL, AT_LR = (tl.constexpr(column) for column in range(7))
 AT_NORM, AT_CLIP, AT_FINITE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # in the result
 CLIP_EPS = 1e-6  # what clip_grad_norm_ adds to the norm
 _CLIP_EPS = tl.constexpr(CLIP_EPS)
-
-
-@dataclass(frozen=True)
-class Shadow:
-    """A copy of a parameter, times factor, that the update keeps fresh: may be transposed, or part of a wider buffer."""
-
-    tensor: torch.Tensor
-    factor: float = 1.0
-    transposed: bool = False
 
 
 class Part(NamedTuple):
@@ -67,16 +55,14 @@ class Part(NamedTuple):
     param: torch.dtype
     grad: torch.dtype
     moment: torch.dtype
-    shadow: torch.dtype | None
     block: int  # elements a program of the update
     warps: int
     aligned: bool  # every address is a multiple of 16 bytes
-    shadow_aligned: bool  # the shadows', too, and the rows of those not transposed are whole vectors of 8
 
     def options(self) -> dict[str, Any]:
         """What every update kernel is compiled for."""
-        return {"PARAM": triton_type(self.param), "GRAD": triton_type(self.grad), "SHADOW": triton_type(self.shadow),
-                "ALIGNED": self.aligned, "SHADOW_ALIGNED": self.shadow_aligned, "BLOCK": self.block, "num_warps": self.warps}
+        return {"PARAM": triton_type(self.param), "GRAD": triton_type(self.grad), "ALIGNED": self.aligned, "BLOCK": self.block,
+                "num_warps": self.warps}
 
 
 class AdamWTensors:
@@ -92,7 +78,6 @@ class AdamWTensors:
         *,
         weight_decays: Sequence[float],
         lr_groups: Sequence[int] | None = None,
-        shadows: Sequence[Shadow | None] | None = None,
         host_shift: int | None = None,
     ) -> None:
         """steps: 0-dim fp32, one a tensor, counted up by the update. lr_groups: which entry of `lr` a tensor takes.
@@ -101,7 +86,6 @@ class AdamWTensors:
         self.exp_avgs, self.exp_avg_sqs = list(exp_avgs), list(exp_avg_sqs)
         self.weight_decays = list(weight_decays)
         self.lr_groups = [0] * len(self.params) if lr_groups is None else list(lr_groups)
-        self.shadows: list[Shadow | None] = [None] * len(self.params) if shadows is None else list(shadows)
         self.host_shift = host_shift
         self._check()
         self.device = self.params[0].device
@@ -113,26 +97,18 @@ class AdamWTensors:
 
     def _check(self) -> None:
         columns = (self.params, self.grads, self.exp_avgs, self.exp_avg_sqs)
-        others = (self.steps, self.weight_decays, self.lr_groups, self.shadows)
+        others = (self.steps, self.weight_decays, self.lr_groups)
         if not self.params or any(len(column) != len(self.params) for column in (*columns, *others)):
             raise ValueError("AdamW needs at least one parameter, and one tensor of each kind per parameter")
         device = self.params[0].device
         if any(step.dtype != torch.float32 or step.device != device for step in self.steps):
             raise ValueError("step counters must be fp32 and on the parameters' device")
-        for param, grad, m, v, shadow in zip(*columns, self.shadows, strict=True):
+        for param, grad, m, v in zip(*columns, strict=True):
             for tensor in (param, grad, m, v):
                 on_host = self.host_shift is not None and tensor.device.type == "cpu" and (tensor is m or tensor is v)
                 if tensor.shape != param.shape or not (on_host or tensor.device == device) or not tensor.is_contiguous():
                     raise ValueError(f"a tensor of shape {tuple(tensor.shape)} for a parameter of shape "
                                      f"{tuple(param.shape)}: shapes and devices must match, and all must be "
-                                     "contiguous")  # fmt: skip
-            if shadow is not None:
-                rows_columns = _as_matrix(param).shape
-                wanted = rows_columns[::-1] if shadow.transposed else rows_columns
-                fits = shadow.tensor.shape == wanted and shadow.tensor.device == device and param.numel() < 2**31
-                if not fits or shadow.tensor.stride(1) != 1:
-                    raise ValueError(f"a shadow of shape {tuple(shadow.tensor.shape)}, expected "
-                                     f"{tuple(wanted)}: shapes and devices must match, and columns must be "
                                      "contiguous")  # fmt: skip
 
     def read_moments(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,46 +125,29 @@ class AdamWTensors:
 
     def launch_update(self, part: Part, betas: tuple[float, float], eps: float) -> None:
         _update_kernel[(len(part.blocks),)](
-            self.table, self.settings, self.factors, self.result, part.blocks, 1 - betas[0], betas[1], 1 - betas[1], eps,
+            self.table, self.factors, self.result, part.blocks, 1 - betas[0], betas[1], 1 - betas[1], eps,
             MOMENT=triton_type(part.moment), **part.options(),
         )  # fmt: skip
 
-    def refresh_shadows(self) -> None:
-        """Writes every shadow from its parameter: at the start, and after weights were loaded."""
-        with torch.no_grad():
-            for param, shadow in zip(self.params, self.shadows, strict=True):
-                if shadow is not None:
-                    value = _as_matrix(_wide(param)) * shadow.factor
-                    shadow.tensor.copy_(value.t() if shadow.transposed else value)
-
     def _build_tables(self) -> None:
         rows = []
-        for i, (param, shadow) in enumerate(zip(self.params, self.shadows, strict=True)):
+        for i, param in enumerate(self.params):
             tensors = (param, self.grads[i], self.exp_avgs[i], self.exp_avg_sqs[i], self.steps[i])
-            shadow_row = (0, 0, 0, 0)
-            if shadow is not None:
-                columns = _as_matrix(param).shape[1]
-                shadow_row = (shadow.tensor.data_ptr(), columns, shadow.tensor.stride(0), int(shadow.transposed))
-            addresses = [self._address(tensor) for tensor in tensors]
-            rows.append([*addresses, shadow_row[0], param.numel(), *shadow_row[1:], self.lr_groups[i]])
+            rows.append([*map(self._address, tensors), param.numel(), self.lr_groups[i]])
         self.table = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        factors = [(decay, shadow.factor if shadow else 0.0)
-                   for decay, shadow in zip(self.weight_decays, self.shadows, strict=True)]  # fmt: skip
-        self.settings = torch.tensor(factors, dtype=torch.float32, device=self.device)
+        self.decays = torch.tensor(self.weight_decays, dtype=torch.float32, device=self.device)
         self.factors = torch.empty((len(rows), 3), dtype=torch.float32, device=self.device)
         self.result = torch.zeros(3, dtype=torch.float32, device=self.device)
         kinds: dict[tuple[Any, ...], list[int]] = {}
-        for i, (param, shadow) in enumerate(zip(self.params, self.shadows, strict=True)):
-            kind = (param.dtype, self.grads[i].dtype, self.exp_avgs[i].dtype, shadow.tensor.dtype if shadow else None)
-            kinds.setdefault(kind, []).append(i)
+        for i, param in enumerate(self.params):
+            kinds.setdefault((param.dtype, self.grads[i].dtype, self.exp_avgs[i].dtype), []).append(i)
         self.parts: list[Part] = []
         programs = 0
         for kind, members in kinds.items():
             aligned = all(address % 16 == 0 for i in members for address in rows[i][:4])
-            shadow_aligned = all(_rows_aligned(self.shadows[i]) for i in members)
             block, warps = self.config(kind[2])
             blocks, sums_blocks = self._blocks(members, block), self._blocks(members, SUMS_BLOCK)
-            self.parts.append(Part(blocks, sums_blocks, programs, *kind, block, warps, aligned, shadow_aligned))
+            self.parts.append(Part(blocks, sums_blocks, programs, *kind, block, warps, aligned))
             programs += len(sums_blocks)
         self.partials = torch.zeros(max(programs, 1), dtype=torch.float32, device=self.device)
 
@@ -201,18 +160,6 @@ class AdamWTensors:
         tensor = torch.repeat_interleave(torch.tensor(members), counts)
         first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
         return torch.stack([tensor, torch.arange(len(tensor)) - first], 1).to(self.device, torch.int32)
-
-
-def _rows_aligned(shadow: Shadow | None) -> bool:
-    if shadow is None:
-        return True
-    tensor = shadow.tensor
-    whole = shadow.transposed or (tensor.shape[1] % 8 == 0 and tensor.stride(0) % 8 == 0)
-    return whole and tensor.data_ptr() % 16 == 0
-
-
-def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.reshape(1, 1)
 
 
 def adamw_reference(
@@ -238,10 +185,6 @@ def adamw_reference(
         value = _wide(param) * (1 - rate * tensors.weight_decays[i]) - rate / (1 - betas[0] ** t) * (m / denominator)
         param.copy_(value)
         tensors.write_moments(i, m, v)
-        shadow = tensors.shadows[i]
-        if shadow is not None:
-            matrix = _as_matrix(value) * shadow.factor
-            shadow.tensor.copy_(matrix.t() if shadow.transposed else matrix)
     return norm
 
 
@@ -299,7 +242,7 @@ def _square_sums_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _factors_kernel(  # type: ignore[no-untyped-def]
-    partials, partial_count, table, settings, lr, count, factors, result, skipped, clip_norm, loss,
+    partials, partial_count, table, decays, lr, count, factors, result, skipped, clip_norm, loss,
     WATCHED: tl.constexpr, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, PARTIALS: tl.constexpr, TENSORS: tl.constexpr,
 ):  # fmt: skip
     """One program: the norm, the clip factor, the steps, and (step size, 1 / sqrt(correction), decay) of each tensor.
@@ -327,7 +270,7 @@ def _factors_kernel(  # type: ignore[no-untyped-def]
         tl.store(counters, tl.where(finite, step, step - 1.0), mask=inside)
         t = step.to(tl.float64)
         rate = tl.load(lr + tl.load(row + AT_LR, mask=inside, other=0), mask=inside, other=0.0).to(tl.float64)
-        weight_decay = tl.load(settings + 2 * tensor, mask=inside, other=0.0).to(tl.float64)
+        weight_decay = tl.load(decays + tensor, mask=inside, other=0.0).to(tl.float64)
         step_size = rate / (1.0 - tl.exp(t * LOG_BETA1))
         spread = 1.0 / tl.sqrt(1.0 - tl.exp(t * LOG_BETA2))
         tl.store(factors + 3 * tensor, step_size.to(tl.float32), mask=inside)
@@ -346,31 +289,10 @@ def moved(p, m, v, grad, factors, one_minus_beta1, beta2, one_minus_beta2, eps):
 
 
 @jit
-def write_shadow(  # type: ignore[no-untyped-def]
-    row, settings, p, first, lanes, inside,
-    SHADOW: tl.constexpr, SHADOW_ALIGNED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    columns = tl.load(row + AT_COLUMNS).to(tl.int32)
-    stride = tl.load(row + AT_SHADOW_STRIDE)
-    shadow = table_address(row, AT_SHADOW, SHADOW, SHADOW_ALIGNED)
-    if SHADOW_ALIGNED:
-        columns = tl.multiple_of(columns, 8)
-    index = first.to(tl.int32) + lanes
-    r = index // columns
-    c = index % columns
-    if tl.load(row + AT_TRANSPOSED) != 0:
-        store_rounded(shadow + c * stride + r, p * tl.load(settings + 1), inside, MASKED)
-    else:
-        if SHADOW_ALIGNED:
-            stride = tl.multiple_of(stride, 8)
-        store_rounded(shadow + r * stride + c, p * tl.load(settings + 1), inside, MASKED)
-
-
-@jit
 def _update_block(  # type: ignore[no-untyped-def]
-    row, settings, factors, clip, first, left, one_minus_beta1, beta2, one_minus_beta2, eps,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, SHADOW: tl.constexpr,
-    ALIGNED: tl.constexpr, SHADOW_ALIGNED: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    row, factors, clip, first, left, one_minus_beta1, beta2, one_minus_beta2, eps,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     lanes = tl.arange(0, BLOCK)
     inside = lanes < left
@@ -385,15 +307,12 @@ def _update_block(  # type: ignore[no-untyped-def]
     store_rounded(params, p, inside, MASKED)
     store_rounded(exp_avgs, m, inside, MASKED)
     store_rounded(exp_avg_sqs, v, inside, MASKED)
-    if SHADOW is not None:
-        write_shadow(row, settings, p, first, lanes, inside, SHADOW, SHADOW_ALIGNED, MASKED)
 
 
 @jit
 def _update_kernel(  # type: ignore[no-untyped-def]
-    table, settings, factors, result, blocks, one_minus_beta1, beta2, one_minus_beta2, eps,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, SHADOW: tl.constexpr,
-    ALIGNED: tl.constexpr, SHADOW_ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    table, factors, result, blocks, one_minus_beta1, beta2, one_minus_beta2, eps,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(result + AT_FINITE) != 0.0:
         program = tl.program_id(0)
@@ -403,18 +322,18 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         left = tl.load(row + AT_NUMEL) - first
         clip = tl.load(result + AT_CLIP)
         if left >= BLOCK:
-            _update_block(row, settings + 2 * tensor, factors + 3 * tensor, clip, first, left,
+            _update_block(row, factors + 3 * tensor, clip, first, left,
                           one_minus_beta1, beta2, one_minus_beta2, eps,
-                          PARAM, GRAD, MOMENT, SHADOW, ALIGNED, SHADOW_ALIGNED, BLOCK, False)  # fmt: skip
+                          PARAM, GRAD, MOMENT, ALIGNED, BLOCK, False)  # fmt: skip
         else:
-            _update_block(row, settings + 2 * tensor, factors + 3 * tensor, clip, first, left,
+            _update_block(row, factors + 3 * tensor, clip, first, left,
                           one_minus_beta1, beta2, one_minus_beta2, eps,
-                          PARAM, GRAD, MOMENT, SHADOW, ALIGNED, SHADOW_ALIGNED, BLOCK, True)  # fmt: skip
+                          PARAM, GRAD, MOMENT, ALIGNED, BLOCK, True)  # fmt: skip
 
 
-def triton_type(dtype: torch.dtype | None) -> Any:
+def triton_type(dtype: torch.dtype) -> Any:
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-    return None if dtype is None else getattr(tl, names[dtype])
+    return getattr(tl, names[dtype])
 
 
 def _step_triton(
@@ -430,7 +349,7 @@ def _step_triton(
             )  # fmt: skip
     logs = [math.log(beta) if beta > 0 else -math.inf for beta in betas]
     _factors_kernel[(1,)](
-        tensors.partials, len(tensors.partials), table, tensors.settings, lr, len(tensors.params), tensors.factors, result,
+        tensors.partials, len(tensors.partials), table, tensors.decays, lr, len(tensors.params), tensors.factors, result,
         tensors.skipped, clip_norm or 0.0, loss, WATCHED=loss is not None, LOG_BETA1=logs[0], LOG_BETA2=logs[1],
         PARTIALS=PARTIALS_AT_ONCE, TENSORS=TENSORS_AT_ONCE, num_warps=FACTORS_WARPS,
     )  # fmt: skip

@@ -14,7 +14,7 @@ one before, so the number of the level is the smallest of the seven, and the way
 decades meet (and at 0 and 1) is half way between two levels not half way between their numbers: it is at 0.2.
 
 Tensors with fewer than 4,096 elements (norms, biases) keep moments of their own dtype and take the launch of adamw.py.
-Bound by memory: 4 bytes a parameter for the norm, 16 for the update (28 with fp32 moments), 2 for a bf16 shadow; with
+Bound by memory: 4 bytes a parameter for the norm, 16 for the update (28 with fp32 moments); with
 moments in host memory 12, and 2 over the link each way: absmax stays on the device.
 """
 
@@ -41,7 +41,6 @@ from pronghorn.kernels.optim.adamw import (
     moved,
     store_rounded,
     table_address,
-    write_shadow,
 )
 from pronghorn.kernels.quant.nf4 import dynamic_code
 from pronghorn.kernels.runtime.dispatch import jit, tl
@@ -147,7 +146,7 @@ class AdamW8bitTensors(AdamWTensors):
             super().launch_update(part, betas, eps)
             return
         _update_kernel[(len(part.blocks),)](
-            self.table, self.absmax_table, self.settings, self.factors, self.result, part.blocks,
+            self.table, self.absmax_table, self.factors, self.result, part.blocks,
             1 - betas[0], betas[1], 1 - betas[1], eps, **part.options(),
         )  # fmt: skip
 
@@ -221,9 +220,8 @@ def _load_moment(codes, absmaxes, inside, rows_inside, SIGNED: tl.constexpr, MAS
 
 @jit
 def _update_block(  # type: ignore[no-untyped-def]
-    row, absmax_row, settings, factors, clip, first, left, one_minus_beta1, beta2, one_minus_beta2, eps,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, SHADOW: tl.constexpr,
-    ALIGNED: tl.constexpr, SHADOW_ALIGNED: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
+    row, absmax_row, factors, clip, first, left, one_minus_beta1, beta2, one_minus_beta2, eps,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, ROWS)
     lanes = rows[:, None] * _VALUES + tl.arange(0, _VALUES)[None, :]
@@ -242,15 +240,12 @@ def _update_block(  # type: ignore[no-untyped-def]
     store_rounded(params, p, inside, MASKED)
     _store_moment(codes_m, absmax_m, m, inside, rows_inside, True, MASKED)
     _store_moment(codes_v, absmax_v, v, inside, rows_inside, False, MASKED)
-    if SHADOW is not None:
-        write_shadow(row, settings, p, first, lanes, inside, SHADOW, SHADOW_ALIGNED, MASKED)
 
 
 @jit
 def _update_kernel(  # type: ignore[no-untyped-def]
-    table, absmax_table, settings, factors, result, blocks, one_minus_beta1, beta2, one_minus_beta2, eps,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, SHADOW: tl.constexpr,
-    ALIGNED: tl.constexpr, SHADOW_ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    table, absmax_table, factors, result, blocks, one_minus_beta1, beta2, one_minus_beta2, eps,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(result + AT_FINITE) != 0.0:
         program = tl.program_id(0)
@@ -260,10 +255,10 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         left = tl.load(row + AT_NUMEL) - first
         clip = tl.load(result + AT_CLIP)
         if left >= BLOCK:
-            _update_block(row, absmax_row, settings + 2 * tensor, factors + 3 * tensor, clip, first, left,
+            _update_block(row, absmax_row, factors + 3 * tensor, clip, first, left,
                           one_minus_beta1, beta2, one_minus_beta2, eps,
-                          PARAM, GRAD, SHADOW, ALIGNED, SHADOW_ALIGNED, BLOCK // _VALUES, False)  # fmt: skip
+                          PARAM, GRAD, ALIGNED, BLOCK // _VALUES, False)  # fmt: skip
         else:
-            _update_block(row, absmax_row, settings + 2 * tensor, factors + 3 * tensor, clip, first, left,
+            _update_block(row, absmax_row, factors + 3 * tensor, clip, first, left,
                           one_minus_beta1, beta2, one_minus_beta2, eps,
-                          PARAM, GRAD, SHADOW, ALIGNED, SHADOW_ALIGNED, BLOCK // _VALUES, True)  # fmt: skip
+                          PARAM, GRAD, ALIGNED, BLOCK // _VALUES, True)  # fmt: skip
