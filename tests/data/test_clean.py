@@ -12,10 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pronghorn.data import clean
-from pronghorn.data.clean import exact_duplicates, junk, near_duplicates
+from pronghorn.data.clean import BATCH, NearDuplicates, copies_of, identity, junk
 from pronghorn.data.formats import Example
 from pronghorn.errors import CommandError
 from tables import table
+
+
+def exact_duplicates(examples: list[Example]) -> dict[int, int]:
+    return copies_of(b"".join(map(identity, examples)))
+
+
+def near_duplicates(examples: list[Example], threshold: float = 0.8) -> dict[int, int]:
+    near = NearDuplicates(examples.__getitem__, threshold)
+    for start in range(0, len(examples), BATCH):
+        near.add(examples[start : start + BATCH])
+    return near.copies
 
 
 def chat(*turns: str, system: str = "") -> Example:
@@ -130,23 +141,19 @@ def test_the_same_rows_go_in_every_process() -> None:
     script = """
 import random
 from pronghorn.data import clean
-from pronghorn.data.clean import near_duplicates
+from pronghorn.data.clean import NearDuplicates
 from pronghorn.data.formats import Example
 rng = random.Random(3)
 base = [f"w{rng.randrange(300)}" for _ in range(40)]
 rows = [Example("text", "", text=" ".join(w if rng.random() > 0.03 else "other" for w in base)) for _ in range(60)]
-print(near_duplicates(rows))
+near = NearDuplicates(rows.__getitem__)
+near.add(rows)
+print(near.copies)
 """
     found = {subprocess.run([sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True,
                             check=True).stdout for seed in ("1", "2")}
     assert len(found) == 1
     assert len(ast.literal_eval(found.pop())) > 5
-
-
-def test_progress_ends_at_the_total() -> None:
-    seen: list[tuple[str, int, int]] = []
-    near_duplicates([text(f"{i} {i} {i} {i}") for i in range(1500)], progress=lambda *step: seen.append(step))
-    assert seen == [("near duplicates", 0, 1500), ("near duplicates", 1000, 1500), ("near duplicates", 1500, 1500)]
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from pronghorn.data import rendering
 from pronghorn.data.encode import Encoder
 from pronghorn.data.formats import Example
 from pronghorn.data.rendering import RowError, within_limits
-from pronghorn.data.templates import render_chat
+from pronghorn.data.templates import chat_template
 from pronghorn.errors import DataError
 from samples import CHATML, make_tokenizer
 from tables import table
@@ -42,7 +42,7 @@ def test_a_template_without_measure_is_stopped(template: str, said: str, monkeyp
     monkeypatch.setattr(rendering, "LETTERS", 1 << 10)
     state = signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises(DataError, match=said) as caught:
-        render_chat(make_tokenizer(template), TALK)
+        chat_template(make_tokenizer(template)).render(TALK)
     assert not isinstance(caught.value, RowError)  # other rows are no better
     assert (caught.value.exit_code, caught.value.fix) == (2, "set data.chat_template to a template you trust")
     assert (signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_AS)) == state
@@ -55,14 +55,14 @@ def test_a_template_without_measure_is_stopped(template: str, said: str, monkeyp
 ])
 def test_what_a_template_does_wrong_is_told_with_the_row(template: str) -> None:
     with pytest.raises(RowError, match="does not accept this conversation") as caught:
-        render_chat(make_tokenizer(CHATML + template), TALK, where="a.jsonl:17")
+        chat_template(make_tokenizer(CHATML + template)).render(TALK, where="a.jsonl:17")
     assert caught.value.where == "a.jsonl:17"
 
 
 def test_a_template_that_python_cannot_compile() -> None:
     deep = "".join(f"{{% for a{n} in [1] %}}" for n in range(30)) + "{% endfor %}" * 30
     with pytest.raises(DataError, match=r"not valid Jinja|does not accept"):
-        render_chat(make_tokenizer(deep), TALK)
+        chat_template(make_tokenizer(deep)).render(TALK)
 
 
 def test_only_one_row_makes_it_run_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_a_long_conversation_may_take_what_it_needs() -> None:
 
 def test_in_another_thread_there_is_no_timer_and_no_harm() -> None:
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(render_chat(make_tokenizer(CHATML), TALK).text))
+    thread = threading.Thread(target=lambda: found.append(chat_template(make_tokenizer(CHATML)).render(TALK).text))
     thread.start()
     thread.join()
     assert found[0].startswith("<|im_start|>user")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pronghorn.data.rendering import RowError
-from pronghorn.data.templates import ChatTemplate, chat_template, render_chat
+from pronghorn.data.templates import ChatTemplate, chat_template
 from pronghorn.errors import DataError
 from samples import CHATML, make_tokenizer
 from tables import table
@@ -143,7 +143,7 @@ def test_a_system_message_is_not_said(template: str) -> None:
 def test_the_prompt_and_the_span_make_the_text(template: str) -> None:
     """What the last span starts after is exactly what the model is given at inference."""
     tokenizer = tokenizer_for(template)
-    rendered = render_chat(tokenizer, TALK)
+    rendered = chat_template(tokenizer).render(TALK)
     prompt = tokenizer.apply_chat_template(TALK[:-1], tokenize=False, add_generation_prompt=True)
     assert rendered.text[: rendered.turns[-1].start] == prompt
 
@@ -218,7 +218,7 @@ def test_calls_without_any_end_token() -> None:
 
 def test_a_call_that_the_template_leaves_out_is_an_error() -> None:
     with pytest.raises(RowError, match="drops the call of `f` in message 2"):  # counted from 1, as in all messages
-        render_chat(tokenizer_for(CHATML), CALLING)
+        chat_template(tokenizer_for(CHATML)).render(CALLING)
 
 
 def test_thinking_inside_the_content() -> None:
@@ -253,7 +253,7 @@ def test_a_rewritten_content_is_told() -> None:
 def test_what_cannot_be_derived_is_an_error(messages: str) -> None:
     template = CHATML.replace("in messages", f"in {messages}")
     with pytest.raises(RowError, match="cannot determine which tokens are the assistant's") as caught:
-        render_chat(tokenizer_for(template), TALK, where="a.jsonl:7")
+        chat_template(tokenizer_for(template)).render(TALK, where="a.jsonl:7")
     assert caught.value.where == "a.jsonl:7"
     assert "generation" in caught.value.fix
 
@@ -262,19 +262,19 @@ def test_no_end_token_anywhere_is_an_error() -> None:
     tokenizer = tokenizer_for(NO_END)
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="neither the chat template nor the tokenizer has an end token"):
-        render_chat(tokenizer, TALK)
+        chat_template(tokenizer).render(TALK)
 
 
 def test_a_missing_template_says_what_to_do() -> None:
     with pytest.raises(DataError, match="template missing") as caught:
-        render_chat(tokenizer_for(None), TALK)
+        chat_template(tokenizer_for(None)).render(TALK)
     assert "-Instruct" in caught.value.fix
     assert "data.chat_template" in caught.value.fix
 
 
 def test_what_a_template_refuses_names_the_row_and_the_reason() -> None:
     with pytest.raises(RowError) as caught:
-        render_chat(tokenizer_for(LLAMA2), [TALK[0], TALK[0], TALK[1]], where="b.jsonl:3")
+        chat_template(tokenizer_for(LLAMA2)).render([TALK[0], TALK[0], TALK[1]], where="b.jsonl:3")
     assert caught.value.where == "b.jsonl:3"
     assert "roles must alternate" in caught.value.why
 
@@ -284,11 +284,11 @@ def test_a_template_cannot_leave_its_sandbox(way_out: str, tmp_path: Path) -> No
     evidence = tmp_path / "escaped"
     hostile = CHATML + "{{ " + way_out.replace("{}", str(evidence)) + " }}"
     with pytest.raises(DataError, match="sandbox"):
-        render_chat(tokenizer_for(hostile), TALK)
+        chat_template(tokenizer_for(hostile)).render(TALK)
     assert not evidence.exists()
 
 
 def test_broken_jinja_is_one_error_and_not_one_for_every_row() -> None:
     with pytest.raises(DataError, match="not valid Jinja") as caught:
-        render_chat(tokenizer_for(CHATML + "{% if %}"), TALK)
+        chat_template(tokenizer_for(CHATML + "{% if %}")).render(TALK)
     assert not isinstance(caught.value, RowError)

@@ -24,17 +24,17 @@ SCALED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_p
           "llama_4_scaling_beta": 0.5}
 
 
-class TurnsBack(PlainTorch):
+class Unrotates(PlainTorch):
     """Plain torch in the place of our kernel, which needs a GPU."""
 
-    turned = 0
+    rotated = 0
 
     @classmethod
     def backward(cls, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # type: ignore[override]
-        *usual, last = arguments if len(arguments) == 9 else (*arguments, None)
+        *usual, last = arguments if len(arguments) == 5 else (*arguments, None)
         dq, dk, dv, dsinks = PlainTorch.backward(*usual)
         if last is not None:
-            cls.turned += 1
+            cls.rotated += 1
             cos, sin = last
             dq.copy_(_rotate(dq, cos, -sin, neighbours=False))
             dk.copy_(_rotate(dk, cos, -sin, neighbours=False))
@@ -52,23 +52,23 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("config", "turned"), [
+@pytest.mark.parametrize(("config", "rotated"), [
     (LlamaConfig(**SMALL), 2),  # in each of two layers
     (Qwen3Config(**SMALL, head_dim=16), 0),  # its norm comes before RoPE, so its gradient comes after
     (Phi3Config(**SMALL, partial_rotary_factor=0.5), 0),
     (AutoConfig.for_model("smollm3", **SMALL, no_rope_layers=[1, 0]), 2),  # one of them by nothing
     (AutoConfig.for_model("ministral3", **SMALL, head_dim=16, rope_parameters=SCALED), 2),
 ], ids=["llama", "qk-norm", "partial rotary", "a layer without rope", "queries scaled by position"])
-def test_gradients_are_turned_back_once(config: Any, turned: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_rotated_back_once(config: Any, rotated: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).double().train()
     assert not install(model)
     expected = gradients(model)
-    monkeypatch.setattr(TurnsBack, "turned", 0)
-    monkeypatch.setitem(attention.BACKENDS, "short", TurnsBack)
+    monkeypatch.setattr(Unrotates, "rotated", 0)
+    monkeypatch.setitem(attention.BACKENDS, "short", Unrotates)
     monkeypatch.setattr(attention_half, "pick_backend", lambda *_, **__: "short")
     found = gradients(model)
-    assert TurnsBack.turned == turned
+    assert Unrotates.rotated == rotated
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-12)

@@ -5,17 +5,16 @@ from pronghorn.report.throughput import Throughput
 
 def test_nothing_yet():
     rate = Throughput()
-    assert (rate.now(), rate.overall(), rate.eta(10)) == (0.0, 0.0, None)
+    assert (rate.now(), rate.eta(10)) == (0.0, None)
 
 
-def test_the_window_forgets_and_the_overall_rate_does_not():
+def test_the_window_forgets():
     rate = Throughput(window_seconds=10)
     for _ in range(10):
         rate.add(tokens=100, seconds=1)
     for _ in range(10):
         rate.add(tokens=300, seconds=1)
     assert rate.now() == pytest.approx(300)
-    assert rate.overall() == pytest.approx(200)
 
 
 def test_a_step_longer_than_the_window_still_counts():

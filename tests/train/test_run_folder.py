@@ -18,7 +18,7 @@ import pytest
 
 from pronghorn.errors import CommandError, EnvironmentFault
 from pronghorn.train import run_folder
-from pronghorn.train.run_folder import LOCK_NAME, RunFolder, readable_bytes, set_aside
+from pronghorn.train.run_folder import LOCK_NAME, RunFolder, readable_bytes, require_free_disk, set_aside
 from tables import table
 
 HOLD = """
@@ -236,10 +236,9 @@ def test_folder_without_write_permission_is_a_bad_command() -> None:
 
 def test_free_disk_before_the_start(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
-    with RunFolder(tmp_path / "run") as run:
-        run.require_free(free // 2)
-    with pytest.raises(EnvironmentFault) as fault, RunFolder(tmp_path / "run") as run:
-        run.require_free(free + 5_000_000_000)
+    require_free_disk(tmp_path, free // 2, "this run", then="run the same command again")
+    with pytest.raises(EnvironmentFault) as fault:
+        require_free_disk(tmp_path, free + 5_000_000_000, "this run", then="run the same command again")
     assert fault.value.exit_code == 3
     assert "5.0 GB missing" in fault.value.what
     assert "same command" in fault.value.fix

@@ -2,58 +2,10 @@
 
 from __future__ import annotations
 
+from pronghorn.convert import shared, values
 from pronghorn.convert.axolotl_data import TEMPLATES, convert_data
 from pronghorn.convert.data_sets import set_template
-from pronghorn.convert.draft import (
-    Draft,
-    Row,
-    UnfitError,
-    choice,
-    decimal,
-    is_on,
-    not_here,
-    nothing,
-    number,
-    only_if_one,
-    plain,
-    refused,
-    text,
-    to,
-    whole,
-    words,
-)
-from pronghorn.convert.shared import (
-    BITS,
-    FROZEN,
-    GPUS,
-    IMAGES,
-    KERNELS,
-    MODEL,
-    NEAR_OPTIMIZERS,
-    NEW_TOKENS,
-    NO_CODE,
-    NOTHING_SENT,
-    OPTIMIZERS,
-    OTHER_OPTIMIZER,
-    OTHER_SCHEDULE,
-    PACKED,
-    PLAN,
-    PREFERENCE,
-    PREFERENCE_FIX,
-    RESUME,
-    SCHEDULES,
-    adapter_off,
-    batch,
-    betas,
-    clip,
-    duration,
-    every,
-    fp8_products,
-    fraction_held_out,
-    held_out_first,
-    precision,
-    warmup,
-)
+from pronghorn.convert.draft import Draft, Row, choice, not_here, nothing, only_if_one, refused, to
 
 NAME = "Axolotl"
 MARKS = ("base_model", "datasets", "pretraining_dataset", "sequence_len", "micro_batch_size", "adapter", "sample_packing")
@@ -68,22 +20,23 @@ HUB = "Pronghorn uploads nothing; `pronghorn export` writes the folder to upload
 
 def convert(draft: Draft) -> None:
     _method(draft)
-    batch(draft, micro="micro_batch_size", accumulation="gradient_accumulation_steps", length="sequence_len",
+    shared.batch(draft, micro="micro_batch_size", accumulation="gradient_accumulation_steps", length="sequence_len",
           packing=("sample_packing", "batch_flattening"), defaults=(1, 1, 512), total="batch_size",
           packed=draft.get("pretraining_dataset") is not None)
-    epochs = duration(draft, epochs="num_epochs", steps="max_steps", default=1)
-    warmup(draft, scheduler="lr_scheduler", steps="warmup_steps", ratio="warmup_ratio", default=0.03)
-    precision(draft, bf16=("bf16", "bfloat16"), fp16=("fp16", "float16"))
+    epochs = shared.duration(draft, epochs="num_epochs", steps="max_steps", default=1)
+    shared.warmup(draft, scheduler="lr_scheduler", steps="warmup_steps", ratio="warmup_ratio", default=0.03)
+    shared.precision(draft, bf16=("bf16", "bfloat16"), fp16=("fp16", "float16"))
     convert_data(draft)
     _long(draft)
     _template(draft)
     _tokens(draft)
-    fraction_held_out(draft, "val_set_size")
-    held_out_first(draft, patience="early_stopping_patience")
+    shared.fraction_held_out(draft, "val_set_size")
+    shared.held_out_first(draft, patience="early_stopping_patience")
     _evaluating(draft, epochs)
-    every(draft, "checkpoint.every", steps="save_steps", strategy="save_strategy", per_epoch="saves_per_epoch", epochs=epochs,
+    shared.every(draft, "checkpoint.every", steps="save_steps", strategy="save_strategy", per_epoch="saves_per_epoch",
+                 epochs=epochs,
           best="the best checkpoint is always kept")
-    betas(draft)
+    shared.betas(draft)
     draft.default("train.seed", 42)
 
 
@@ -92,20 +45,20 @@ def _method(draft: Draft) -> None:
     if adapter is None:
         draft.targets["method"], draft.defaults["method"] = "full", "no adapter"
         for key in ("load_in_4bit", "load_in_8bit"):
-            if is_on(draft.get(key)):
+            if values.is_on(draft.get(key)):
                 draft.not_honoured(key,
                                    "method: full does not quantize trained weights; set method: qlora to train an adapter")
-        adapter_off(draft, ["load_in_4bit", "load_in_8bit"], "set by method: full")
-        adapter_off(draft, LORA_KEYS, "no adapter: all weights are trained (method: full)")
+        shared.adapter_off(draft, ["load_in_4bit", "load_in_8bit"], "set by method: full")
+        shared.adapter_off(draft, LORA_KEYS, "no adapter: all weights are trained (method: full)")
         return
     if adapter not in ("lora", "qlora"):
         draft.nearest("method", "lora", "adapter", "the supported adapter methods are lora, qlora and fp8")
-    elif adapter == "qlora" or is_on(four):
-        draft.set("method", "qlora", *(key for key in ("adapter", "load_in_4bit") if is_on(draft.get(key))))
+    elif adapter == "qlora" or values.is_on(four):
+        draft.set("method", "qlora", *(key for key in ("adapter", "load_in_4bit") if values.is_on(draft.get(key))))
     else:
         draft.set("method", "lora", "adapter")
-    if is_on(eight):
-        draft.not_honoured("load_in_8bit", f"{BITS}; the recipe has method: {draft.targets['method']}")
+    if values.is_on(eight):
+        draft.not_honoured("load_in_8bit", f"{shared.BITS}; the recipe has method: {draft.targets['method']}")
     for key in ("load_in_4bit", "load_in_8bit"):
         if draft.get(key) is not None and key not in draft.fates:
             draft.no_effect(key, f"set by method: {draft.targets['method']}")
@@ -113,7 +66,7 @@ def _method(draft: Draft) -> None:
 
 
 def _targets(draft: Draft) -> None:
-    linear, modules = is_on(draft.get("lora_target_linear")), draft.get("lora_target_modules")
+    linear, modules = values.is_on(draft.get("lora_target_linear")), draft.get("lora_target_modules")
     if linear:
         draft.set("lora.targets", "all-linear", "lora_target_linear")
     elif draft.get("lora_target_linear") is not None:
@@ -125,8 +78,8 @@ def _targets(draft: Draft) -> None:
                            "lora.targets takes module names, not a pattern; the recipe uses lora.targets: all-linear")
         return
     try:
-        names = words(modules)
-    except UnfitError as error:
+        names = values.words(modules)
+    except values.UnfitError as error:
         draft.not_honoured("lora_target_modules", str(error))
         return
     if linear:
@@ -177,10 +130,10 @@ def _tokens(draft: Draft) -> None:
             found = {}
             for name, token in value.items():
                 at = f"{key}.{name}"
-                if plain(token) is None:
+                if values.plain(token) is None:
                     draft.no_effect(at, "the value is empty")
                 elif name not in ("bos_token", "eos_token", "pad_token", "unk_token") or not isinstance(token, str):
-                    draft.not_honoured(at, NEW_TOKENS)
+                    draft.not_honoured(at, shared.NEW_TOKENS)
                 else:
                     found[name] = token
                     draft.fates[at] = ("mapped", f"data.special_tokens.{name}: {token}")
@@ -189,34 +142,34 @@ def _tokens(draft: Draft) -> None:
             else:
                 draft.no_effect(key, "none of its values is used")
         elif value is not None:
-            draft.not_honoured(key, NEW_TOKENS)
+            draft.not_honoured(key, shared.NEW_TOKENS)
     if draft.get("eot_tokens") is not None:
         try:
-            draft.set("data.eot_tokens", words(draft.get("eot_tokens")), "eot_tokens")
-        except UnfitError as error:
+            draft.set("data.eot_tokens", values.words(draft.get("eot_tokens")), "eot_tokens")
+        except values.UnfitError as error:
             draft.not_honoured("eot_tokens", str(error))
 
 
 def _evaluating(draft: Draft, epochs: float) -> None:
     keys = ["eval_steps", "evals_per_epoch", "eval_strategy", "evaluation_strategy"]
     if draft.targets.get("data.eval") is None:
-        adapter_off(draft, keys, "no held-out data")
+        shared.adapter_off(draft, keys, "no held-out data")
         return
     strategy = "eval_strategy" if draft.get("eval_strategy") is not None else "evaluation_strategy"
-    every(draft, "eval.every", steps="eval_steps", strategy=strategy, per_epoch="evals_per_epoch", epochs=epochs,
+    shared.every(draft, "eval.every", steps="eval_steps", strategy=strategy, per_epoch="evals_per_epoch", epochs=epochs,
           best="the step count takes precedence")
 
 
 def _plugins(draft: Draft, key: str) -> None:
-    others = [name for name in words(draft.get(key)) if not any(part.lower() in name.lower() for part in OURS_INSTEAD)]
+    others = [name for name in values.words(draft.get(key)) if not any(part.lower() in name.lower() for part in OURS_INSTEAD)]
     if others:
         draft.not_honoured(key, f"plugins are not supported: {', '.join(others[:3])}; Pronghorn uses its own kernels")
     else:
-        draft.no_effect(key, KERNELS)
+        draft.no_effect(key, shared.KERNELS)
 
 
 def _loss_on(draft: Draft, key: str) -> None:
-    if is_on(draft.get(key)):
+    if values.is_on(draft.get(key)):
         draft.set("data.loss_on", "all", key)
     else:
         draft.no_effect(key, "only answers carry loss, as by default in Pronghorn")
@@ -230,7 +183,7 @@ def _tokenizer(draft: Draft, key: str) -> None:
 
 
 def _shuffle(draft: Draft, key: str) -> None:
-    if is_on(draft.get(key)):
+    if values.is_on(draft.get(key)):
         draft.no_effect(key, "same as Pronghorn: rows are reshuffled every epoch")
     else:
         draft.not_honoured(key, "Pronghorn reshuffles the rows every epoch")
@@ -238,35 +191,39 @@ def _shuffle(draft: Draft, key: str) -> None:
 
 ROWS: dict[str, Row] = {
     # model
-    "base_model": to("model", text), "base_model_config": _tokenizer, "tokenizer_config": _tokenizer,
-    "model_type": nothing(MODEL), "tokenizer_type": nothing(MODEL), "is_falcon_derived_model": nothing(MODEL),
-    "is_llama_derived_model": nothing(MODEL), "is_mistral_derived_model": nothing(MODEL),
-    "is_qwen_derived_model": nothing(MODEL), "type_of_model": nothing(MODEL), "tokenizer_use_fast": nothing(MODEL),
-    "tokenizer_legacy": nothing(MODEL), "torch_dtype": nothing("set by `precision`"),
+    "base_model": to("model", values.text), "base_model_config": _tokenizer, "tokenizer_config": _tokenizer,
+    "model_type": nothing(shared.MODEL), "tokenizer_type": nothing(shared.MODEL),
+    "is_falcon_derived_model": nothing(shared.MODEL),
+    "is_llama_derived_model": nothing(shared.MODEL), "is_mistral_derived_model": nothing(shared.MODEL),
+    "is_qwen_derived_model": nothing(shared.MODEL), "type_of_model": nothing(shared.MODEL),
+    "tokenizer_use_fast": nothing(shared.MODEL),
+    "tokenizer_legacy": nothing(shared.MODEL), "torch_dtype": nothing("set by `precision`"),
     "base_model_ignore_patterns": nothing("Pronghorn reads safetensors only"),
     "tokenizer_use_mistral_common": not_here("Pronghorn uses tokenizer.json"),
-    "trust_remote_code": not_here(NO_CODE, "Pronghorn runs no code from model repositories either"),
+    "trust_remote_code": not_here(shared.NO_CODE, "Pronghorn runs no code from model repositories either"),
     "revision_of_model": not_here("Pronghorn loads the main revision; download the other one and name its folder"),
     "model_config": not_here("the model's config.json is used"),
     "overrides_of_model_config": not_here("the model's config.json is used"),
     "overrides_of_model_kwargs": not_here("loading options of the model are not supported"),
     "model_quantization_config": nothing("quantized checkpoints are read as their config specifies"),
     "model_quantization_config_kwargs": nothing("quantized checkpoints are read as their config specifies"),
-    "cls_model_config": nothing(MODEL), "rope_scaling": not_here("the model's config.json is used"),
-    "hf_use_auth_token": nothing("your huggingface_hub login is used"), "low_cpu_mem_usage": nothing(PLAN),
-    "processor_type": not_here(IMAGES), "freeze_mm_modules": nothing("the vision tower is always frozen"),
+    "cls_model_config": nothing(shared.MODEL), "rope_scaling": not_here("the model's config.json is used"),
+    "hf_use_auth_token": nothing("your huggingface_hub login is used"), "low_cpu_mem_usage": nothing(shared.PLAN),
+    "processor_type": not_here(shared.IMAGES), "freeze_mm_modules": nothing("the vision tower is always frozen"),
     "reinit_weights": not_here("training starts from the model's weights"),
     "resize_token_embeddings_to_32x": not_here("the vocabulary is not changed"),
-    "shrink_embeddings": not_here("the vocabulary is not changed"), "fix_untrained_tokens": not_here(NEW_TOKENS),
-    "added_tokens_overrides": not_here(NEW_TOKENS), "mean_resizing_embeddings": not_here(NEW_TOKENS),
+    "shrink_embeddings": not_here("the vocabulary is not changed"), "fix_untrained_tokens": not_here(shared.NEW_TOKENS),
+    "added_tokens_overrides": not_here(shared.NEW_TOKENS), "mean_resizing_embeddings": not_here(shared.NEW_TOKENS),
     "device_map": nothing("one GPU holds the model; the memory plan decides what is offloaded to host RAM"),
     "device": nothing("the GPU is used if there is one"), "max_memory": nothing("set by memory.budget"),
     "gpu_memory_limit": not_here("set memory.budget, such as 20GB"),
     # adapter
-    "lora_r": to("lora.r", whole), "lora_alpha": to("lora.alpha", number), "lora_dropout": to("lora.dropout", number),
-    "peft_use_dora": to("lora.dora", is_on), "peft_use_rslora": to("lora.rslora", is_on),
-    "loraplus_lr_ratio": to("lora.plus_ratio", number), "loraplus_lr_embedding": nothing("embeddings cannot have an adapter"),
-    "lora_modules_to_save": not_here(FROZEN), "lora_fan_in_fan_out": not_here("detected from the layers"),
+    "lora_r": to("lora.r", values.whole), "lora_alpha": to("lora.alpha", values.number),
+    "lora_dropout": to("lora.dropout", values.number),
+    "peft_use_dora": to("lora.dora", values.is_on), "peft_use_rslora": to("lora.rslora", values.is_on),
+    "loraplus_lr_ratio": to("lora.plus_ratio", values.number),
+    "loraplus_lr_embedding": nothing("embeddings cannot have an adapter"),
+    "lora_modules_to_save": not_here(shared.FROZEN), "lora_fan_in_fan_out": not_here("detected from the layers"),
     "lora_target_parameters": not_here("to adapt experts, set lora.targets: [all-linear, experts]"),
     "lora_model_dir": not_here("training starts from a new adapter; merge the old one into the model first"),
     "lora_on_cpu": nothing("it affects merging only"), "merge_lora": nothing("use `pronghorn export RUN --to merged`"),
@@ -277,45 +234,51 @@ ROWS: dict[str, Row] = {
     "quantize_moe_experts": nothing("method: qlora and fp8 quantize experts as well"),
     "qat": not_here("quantization-aware training is not supported; method: fp8, or compute: fp8 with method: full, trains "
                     "in FP8"),
-    "quantization": not_here("exported models are 16-bit"), "fp8": fp8_products,
+    "quantization": not_here("exported models are 16-bit"), "fp8": shared.fp8_products,
     # training
-    "learning_rate": to("train.lr", decimal),
-    "optimizer": choice("train.optimizer", OPTIMIZERS, NEAR_OPTIMIZERS, OTHER_OPTIMIZER),
-    "lr_scheduler": choice("train.schedule", SCHEDULES, {}, OTHER_SCHEDULE),
+    "learning_rate": to("train.lr", values.decimal),
+    "optimizer": choice("train.optimizer", shared.OPTIMIZERS, shared.NEAR_OPTIMIZERS, shared.OTHER_OPTIMIZER),
+    "lr_scheduler": choice("train.schedule", shared.SCHEDULES, {}, shared.OTHER_SCHEDULE),
     "lr_scheduler_kwargs": not_here("schedules have no settings except train.warmup"),
-    "weight_decay": to("train.weight_decay", decimal),
+    "weight_decay": to("train.weight_decay", values.decimal),
     "cosine_min_lr_ratio": not_here("cosine decays to zero"), "cosine_constant_lr_ratio": not_here("cosine decays to zero"),
     "eta_min": not_here("schedules decay to zero"), "lr_quadratic_warmup": not_here("warmup is linear"),
-    "adam_epsilon": to("train.eps", decimal), "adam_eps": to("train.eps", decimal), "max_grad_norm": clip,
-    "optim_args": not_here("AdamW has betas, eps and weight_decay only"), "optim_target_modules": not_here(OTHER_OPTIMIZER[1]),
+    "adam_epsilon": to("train.eps", values.decimal), "adam_eps": to("train.eps", values.decimal), "max_grad_norm": shared.clip,
+    "optim_args": not_here("AdamW has betas, eps and weight_decay only"),
+    "optim_target_modules": not_here(shared.OTHER_OPTIMIZER[1]),
     "embedding_lr": not_here("all parameters use one learning rate"),
     "embedding_lr_scale": not_here("all parameters use one learning rate"),
     "lr_groups": not_here("all parameters use one learning rate"),
-    "seed": to("train.seed", whole), "train_on_inputs": _loss_on,
-    "eval_batch_size": nothing("evaluation chooses its batch size itself"), "auto_find_batch_size": nothing(PLAN),
+    "seed": to("train.seed", values.whole), "train_on_inputs": _loss_on,
+    "eval_batch_size": nothing("evaluation chooses its batch size itself"), "auto_find_batch_size": nothing(shared.PLAN),
     "neftune_noise_alpha": not_here("embedding noise (NEFTune) is not supported"),
     "noisy_embedding_alpha": not_here("embedding noise (NEFTune) is not supported"),
     "loss_watchdog_threshold": not_here("set health.spike: skip or rewind to react to loss spikes"),
     "loss_watchdog_patience": not_here("set health.spike: skip or rewind to react to loss spikes"),
     # length, packing, data
-    "pad_to_sequence_len": nothing(PACKED), "sample_packing": nothing(PACKED), "eval_sample_packing": nothing(PACKED),
+    "pad_to_sequence_len": nothing(shared.PACKED), "sample_packing": nothing(shared.PACKED),
+    "eval_sample_packing": nothing(shared.PACKED),
     "sample_packing_sequentially": not_here("rows are reshuffled every epoch"),
     "curriculum_sampling": not_here("rows are reshuffled every epoch"),
-    "batch_flattening": nothing(PACKED), "group_by_length": nothing(PACKED), "max_packed_sequence_len": nothing(PACKED),
-    "multipack_real_batches": nothing(PACKED), "min_sample_len": not_here("short rows are kept; remove them from the data"),
-    "eval_sequence_len": nothing("data.max_length also applies to held-out rows"), "remove_unused_columns": nothing(PACKED),
+    "batch_flattening": nothing(shared.PACKED), "group_by_length": nothing(shared.PACKED),
+    "max_packed_sequence_len": nothing(shared.PACKED),
+    "multipack_real_batches": nothing(shared.PACKED),
+    "min_sample_len": not_here("short rows are kept; remove them from the data"),
+    "eval_sequence_len": nothing("data.max_length also applies to held-out rows"),
+    "remove_unused_columns": nothing(shared.PACKED),
     "streaming": nothing("rows are read and tokenized once, before training"), "total_num_tokens": nothing("counted"),
     "skip_prepare_dataset": nothing("Pronghorn always prepares the rows"), "total_supervised_tokens": nothing("counted"),
     "shuffle_merged_datasets": _shuffle, "shuffle_before_merging_datasets": _shuffle,
     "dataset_exact_deduplication": lambda draft, key: draft.set(
-        "data.duplicates", "drop-exact" if is_on(draft.get(key)) else "keep", key),
+        "data.duplicates", "drop-exact" if values.is_on(draft.get(key)) else "keep", key),
     "default_system_message": not_here("put the system message into the rows or into your own template"),
     "chat_template_kwargs": not_here("templates receive messages and tools only"),
     "role_boundaries": nothing("the loss mask is derived from the template"),
     "preprocess_iterable": nothing(CACHE),
     # run
-    "output_dir": to("output", text), "save_total_limit": to("checkpoint.keep", whole),
-    "auto_resume_from_checkpoints": nothing(RESUME), "resume_from_checkpoint": not_here(RESUME), "logging_steps": nothing(
+    "output_dir": to("output", values.text), "save_total_limit": to("checkpoint.keep", values.whole),
+    "auto_resume_from_checkpoints": nothing(shared.RESUME), "resume_from_checkpoint": not_here(shared.RESUME),
+    "logging_steps": nothing(
         "every step is logged"), "save_only_model": nothing("every checkpoint can be resumed"),
     "save_safetensors": nothing("Pronghorn writes safetensors only"),
     "save_first_step": nothing("Pronghorn checks before training that it can save"),
@@ -324,58 +287,60 @@ ROWS: dict[str, Row] = {
     "greater_is_better": nothing(
         "each metric defines its own direction"),
     "eval_table_size": nothing("eval.generations answers are shown"), "eval_max_new_tokens": to(
-        "eval.max_new_tokens", whole),
+        "eval.max_new_tokens", values.whole),
     "do_causal_lm_eval": not_here(METRICS), "strict": nothing("Pronghorn checks every key"),
     "eval_causal_lm_metrics": not_here(
         METRICS),
     "debug": nothing("use `pronghorn data show`"), "plugins": _plugins,
     "test_value": nothing("it is a test option of Axolotl"),
     "hub_model_id": not_here(HUB), "hub_strategy": not_here(HUB), "hub_revision": not_here(HUB),
-    "push_dataset_to_hub": not_here(HUB), "secrets": nothing(NOTHING_SENT),
-    "gradient_checkpointing": nothing(PLAN), "gradient_checkpointing_kwargs": nothing(PLAN), "tiled_mlp": nothing(PLAN),
-    "activation_offloading": nothing(PLAN), "layer_offloading": nothing(PLAN), "ple_cpu_offload": nothing(PLAN),
-    "cut_cross_entropy": nothing(KERNELS),
-    "deepspeed": not_here(GPUS), "local_rank": nothing("Pronghorn trains on one GPU"),
-    "world_size": only_if_one(GPUS), "ddp": not_here(GPUS),
-    "use_ray": not_here(GPUS), "ray_num_workers": only_if_one(GPUS), "accelerator_config": nothing(
+    "push_dataset_to_hub": not_here(HUB), "secrets": nothing(shared.NOTHING_SENT),
+    "gradient_checkpointing": nothing(shared.PLAN), "gradient_checkpointing_kwargs": nothing(shared.PLAN),
+    "tiled_mlp": nothing(shared.PLAN),
+    "activation_offloading": nothing(shared.PLAN), "layer_offloading": nothing(shared.PLAN),
+    "ple_cpu_offload": nothing(shared.PLAN),
+    "cut_cross_entropy": nothing(shared.KERNELS),
+    "deepspeed": not_here(shared.GPUS), "local_rank": nothing("Pronghorn trains on one GPU"),
+    "world_size": only_if_one(shared.GPUS), "ddp": not_here(shared.GPUS),
+    "use_ray": not_here(shared.GPUS), "ray_num_workers": only_if_one(shared.GPUS), "accelerator_config": nothing(
         "the loss is the mean over all loss tokens of a step"),
     # what is trained
-    "rl": refused(PREFERENCE, PREFERENCE_FIX), "reward_model": refused(PREFERENCE, PREFERENCE_FIX),
-    "process_reward_model": refused(PREFERENCE, PREFERENCE_FIX),
+    "rl": refused(shared.PREFERENCE, shared.PREFERENCE_FIX), "reward_model": refused(shared.PREFERENCE, shared.PREFERENCE_FIX),
+    "process_reward_model": refused(shared.PREFERENCE, shared.PREFERENCE_FIX),
     "num_labels": refused("classifiers are not supported", "convert a config of a language model"),
     "diffusion": refused("diffusion models are not supported", "convert a config of a causal language model"),
     "kd_trainer": refused("distillation is not supported", "convert a config that trains on dataset rows"),
-    "trl": not_here(PREFERENCE), "ebft": not_here(PREFERENCE), "vllm": not_here(PREFERENCE),
+    "trl": not_here(shared.PREFERENCE), "ebft": not_here(shared.PREFERENCE), "vllm": not_here(shared.PREFERENCE),
     "use_eaft": not_here(OBJECTIVE), "use_pose": not_here("position ids are not changed"), "relora": not_here(
         "ReLoRA restarts are not supported"), "llmcompressor": not_here("weight pruning is not supported"),
-    "use_onebitllms": not_here("1-bit weights are not supported"), "experimental_skip_move_to_device": nothing(PLAN),
+    "use_onebitllms": not_here("1-bit weights are not supported"), "experimental_skip_move_to_device": nothing(shared.PLAN),
     "llama4_linearized_experts": nothing("experts are read as stored in the checkpoint"),
 }
 PREFIXES: dict[str, Row] = {
     **dict.fromkeys(("wandb_", "use_wandb", "swanlab_", "use_swanlab", "mlflow_", "use_mlflow", "hf_mlflow", "comet_",
                      "use_comet", "trackio_", "use_trackio", "use_tensorboard", "otel_", "use_otel", "include_tkps",
-                     "include_tokens", "gradio_", "profiler_"), nothing(NOTHING_SENT)),
+                     "include_tokens", "gradio_", "profiler_"), nothing(shared.NOTHING_SENT)),
     "ddp_": nothing("Pronghorn trains on one GPU"),
     **dict.fromkeys(("fsdp", "deepcompile", "dp_", "qlora_sharded", "ring_attn", "heads_k_stride", "resources_per",
-                     "ray_", "expert_parallel", "fp8_enable_fsdp"), only_if_one(GPUS)),
-    **dict.fromkeys(("context_parallel_size", "tensor_parallel_size", "sequence_parallel_degree"), only_if_one(GPUS)),
+                     "ray_", "expert_parallel", "fp8_enable_fsdp"), only_if_one(shared.GPUS)),
+    **dict.fromkeys(("context_parallel_size", "tensor_parallel_size", "sequence_parallel_degree"), only_if_one(shared.GPUS)),
     **dict.fromkeys(("liger_", "flash_", "flex_", "sdp_attention", "sdpa_varlen", "xformers_", "sage_attention", "eager_",
                      "attn_implementation", "s2_attention", "torch_compile", "lora_mlp_kernel", "lora_qkv_kernel",
                      "lora_o_kernel", "lora_embedding_kernel", "use_kernels", "use_scattermoe", "use_sonicmoe", "use_dsv4",
                      "use_glm", "dsv4_", "nvfp4_", "moe_", "experts_implementation", "expert_backend", "fused_attn",
                      "gemma4_", "chunked_cross_entropy", "large_head", "gc_", "torch_empty", "pretrain_multipack",
-                     "streaming_multipack", "sample_packing_", "nonexpert_"), nothing(KERNELS)),
+                     "streaming_multipack", "sample_packing_", "nonexpert_"), nothing(shared.KERNELS)),
     **dict.fromkeys(("dataset_", "dataloader_", "num_dataset_shards", "excess_token", "pretraining_sample"), nothing(CACHE)),
     **dict.fromkeys(("gptq_", "torchdistx", "sample_packing_eff"), not_here("Pronghorn has no equivalent")),
     **dict.fromkeys(("peft_", "lora_"), not_here("adapters have r, alpha, targets, dropout, rslora, dora and plus_ratio "
                                                  "only")),
     **dict.fromkeys(("dpo_", "kto_", "orpo_", "cpo_", "simpo_", "rl_beta", "rpo_", "max_prompt_len", "precompute_ref",
-                     "center_rewards"), not_here(PREFERENCE)),
+                     "center_rewards"), not_here(shared.PREFERENCE)),
     **dict.fromkeys(("lisa_", "relora_", "jagged_", "eaft_", "pose_", "kd_", "dion_", "qgalore_", "grokfast_", "spectrum_",
                      "mora", "diffusion", "scaling_softmax", "adam_beta3", "adam_epsilon2", "dense_mixer"), not_here(
         "this training method is not supported")),
-    **dict.fromkeys(("image_", "processor_"), not_here(IMAGES)),
+    **dict.fromkeys(("image_", "processor_"), not_here(shared.IMAGES)),
     **dict.fromkeys(("lm_eval_", "bench_", "do_bench", "generate_samples", "generation_", "num_generation"), not_here(
         "held-out loss, perplexity and eval.generations answers are reported")),
-    **dict.fromkeys(("selective_checkpointing", "dynamic_checkpoint", "embeddings_skip", "fp32_norm"), nothing(PLAN)),
+    **dict.fromkeys(("selective_checkpointing", "dynamic_checkpoint", "embeddings_skip", "fp32_norm"), nothing(shared.PLAN)),
 }

@@ -15,7 +15,8 @@ from pronghorn.convert.data_sets import (
     set_template,
     source_name,
 )
-from pronghorn.convert.draft import Draft, UnfitError, is_on, plain, printed, text, words
+from pronghorn.convert.draft import Draft
+from pronghorn.convert.values import UnfitError, is_on, plain, printed, text, words
 from pronghorn.data.chat_messages import ROLES, SPEAKERS
 
 TEMPLATES = {  # Axolotl's names: ours

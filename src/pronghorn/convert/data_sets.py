@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from pronghorn.convert.draft import Draft, UnfitError
+from pronghorn.convert.draft import Draft
+from pronghorn.convert.values import UnfitError
 from pronghorn.data.formats import CHAT_COLUMNS
 from pronghorn.data.named_templates import SAME_AS, TEMPLATES
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pronghorn.convert.data_sets import LATER, DataSet, chat_fields, set_sources, source_name
-from pronghorn.convert.draft import Draft, UnfitError, plain, printed, text, whole, words, written
+from pronghorn.convert.draft import Draft
+from pronghorn.convert.values import UnfitError, plain, printed, text, whole, words, written
 from pronghorn.data.chat_messages import ROLES, SPEAKERS
 from pronghorn.errors import CommandError, PronghornError, raise_all
 from pronghorn.recipe_file import read_yaml

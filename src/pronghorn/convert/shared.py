@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pronghorn.convert.draft import Draft, UnfitError, decimal, is_on, number, printed, whole
+from pronghorn.convert.draft import Draft
+from pronghorn.convert.values import UnfitError, decimal, is_on, number, printed, whole
 
 CAPACITY = 16384  # tokens in a micro-batch that a GPU works well on
 AT_THE_END = 0.999999  # of all steps: the last one, in any run of less than a million

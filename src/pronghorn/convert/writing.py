@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pronghorn.convert.draft import Draft, Fate, Kind, nested, printed
+from pronghorn.convert.draft import Draft, Fate, Kind, nested
 from pronghorn.convert.one_line import one_line
+from pronghorn.convert.values import printed
 from pronghorn.errors import counted, printable
 from pronghorn.recipe import Recipe
 

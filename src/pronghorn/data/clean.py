@@ -33,17 +33,9 @@ MOST_REPETITION = 10.0
 LEAST_LENGTH = 200  # bytes; a shorter "hahaha" is an answer
 
 
-def _silent(label: str, done: int, total: int) -> None:
-    pass
-
-
-def exact_duplicates(examples: Sequence[Example]) -> dict[int, int]:
-    """Index of every copy -> index of the first; everything but the place they came from is equal."""
-    return copies_of(b"".join(map(identity, examples)))
-
-
 def copies_of(identities: bytes | bytearray) -> dict[int, int]:
-    """The same, of the examples' identities one after the other: 16 bytes a row, where a dictionary takes 200."""
+    """Index of every copy -> index of the first, by the examples' identities one after the other: 16 bytes a row, where a
+    dictionary takes 200."""
     found = np.frombuffer(identities, dtype=[("high", "<u8"), ("low", "<u8")])
     order = np.lexsort((np.arange(len(found)), found["low"], found["high"]))
     same = found[order[1:]] == found[order[:-1]] if len(found) > 1 else np.zeros(0, np.bool_)
@@ -58,18 +50,6 @@ def identity(example: Example) -> bytes:
     parts = [example.kind, example.messages, example.tools, example.prompt, example.completion, example.text,
              example.prompt_messages]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).digest()
-
-
-def near_duplicates(
-    examples: Sequence[Example], threshold: float = 0.8, progress: Callable[[str, int, int], None] = _silent
-) -> dict[int, int]:
-    """Index of every near copy -> index of the first row it is like; exact copies are among them."""
-    near = NearDuplicates(examples.__getitem__, threshold)
-    for start in range(0, len(examples), BATCH):
-        progress("near duplicates", start, len(examples))
-        near.add([examples[i] for i in range(start, min(start + BATCH, len(examples)))])
-    progress("near duplicates", len(examples), len(examples))
-    return near.copies
 
 
 class NearDuplicates:

@@ -74,10 +74,6 @@ def chat_template(tokenizer: Any) -> ChatTemplate:
     return _probed(tokenizer, str(tokenizer.chat_template))
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Message], tools: Any = None, where: str = "") -> Rendered:
-    return chat_template(tokenizer).render(messages, tools, where)
-
-
 class ChatTemplate:
     """A template and what probing it once tells: how it wants to be called, its generation prompt, what ends a turn."""
 

@@ -43,11 +43,6 @@ def score(value: float | None) -> str:
     return MISSING if value is None else f"{value:.4g}"
 
 
-def small(value: float | None) -> str:
-    """A learning rate: 0.0002 · 2e-05"""
-    return MISSING if value is None else f"{value:.3g}"
-
-
 def count(value: float | None) -> str:
     """950 · 12,345 · 1.23 M · 4.56 B"""
     if value is None or not math.isfinite(value):

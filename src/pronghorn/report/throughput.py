@@ -37,9 +37,6 @@ class Throughput:
         """Tokens a second over the last WINDOW_SECONDS."""
         return _rate(sum(tokens for tokens, _ in self._window), sum(seconds for _, seconds in self._window))
 
-    def overall(self) -> float:
-        return _rate(self.tokens, self.seconds)
-
     def eta(self, steps_left: int) -> float | None:
         """Seconds until the end; None before the first step.
 

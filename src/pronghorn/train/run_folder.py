@@ -75,10 +75,6 @@ class RunFolder:
         self._remove_made()
         _unlock(self._lock)
 
-    def require_free(self, needed: int) -> None:
-        """Before the start: the bytes that the run's checkpoints will need."""
-        require_free_disk(self.path, needed, "this run", then="run the same command again")
-
     def _make(self, real: Path) -> None:
         missing = [folder for folder in (real, *real.parents) if not folder.exists()]
         for folder in reversed(missing):

@@ -19,10 +19,10 @@ On the GPU no call waits for the device as long as the backend is not "torch", s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from pronghorn.errors import EnvironmentFault
 from pronghorn.kernels.attention import attention_flash, attention_flex, attention_short, attention_torch
-from pronghorn.kernels.attention.attention_torch import Backend, Packed
+from pronghorn.kernels.attention.attention_torch import Backend, Computed, Grads, Packed, Parts
 from pronghorn.kernels.runtime.dispatch import HAS_TRITON, Chip, cuda_capability, on_gpu, pretended, say_once
 
 MAX_FLASH_WIDTH = 256  # widest head of FlashAttention-2, and of flash-attn-4 on Hopper
@@ -47,7 +47,6 @@ BACKENDS: dict[Backend, Any] = {
     "flex": attention_flex.Flex,
     "torch": attention_torch.PlainTorch,
 }
-Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def attention_reference(
@@ -184,29 +183,25 @@ REFUSALS: dict[Backend, Callable[[_Case], str | None]] = {
 }
 
 
-def attention_forward(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks_N: Tensor | None = None,
-    lengths: tuple[int, ...] | None = None,
-    spans_2T: Tensor | None = None,
-    typical: int | None = None,
-    out: Tensor | None = None,
-    backend: Backend | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(out_TNH, lse_NT in fp32). `longest`: no document is longer, constant over the replays of a CUDA graph.
+class Options(TypedDict, total=False):
+    """Of a call, beside the documents. `lengths`: of the documents, on the host, which spare the plain-torch backend a wait for
+    the device. `spans_2T`: where each token's document begins and ends (attention_torch.spans)."""
 
-    `lengths`: the documents' lengths on the host, which spare the plain-torch backend a wait for the device. `spans_2T`: where
-    each token's document begins and ends (attention_torch.spans). `typical`: see `pick_backend`.
-    """
-    packed = Packed(cu_seqlens, longest, scale, _useful(window, longest), softcap, sinks_N, lengths, spans_2T)
+    scale: Required[float]
+    window: int | None
+    softcap: float | None
+    sinks_N: Tensor | None
+    lengths: tuple[int, ...] | None
+    spans_2T: Tensor | None
+
+
+def attention_forward(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, longest: int, *, typical: int | None = None,
+    out: Tensor | None = None, backend: Backend | None = None, **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out_TNH, lse_NT in fp32). `longest`: no document is longer, constant over the replays of a CUDA graph. `typical`: see
+    `pick_backend`."""
+    packed = _packed(cu_seqlens, longest, options)
     chosen = backend or _backend_for(q_TNH, packed, typical)
     with torch.no_grad():
         out_TNH, lse_NT = BACKENDS[chosen].forward(q_TNH, k_TKH, v_TKH, packed, out)
@@ -214,36 +209,21 @@ def attention_forward(
 
 
 def attention_backward(
-    dout_TNH: Tensor,
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    out_TNH: Tensor,
-    lse_NT: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks_N: Tensor | None = None,
-    lengths: tuple[int, ...] | None = None,
-    spans_2T: Tensor | None = None,
-    typical: int | None = None,
-    grads: tuple[Tensor, Tensor, Tensor] | None = None,
-    rotated: tuple[Tensor, Tensor] | None = None,
-    backend: Backend | None = None,
-) -> Grads:
+    dout_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, out_TNH: Tensor, lse_NT: Tensor, cu_seqlens: Tensor,
+    longest: int, *, typical: int | None = None, grads: Parts | None = None, rotated: tuple[Tensor, Tensor] | None = None,
+    backend: Backend | None = None, **options: Unpack[Options],
+) -> Grads:  # fmt: skip
     """(dq_TNH, dk_TKH, dv_TKH, dsinks_N or None), written into `grads` (dq, dk, dv) where given.
 
     `out_TNH` and `lse_NT` are the forward's, of the same backend, as are all the other arguments. `rotated`: cos and sin by
     which RoPE rotated q and k, where `unrotates`; dq and dk are then those of before.
     """
-    packed = Packed(cu_seqlens, longest, scale, _useful(window, longest), softcap, sinks_N, lengths, spans_2T)
+    packed = _packed(cu_seqlens, longest, options)
     chosen = backend or _backend_for(q_TNH, packed, typical)
+    done = Computed(q_TNH, k_TKH, v_TKH, out_TNH, lse_NT)
     with torch.no_grad():
         more = () if rotated is None else (rotated,)
-        dq, dk, dv, dsinks = BACKENDS[chosen].backward(dout_TNH, q_TNH, k_TKH, v_TKH, out_TNH, lse_NT, packed, grads, *more)
+        dq, dk, dv, dsinks = BACKENDS[chosen].backward(dout_TNH, done, packed, grads, *more)
     return dq, dk, dv, dsinks
 
 
@@ -261,9 +241,10 @@ def unrotates(backend: Backend, head_width: int, cos_TP: Tensor, neighbours: boo
     return backend == "short" and not neighbours and attention_short.Short.unrotates(head_width, cos_TP.shape[1])
 
 
-def _useful(window: int | None, longest: int) -> int | None:
+def _packed(cu_seqlens: Tensor, longest: int, options: Options) -> Packed:
     """A window that covers every document is none: plain causal kernels are faster and already compiled."""
-    return None if window is None or window >= longest else window
+    packed = Packed(cu_seqlens, longest, **options)
+    return packed if packed.window is None or packed.window < longest else replace(packed, window=None)
 
 
 def _backend_for(q_TNH: Tensor, packed: Packed, typical: int | None) -> Backend:
@@ -292,31 +273,21 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
+        done = Computed(*ctx.saved_tensors)
         with torch.no_grad():
-            grads = BACKENDS[ctx.backend].backward(grad_outputs[0], q, k, v, out, lse, ctx.packed, None)
+            grads = BACKENDS[ctx.backend].backward(grad_outputs[0], done, ctx.packed, None)
         return (*grads, None, None)
 
 
 def attention(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks_N: Tensor | None = None,
-    lengths: tuple[int, ...] | None = None,
-    spans_2T: Tensor | None = None,
-    typical: int | None = None,
-    backend: Backend | None = None,
-) -> Tensor:
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, longest: int, *, typical: int | None = None,
+    backend: Backend | None = None, **options: Unpack[Options],
+) -> Tensor:  # fmt: skip
     """Attention over packed documents, with gradients for q, k, v and the sinks."""
-    fixed = None if sinks_N is None else sinks_N.detach()
-    packed = Packed(cu_seqlens, longest, scale, _useful(window, longest), softcap, fixed, lengths, spans_2T)
+    sinks_N = options.get("sinks_N")
+    if sinks_N is not None:
+        options["sinks_N"] = sinks_N.detach()
+    packed = _packed(cu_seqlens, longest, options)
     chosen = backend or _backend_for(q_TNH, packed, typical)
     out: Tensor = _Attention.apply(q_TNH, k_TKH, v_TKH, sinks_N, packed, chosen)  # type: ignore[no-untyped-call]
     return out

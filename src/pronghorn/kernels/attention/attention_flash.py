@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.attention.attention_torch import Packed, apply_sinks, sink_gradients
+from pronghorn.kernels.attention.attention_torch import Computed, Grads, Packed, Parts, apply_sinks, sink_gradients, written
 from pronghorn.kernels.runtime.copy_rows import copy_rows
 
 
@@ -78,16 +78,8 @@ class Flash4:
         return result[0], result[1]
 
     @staticmethod
-    def backward(
-        dout_TNH: Tensor,
-        q_TNH: Tensor,
-        k_TKH: Tensor,
-        v_TKH: Tensor,
-        out_TNH: Tensor,
-        lse_NT: Tensor,
-        packed: Packed,
-        grads: tuple[Tensor, Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def backward(dout_TNH: Tensor, done: Computed, packed: Packed, grads: Parts | None) -> Grads:
+        q_TNH, k_TKH, v_TKH, out_TNH, lse_NT = done
         module, _ = _flash4()
         heads, kv_heads = q_TNH.shape[1], k_TKH.shape[1]
         chunks = backward_chunks(len(q_TNH), heads, kv_heads, q_TNH.shape[2])
@@ -129,40 +121,12 @@ class Flash2:
         return out, lse_NT
 
     @staticmethod
-    def backward(
-        dout_TNH: Tensor,
-        q_TNH: Tensor,
-        k_TKH: Tensor,
-        v_TKH: Tensor,
-        out_TNH: Tensor,
-        lse_NT: Tensor,
-        packed: Packed,
-        grads: tuple[Tensor, Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def backward(dout_TNH: Tensor, done: Computed, packed: Packed, grads: Parts | None) -> Grads:
         bounds, longest = packed.cu_seqlens, packed.longest
-        no_dropout = torch.empty(2, dtype=torch.uint64, device=q_TNH.device)  # its random state: never read without
-        unused = torch.empty(0, device=q_TNH.device)
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=dout_TNH.device)  # its random state: never read without
+        unused = torch.empty(0, device=dout_TNH.device)
         found = torch.ops.aten._flash_attention_backward(
-            dout_TNH,
-            q_TNH,
-            k_TKH,
-            v_TKH,
-            out_TNH,
-            lse_NT,
-            bounds,
-            bounds,
-            longest,
-            longest,
-            0.0,
-            packed.window is None,
-            no_dropout,
-            unused,
+            dout_TNH, *done, bounds, bounds, longest, longest, 0.0, packed.window is None, no_dropout, unused,
             **Flash2._options(packed),
-        )
-        dsinks = sink_gradients(dout_TNH, out_TNH, lse_NT, packed.sinks_N)
-        if grads is not None:
-            for mine, theirs in zip(grads, found, strict=True):
-                mine.copy_(theirs)
-            return (*grads, dsinks)
-        dq, dk, dv = found
-        return dq, dk, dv, dsinks
+        )  # fmt: skip
+        return written(grads, found, sink_gradients(dout_TNH, done.out_TNH, done.lse_NT, packed.sinks_N))

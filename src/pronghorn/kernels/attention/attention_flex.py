@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.attention.attention_torch import Packed
+from pronghorn.kernels.attention.attention_torch import Computed, Grads, Packed, Parts, written
 
 BLOCK = 128  # flex attention's own default
 
@@ -97,25 +97,10 @@ class Flex:
         return (out_TNH.contiguous() if out is None else out.copy_(out_TNH)), lse_NT
 
     @staticmethod
-    def backward(
-        dout_TNH: Tensor,
-        q_TNH: Tensor,
-        k_TKH: Tensor,
-        v_TKH: Tensor,
-        out_TNH: Tensor,
-        lse_NT: Tensor,
-        packed: Packed,
-        grads: tuple[Tensor, Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        del out_TNH, lse_NT  # the forward runs again
-        leaves = [x.detach().requires_grad_() for x in (q_TNH, k_TKH, v_TKH)]
+    def backward(dout_TNH: Tensor, done: Computed, packed: Packed, grads: Parts | None) -> Grads:
+        leaves = [x.detach().requires_grad_() for x in done[:3]]  # the forward runs again
         sinks = None if packed.sinks_N is None else packed.sinks_N.detach().requires_grad_()
         with torch.enable_grad():
             out, _ = _run(leaves[0], leaves[1], leaves[2], sinks, packed)
             found = torch.autograd.grad(out, leaves if sinks is None else [*leaves, sinks], dout_TNH)
-        dsinks = None if sinks is None else found[3]
-        if grads is not None:
-            for mine, theirs in zip(grads, found, strict=False):
-                mine.copy_(theirs)
-            return (*grads, dsinks)
-        return found[0], found[1], found[2], dsinks
+        return written(grads, found, None if sinks is None else found[3])

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.attention.attention_softmax import LOG2E, as_power, capped, powers, weights_by
-from pronghorn.kernels.attention.attention_torch import Packed, sink_gradients
+from pronghorn.kernels.attention.attention_torch import Computed, Grads, Packed, Parts, sink_gradients
 from pronghorn.kernels.runtime.add_dot import add_dot, halves
 from pronghorn.kernels.runtime.dispatch import BLACKWELL, HOPPER, Chip, chip_of, jit, tl, triton
 
@@ -404,20 +404,12 @@ class Short:
         return out_TNH, lse_NT
 
     @staticmethod
-    def backward(
-        dout_TNH: Tensor,
-        q_TNH: Tensor,
-        k_TKH: Tensor,
-        v_TKH: Tensor,
-        out_TNH: Tensor,
-        lse_NT: Tensor,
-        packed: Packed,
-        grads: tuple[Tensor, Tensor, Tensor] | None,
-        rotated: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def backward(dout_TNH: Tensor, done: Computed, packed: Packed, grads: Parts | None,
+                 rotated: tuple[Tensor, Tensor] | None = None) -> Grads:
         """`rotated`: cos and sin, [T, H / 2], by which RoPE rotated q and k; dq and dk are then those of before."""
+        q_TNH, k_TKH, v_TKH, out_TNH, lse_NT = done
         T, heads, width = q_TNH.shape
-        dq, dk, dv = grads or tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TNH, k_TKH, v_TKH))
+        dq, dk, dv = grads or done.empty_grads()
         norms_TN2 = torch.empty(T, heads, 2, dtype=torch.float32, device=lse_NT.device)  # lse as a power, and delta
         starts_T, ends_T = packed.spans_of(T)
         options = Short._options(q_TNH, k_TKH, packed)

@@ -52,25 +52,18 @@ class HeadLoss(NamedTuple):
 
 
 def linear_cross_entropy_reference(
-    hidden_ND: torch.Tensor,
-    weight_VD: torch.Tensor,
-    labels_N: torch.Tensor,
-    *,
-    bias_V: torch.Tensor | None = None,
-    weights_N: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    logit_scale: float = 1.0,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain torch, all logits at once: (sum of the losses, loss of each row)."""
+    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor, *, bias_V: torch.Tensor | None = None,
+    weights_N: torch.Tensor | None = None, **given: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Plain torch, all logits at once: (sum of the losses, loss of each row). `given`: the fields of `Terms`."""
+    terms = Terms(**given)
     logits = F.linear(hidden_ND, weight_VD, bias_V)
-    logits = logits.to(_precise(logits.dtype)) * logit_scale
-    if softcap:
-        logits = torch.tanh(logits / softcap) * softcap
-    losses = F.cross_entropy(logits, labels_N, ignore_index=IGNORED, reduction="none", label_smoothing=label_smoothing)
-    if z_loss:
-        losses = losses + z_loss * torch.logsumexp(logits, -1).square() * (labels_N != IGNORED)
+    logits = logits.to(_precise(logits.dtype)) * terms.logit_scale
+    if terms.softcap:
+        logits = torch.tanh(logits / terms.softcap) * terms.softcap
+    losses = F.cross_entropy(logits, labels_N, ignore_index=IGNORED, reduction="none", label_smoothing=terms.label_smoothing)
+    if terms.z_loss:
+        losses = losses + terms.z_loss * torch.logsumexp(logits, -1).square() * (labels_N != IGNORED)
     if weights_N is not None:
         losses = losses * weights_N
     return losses.sum(), losses.detach()
@@ -302,21 +295,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    hidden_ND: torch.Tensor,
-    weight_VD: torch.Tensor,
-    labels_N: torch.Tensor,
-    *,
-    bias_V: torch.Tensor | None = None,
-    weights_N: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    logit_scale: float = 1.0,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    chunk_share: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of the losses, loss of each row, detached); differentiable once in hidden, weight and bias."""
-    terms = Terms(softcap, logit_scale, label_smoothing, z_loss, chunk_share)
+    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor, *, bias_V: torch.Tensor | None = None,
+    weights_N: torch.Tensor | None = None, **given: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(sum of the losses, loss of each row, detached); differentiable once in hidden, weight and bias. `given`: the fields of
+    `Terms`."""
     loss, row_losses = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden_ND, weight_VD, bias_V, labels_N, weights_N, terms, torch.is_grad_enabled()
+        hidden_ND, weight_VD, bias_V, labels_N, weights_N, Terms(**given), torch.is_grad_enabled()
     )
     return loss, row_losses

@@ -138,7 +138,7 @@ class AdamWTensors:
         self.decays = torch.tensor(self.weight_decays, dtype=torch.float32, device=self.device)
         self.factors = torch.empty((len(rows), 3), dtype=torch.float32, device=self.device)
         self.result = torch.zeros(3, dtype=torch.float32, device=self.device)
-        kinds: dict[tuple[Any, ...], list[int]] = {}
+        kinds: dict[tuple[torch.dtype, torch.dtype, torch.dtype], list[int]] = {}
         for i, param in enumerate(self.params):
             kinds.setdefault((param.dtype, self.grads[i].dtype, self.exp_avgs[i].dtype), []).append(i)
         self.parts: list[Part] = []
