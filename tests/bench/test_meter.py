@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pronghorn.bench.meter import Meter, RunJudgedWrong, machine
+from pronghorn.bench.workloads import SYSTEMS
 from tables import table
 
 
@@ -60,3 +61,9 @@ def test_a_result_says_where_it_comes_from() -> None:
     here = machine()
     assert here["hardware"]
     assert here["versions"]["torch"] == torch.__version__
+
+
+def test_memory_of_captured_steps_counts_from_the_first() -> None:
+    """In TRL, too: replayed graphs allocate nothing, so a peak counted from step 2 would leave their memory out."""
+    assert {name for name, system in SYSTEMS.items() if system.captures} == {
+        "pronghorn", "dropin", "dropin-true", "dropin-unsloth"}

@@ -53,7 +53,7 @@ def measure(system: System, workload: Workload, *, warmup: int, steps: int, leng
         _ = importlib.import_module("trl").SFTTrainer
     importlib.import_module("pronghorn.bench.ours" if system.name == "pronghorn" else "pronghorn.bench.peers")
     waited = 0.0 if turn is None else _wait_for(turn)
-    meter = Meter(began=BEGAN + waited, warmup=warmup, steps=steps, peak_from_first_step=system.name == "pronghorn")
+    meter = Meter(began=BEGAN + waited, warmup=warmup, steps=steps, peak_from_first_step=system.captures)
     if system.name == "pronghorn":
         from pronghorn.bench import ours
 

@@ -82,6 +82,11 @@ class System:
     padded: bool = False  # documents padded to the longest of their micro-batch, instead of packed
     script: str = ""  # what a script for Unsloth and TRL imports: the same script, with another import
 
+    @property
+    def captures(self) -> bool:
+        """Whether it may replay steps as CUDA graphs, whose memory the allocator counts when they are captured, never again."""
+        return "pronghorn" in (self.name, self.script)
+
 
 _UNSLOTHS = ("unsloth", "trl", "datasets")
 _OURS_IN_TRL = ("peft", "pydantic", "trl", "datasets")
