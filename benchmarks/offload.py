@@ -49,7 +49,7 @@ class Switch:
         from pronghorn.memory.offload import OffloadPool
         from pronghorn.memory.sizes import kept_bytes
         from pronghorn.model.causal_lm import engine_of
-        from pronghorn.train.step import make_step
+        from pronghorn.train.graphed_step import make_step
 
         ours = self.ours
         ours.step.abandon()

@@ -36,8 +36,8 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.model.quantized import dequantize_model_
 from pronghorn.recipe import Recipe
 from pronghorn.train.evaluate import evaluate
+from pronghorn.train.graphed_step import make_step
 from pronghorn.train.optim import lr_scale, make_optimizer, set_lr
-from pronghorn.train.step import make_step
 
 SEED = 3407
 WHAT = ("Held-out loss (mean over the tokens that carry loss) of one model trained in several forms on the same batches in the "

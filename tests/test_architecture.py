@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "pronghorn"
 FILES = sorted(SOURCE.rglob("*.py"))
+MODULES = {".".join(("pronghorn", *file.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): file
+           for file in FILES}
 EVERYBODY = {"recipe", "errors", "folders", "digests", "hub", "model_files"}
 # room -> rooms it may import; `cli`, `demo` and `bench` stand at the top.
 ARROWS = {
@@ -54,6 +57,9 @@ KERNEL_ARROWS = {
     "optim": {"runtime", "quant"},
     "embedding": {"runtime"},
 }
+# Imports inside functions: what a command needs is loaded when it runs, and some things only where there is a use for them.
+LAZY = {"cli", "bench/worker.py", "scripts/explain.py", "scripts/fronts.py", "dropin/instance.py", "dropin/saving.py",
+        "data/stats.py", "kernels/runtime/dispatch.py", "memory/sizes.py", "hub.py", "__init__.py"}
 MAY_BE_USED_BY_ALL = {"report": {"errors"}, "recipe": set(), "errors": set(), "folders": set(), "hub": {"errors", "folders"},
                       "model_files": {"errors"}, "kernels": {"errors"}}
 
@@ -77,6 +83,26 @@ def imports(file: Path) -> list[str]:
     return names
 
 
+@cache
+def imported(file: Path) -> dict[str, bool]:
+    """Our modules that a file imports -> whether inside a function. What only a type checker reads does not count."""
+    found: dict[str, bool] = {}
+
+    def visit(node: ast.AST, inside: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING":
+                continue
+            if isinstance(child, ast.ImportFrom):
+                for name in (child.module or "", *(f"{child.module}.{alias.name}" for alias in child.names)):
+                    found[name] = found.get(name, True) and inside
+            elif isinstance(child, ast.Import):
+                found.update({alias.name: inside for alias in child.names})
+            visit(child, inside or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+    visit(parsed(file), False)
+    return {name: lazy for name, lazy in found.items() if name in MODULES}
+
+
 def room(file: Path) -> str:
     return file.relative_to(SOURCE).parts[0].removesuffix(".py")
 
@@ -93,6 +119,21 @@ def test_a_file_imports_only_along_the_arrows() -> None:
         used = {name.split(".")[1] for name in imports(file) if name.startswith("pronghorn.")}
         wrong[short(file)] = sorted(used - allowed)
     assert {file: rooms for file, rooms in wrong.items() if rooms} == {}, "what these files import is not in ARROWS"
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    """Also by imports inside functions, which hide a circle and do not break it. (`pronghorn` itself only has a version.)"""
+    graph = {name: imported(file).keys() - {"pronghorn", name} for name, file in MODULES.items() if name != "pronghorn"}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" <- ".join(error.args[1])) from None
+
+
+def test_imports_inside_functions_are_few() -> None:
+    lazy = {short(file) for file in FILES if any(imported(file).values())}
+    assert {name for name in lazy if not {name, name.split("/")[0]} & LAZY} == set(), "import at the top, or name it in LAZY"
+    assert {name for name in LAZY if not any(name in (file, file.split("/")[0]) for file in lazy)} == set(), "LAZY has too many"
 
 
 def test_kernels_import_only_along_their_own_arrows() -> None:

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pronghorn.errors import ModelError
 from pronghorn.model import causal_lm
-from pronghorn.model.causal_lm import ENGINE, FastCausalLM, install
+from pronghorn.model.causal_lm import FastCausalLM, install
+from pronghorn.model.changes import ENGINE
 from pronghorn.model.verify import verify
 
 SMALL: dict[str, Any] = {

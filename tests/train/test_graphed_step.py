@@ -17,8 +17,8 @@ from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from pronghorn.train.fused_adamw import FusedAdamW
-from pronghorn.train.graphed_step import GraphedStep, shared_gradients
-from pronghorn.train.step import EagerStep, make_step
+from pronghorn.train.graphed_step import GraphedStep, make_step, shared_gradients
+from pronghorn.train.step import EagerStep
 from samples import ListTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

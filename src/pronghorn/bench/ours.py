@@ -19,9 +19,10 @@ from pronghorn.model.config import read_config
 from pronghorn.model.load import DTYPES, Precision, load_model, pick_device, resolve_precision
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Recipe
+from pronghorn.train.graphed_step import make_step
 from pronghorn.train.memory import plan_memory, run_job
 from pronghorn.train.optim import make_optimizer, trainable
-from pronghorn.train.step import Step, StepResult, make_step
+from pronghorn.train.step import Step, StepResult
 
 Graph = Literal["auto", "on", "off"]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pronghorn.data.rendering import RowError, within_limits
-from pronghorn.data.responses import Marker
+from pronghorn.data.response_marker import Marker
 from pronghorn.data.templates import chat_template
 from pronghorn.errors import CommandError, DataError
 

@@ -13,7 +13,8 @@ import torch
 
 from pronghorn.kernels.embedding.host_embedding import seen_by_gpu
 from pronghorn.memory.pinned import pin, unpin
-from pronghorn.model.causal_lm import FastCausalLM, head_of
+from pronghorn.model.causal_lm import FastCausalLM
+from pronghorn.model.text_stack import head_of
 
 
 def why_embeddings_stay(engine: FastCausalLM) -> str:

@@ -38,6 +38,7 @@ from pronghorn.kernels.runtime.dispatch import keeps_graph, say_once
 from pronghorn.model.capture import Graphs, first_line
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.types import Waiting
+from pronghorn.model.lora_grad_buffer import GradientBuffers, LoraGradBuffer
 from pronghorn.model.same_weights import Weights, as_at_forward, stamp
 from pronghorn.model.watched import Watched
 
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pronghorn.model.causal_lm import FastCausalLM
-    from pronghorn.model.lora_grad_buffer import GradientBuffers
 
 # So often a size runs eagerly before it is captured, which takes as long as five steps and saves a fraction of one: the first
 # size may well be the only one (packed rows), others must show that they come often.
@@ -214,8 +214,6 @@ class _State:
 
     def __init__(self, engine: FastCausalLM, dtype: torch.dtype, *, failed: Callable[[Exception], None], simulated: bool
                  ) -> None:
-        from pronghorn.model.lora_grad_buffer import GradientBuffers, LoraGradBuffer
-
         self.engine = engine
         self.parameters = _trained(engine)
         adapters = [p for layer in engine.layers for group in layer.groups for a in group.adapters for p in (a.A_RD, a.B_OR)]

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
 
 from pronghorn.errors import ModelError
@@ -20,12 +19,14 @@ from pronghorn.kernels.attention.attention_torch import spans
 from pronghorn.kernels.embedding.host_embedding import host_embedding
 from pronghorn.kernels.lora.fp8_lora import SplitTable
 from pronghorn.kernels.lora.multi_copy import CopyTable
+from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
 from pronghorn.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.captured_layers import CapturedLayers
-from pronghorn.model.changes import Changes, inner_of, is_known
+from pronghorn.model.changes import ENGINE, Changes, inner_of, is_known
 from pronghorn.model.families import family_of, num_experts, why_not_fast
 from pronghorn.model.final_norm import final_norm
+from pronghorn.model.hf_forward import set_forwards
 from pronghorn.model.layers.build import build_layer
 from pronghorn.model.layers.fp8_linears import Fp8LinearGroup, Fp8Workspace, trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
@@ -35,10 +36,7 @@ from pronghorn.model.layers.types import Documents, GradBuffer, Norm
 from pronghorn.model.positions import Positions
 from pronghorn.model.router_stats import ExpertCounts, RouterStats, padding_mask
 from pronghorn.model.same_weights import Weights
-from pronghorn.model.text_stack import backbone
-
-IGNORED = -100  # the label of what is not trained on
-ENGINE = "_pronghorn_engine"  # attribute of the model instance
+from pronghorn.model.text_stack import backbone, head_of
 
 
 class Offload(Elsewhere, Protocol):
@@ -263,8 +261,6 @@ def install(model: Any, *, fp8: bool = False) -> str:
             return "its forward is already replaced on the instance"
         if others := next((type(module) for module in parts if not is_known(type(module).forward)), None):
             return f"{others.__name__} defines its own forward"
-        from pronghorn.model.hf_forward import set_forwards
-
         object.__setattr__(base, ENGINE, FastCausalLM(base, fp8=fp8))
         set_forwards(base, getattr(base, ENGINE))
     return ""
@@ -273,20 +269,6 @@ def install(model: Any, *, fp8: bool = False) -> str:
 def base_of(model: Any) -> Any:
     """The Hugging Face model inside PEFT's wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def head_of(model: Any) -> Any:
-    """The layer that makes logits: PEFT's trained copy of it, where modules_to_save names it."""
-    return in_use(model.get_output_embeddings())
-
-
-def in_use(module: Any) -> Any:
-    """The module, or PEFT's trained copy of it where its wrapper would run that."""
-    if not isinstance(module, ModulesToSaveWrapper):
-        return module
-    active = module.active_adapters
-    trained = active and not module.disable_adapters and all(name in module.modules_to_save for name in active)
-    return module.modules_to_save[active[0]] if trained else module.original_module
 
 
 def engine_of(model: Any) -> FastCausalLM | None:

@@ -44,6 +44,7 @@ CONFIG = ("num_hidden_layers", "layer_types", "sliding_window", "attention_chunk
           "embedding_multiplier", "num_attention_heads", "num_key_value_heads", "hidden_size", "output_router_logits",
           "num_experts_per_tok", "norm_topk_prob", "clip_qkv", "layer_rope_theta",
           "rope_parameters", "original_max_position_embeddings")
+ENGINE = "_pronghorn_engine"  # attribute of a model instance: its fast layers
 OURS = "of_pronghorn"  # attribute of a forward that hf_forward.py set
 KNOWN_PACKAGES = ("torch", "transformers", "peft", "pronghorn")
 CAPTURING = "transformers.utils.output_capturing"  # its hooks stay after one `output_hidden_states`, and do nothing then

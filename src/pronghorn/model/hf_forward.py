@@ -15,19 +15,22 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MoeModelOutputWithPast
 
+from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
 from pronghorn.kernels.norm.rms_norm import rms_norm
 from pronghorn.kernels.runtime.dispatch import say_once
-from pronghorn.model.causal_lm import ENGINE, IGNORED, FastCausalLM, head_of, in_use
-from pronghorn.model.changes import OURS, inner_of, is_plain_table, why_called
+from pronghorn.model.changes import ENGINE, OURS, inner_of, is_plain_table, why_called
 from pronghorn.model.router_stats import RouterStats
-from pronghorn.model.text_stack import INNER
+from pronghorn.model.text_stack import INNER, head_of, in_use
+
+if TYPE_CHECKING:
+    from pronghorn.model.causal_lm import FastCausalLM
 
 LOSSES = ("ForCausalLM", "ForConditionalGeneration")  # transformers' names for the shifted cross-entropy
 # What the fast path reads, and what changes nothing for it; any other argument with a value belongs to the own forward.

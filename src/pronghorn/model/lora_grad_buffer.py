@@ -9,13 +9,16 @@ gradients to sums that stay where they are (kernels/lora/lora_linear.py), and `c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pronghorn.kernels.lora.multi_gather import GatherTable
-from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.linears import Group
+
+if TYPE_CHECKING:
+    from pronghorn.model.causal_lm import FastCausalLM
 
 ALIGNMENT = 64  # elements: each sum, and each gradient, begins at a multiple of 256 bytes
 

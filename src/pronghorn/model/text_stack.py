@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.utils import ModulesToSaveWrapper
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -42,6 +43,20 @@ def auto_class(config: Any) -> Any:
 def backbone(model: Any) -> Any:
     """The module with the embeddings, the decoder layers and the last norm."""
     return getattr(model.model, INNER, model.model)
+
+
+def head_of(model: Any) -> Any:
+    """The layer that makes logits: PEFT's trained copy of it, where modules_to_save names it."""
+    return in_use(model.get_output_embeddings())
+
+
+def in_use(module: Any) -> Any:
+    """The module, or PEFT's trained copy of it where its wrapper would run that."""
+    if not isinstance(module, ModulesToSaveWrapper):
+        return module
+    active = module.active_adapters
+    trained = active and not module.disable_adapters and all(name in module.modules_to_save for name in active)
+    return module.modules_to_save[active[0]] if trained else module.original_module
 
 
 def beside_text(model: Any) -> list[str]:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
 from pronghorn.kernels.loss.linear_log_probs import linear_log_probs
-from pronghorn.model.causal_lm import IGNORED, FastCausalLM, head_of
+from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.final_norm import final_norm
 from pronghorn.model.hf_forward import (
     _covered,
@@ -25,6 +26,7 @@ from pronghorn.model.hf_forward import (
     _targets,
 )
 from pronghorn.model.layers.types import GradBuffer
+from pronghorn.model.text_stack import head_of
 
 
 class PackedLogProbs(NamedTuple):

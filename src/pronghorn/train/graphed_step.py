@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,11 +29,11 @@ from pronghorn.errors import EnvironmentFault
 from pronghorn.kernels.runtime.dispatch import compile_kernels
 from pronghorn.model.capture import Graphs, Work, first_line
 from pronghorn.model.causal_lm import engine_of
-from pronghorn.model.load import DTYPES
+from pronghorn.model.load import DTYPES, Precision
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer, shared_gradients
 from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.objectives import Objective
-from pronghorn.train.step import StageTimer, Step, StepResult, finish_backward
+from pronghorn.train.step import EagerStep, StageTimer, Step, StepResult, finish_backward, no_graph, why_not_graphed
 from pronghorn.train.world import World
 
 DRY_TOKENS = 1024  # for which kernels are compiled: sizes as whole batches have them, and next to no work
@@ -262,3 +262,18 @@ class GraphedStep(Step):
         torch.cuda.current_stream().wait_event(place.loaded)
         inputs.copy_from(place.batch)
         place.free.record()
+
+
+def make_step(model: Any, optimizer: torch.optim.Optimizer, *, device: torch.device, precision: Precision, clip: float,
+              graph: Literal["auto", "on", "off"], say: Callable[[str], None], objective: Objective | None = None,
+              world: World | None = None) -> Step:
+    """Captured as CUDA graphs where that is possible and not switched off; what stands against it is said."""
+    why_not = "train.graph is off" if graph == "off" else why_not_graphed(model, optimizer, device, precision)
+    if not why_not and isinstance(optimizer, FusedAdamW):
+        return GraphedStep(model, optimizer, device=device, precision=precision, clip=clip, say=say, must=graph == "on",
+                           objective=objective, world=world)
+    if graph == "on":
+        raise no_graph(why_not)
+    if graph == "auto" and device.type == "cuda":
+        say(f"steps run eagerly, without a CUDA graph: {why_not}")
+    return EagerStep(model, optimizer, device=device, precision=precision, clip=clip, objective=objective, world=world)

@@ -41,6 +41,7 @@ from pronghorn.recipe import Lora, Recipe
 from pronghorn.train.checkpoint import TrainState, restore_rng
 from pronghorn.train.data_facts import data_facts
 from pronghorn.train.evaluate import Progress
+from pronghorn.train.graphed_step import make_step
 from pronghorn.train.health import refuse_broken_weights, require_trainable
 from pronghorn.train.memory import RunMemory, plan_memory
 from pronghorn.train.objectives import Objective, objective_of
@@ -48,7 +49,7 @@ from pronghorn.train.optim import make_optimizer, restore_optimizer
 from pronghorn.train.resume import find_checkpoint, require_allowable
 from pronghorn.train.run_identity import data_key, in_background, require_same_data
 from pronghorn.train.spikes import Spikes, losses_of
-from pronghorn.train.step import StageTimer, Step, autocast, make_step, no_graph
+from pronghorn.train.step import StageTimer, Step, autocast, no_graph
 from pronghorn.train.world import World
 
 Report = Callable[[str, int, int], None]

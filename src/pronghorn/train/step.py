@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -155,23 +155,6 @@ class EagerStep(Step):
             raise HealthStop(what="fp16 gradients overflow at every loss scale; the weights are unchanged",
                              why="the largest fp16 number is 65,504", fix="set precision: bf16 or fp32, or lower train.lr")
         return StepResult(loss, float("inf"), skipped=True)
-
-
-def make_step(model: Any, optimizer: torch.optim.Optimizer, *, device: torch.device, precision: Precision, clip: float,
-              graph: Literal["auto", "on", "off"], say: Callable[[str], None], objective: Objective | None = None,
-              world: World | None = None) -> Step:
-    """Captured as CUDA graphs where that is possible and not switched off; what stands against it is said."""
-    from pronghorn.train.graphed_step import GraphedStep  # it is a Step, and defined above this file
-
-    why_not = "train.graph is off" if graph == "off" else why_not_graphed(model, optimizer, device, precision)
-    if not why_not and isinstance(optimizer, FusedAdamW):
-        return GraphedStep(model, optimizer, device=device, precision=precision, clip=clip, say=say, must=graph == "on",
-                           objective=objective, world=world)
-    if graph == "on":
-        raise no_graph(why_not)
-    if graph == "auto" and device.type == "cuda":
-        say(f"steps run eagerly, without a CUDA graph: {why_not}")
-    return EagerStep(model, optimizer, device=device, precision=precision, clip=clip, objective=objective, world=world)
 
 
 def no_graph(why: str) -> EnvironmentFault:

@@ -27,6 +27,7 @@ from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.runtime.dispatch import keeps_graph
 from pronghorn.model.families import Family
 from pronghorn.model.layers.attention import OF_ATTENTION, AttentionHalf
+from pronghorn.model.layers.composed import composed_layer
 from pronghorn.model.layers.linears import Group, LinearGroup
 from pronghorn.model.layers.mlp import OF_MLP, DenseMlp
 from pronghorn.model.layers.moe import ExpertsMlp
@@ -141,8 +142,6 @@ class DecoderLayer:
     def __call__(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None) -> Tensor:
         """The residual stream after the layer: of all tokens, or of `rows`, which hold no token twice but the last one."""
         if not self.fused:
-            from pronghorn.model.layers.composed import composed_layer
-
             if self.recomputes and torch.is_grad_enabled():  # torch's own: it also puts back the random state of dropout
                 out: Tensor = checkpoint(composed_layer, self, h_TD, documents, use_reentrant=False)
             else:

@@ -29,6 +29,7 @@ from pronghorn.kernels.lora.lora_linear import NormOf
 from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.mlp.gated_mlp import Kind
 from pronghorn.kernels.norm.rms_norm import rms_norm_then_add_forward
+from pronghorn.model.layers.composed import composed_mlp
 from pronghorn.model.layers.linears import Group, LinearGroup, Operand
 from pronghorn.model.layers.residual import (
     NormGrads,
@@ -64,8 +65,6 @@ class DenseMlp:
 
     def composed(self, x_TD: Tensor, documents: Documents) -> Tensor:
         """As separate differentiable ops."""
-        from pronghorn.model.layers.composed import composed_mlp
-
         return composed_mlp(self, x_TD)
 
     # ---- forward -----------------------------------------------------------------------------------------------
