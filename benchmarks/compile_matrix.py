@@ -44,11 +44,10 @@ from pronghorn.kernels.quant.nvfp4 import nvfp4_dequantize, nvfp4_quantize
 from pronghorn.kernels.runtime.compile_for import Build, compiling_for
 from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER, Chip, as_on
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.fp8_linear import quantize_linears_fp8_
+from pronghorn.model.formats.store import store_experts_, store_linears_
+from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.load import DTYPES
 from pronghorn.model.lora import add_adapter
-from pronghorn.model.quantized import quantize_model_
-from pronghorn.model.quantized_experts import STACKS, few_bit_experts_
 from pronghorn.recipe import Lora
 from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.graphed_step import GraphedStep
@@ -133,13 +132,11 @@ def built(case: Case) -> Any:
     if case.balance:
         model.config.output_router_logits = True
     if case.method == "qlora":
-        quantize_model_(model)
+        store_linears_(model, FORMATS["nf4"])
     if case.method == "fp8":
-        quantize_linears_fp8_(model)
+        store_linears_(model, FORMATS["fp8"])
     if case.method in ("qlora", "fp8"):
-        for experts in few_bit_experts_(model, 8 if case.method == "fp8" else 4).values():
-            for name in STACKS:
-                experts.quantize(name, getattr(experts.own_module[0], name).detach())
+        store_experts_(model, FORMATS["fp8" if case.method == "fp8" else "nf4"])
     if case.method != "full":
         targets = ("all-linear", "experts") if case.experts else "all-linear"
         model = add_adapter(model, Lora(r=case.rank, targets=targets), seed=0)
@@ -167,9 +164,8 @@ def take_step(case: Case) -> None:
 def convert() -> None:
     """Formats that exports and tools read and write, and rows in FP8 that are too wide for registers."""
     weight = torch.empty(256, 4096, dtype=torch.bfloat16)
-    nf4, mxfp4 = nf4_quantize(weight), mxfp4_quantize(weight[None])
-    nf4_dequantize(nf4)
-    mxfp4_dequantize(mxfp4)
+    nf4_dequantize(nf4_quantize(weight))
+    mxfp4_dequantize(mxfp4_quantize(weight[None]))
     nvfp4_dequantize(nvfp4_quantize(weight))
     if fp8_supported("cpu") is None:
         fp8_cast_rows(torch.empty(64, 28672, dtype=torch.bfloat16))

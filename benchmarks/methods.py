@@ -94,8 +94,7 @@ def forwards(file: Path) -> dict[str, float]:
     recipe = Recipe.model_validate(json.loads(file.read_text(encoding="utf-8")))
     found, device = {}, pick_device()
     for tokens in FORWARDS:
-        model: Any = load_model(recipe.model, DTYPES["bf16"], device, four_bit=recipe.method == "qlora",
-                                fp8=recipe.method == "fp8")
+        model: Any = load_model(recipe.model, DTYPES["bf16"], device, storage=recipe.stored_as)
         model = add_adapter(model, recipe.lora, seed=1) if recipe.method != "full" else model.train().requires_grad_(True)
         if why := install(model, fp8=recipe.fp8):
             raise RuntimeError(why)

@@ -11,9 +11,9 @@ from benchmarks.moe_sizes import layer_of, moe_cases
 from benchmarks.ops import Line, compare, replaced
 from pronghorn.kernels.moe import grouped_quantized as op
 from pronghorn.kernels.moe.grouped_gemm import grouped_linear_backward_input, grouped_linear_forward
-from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows
-from pronghorn.kernels.quant.mxfp4 import MXFP4Tensor, mxfp4_dequantize, mxfp4_quantize
-from pronghorn.kernels.quant.nf4 import nf4_dequantize, nf4_quantize
+from pronghorn.kernels.quant.fp8_cast import fp8_quantize
+from pronghorn.kernels.quant.mxfp4 import mxfp4_quantize
+from pronghorn.kernels.quant.nf4 import nf4_quantize
 
 
 def cases() -> list[dict[str, Any]]:
@@ -36,23 +36,16 @@ class _Data:
 
     @staticmethod
     def _stack(weight: torch.Tensor, form: str) -> op.QuantizedStack:
-        if form == "nf4":
-            return op.QuantizedStack.from_nf4(nf4_quantize(weight.flatten(0, 1)), len(weight))
-        if form == "mxfp4":
-            return op.QuantizedStack.from_mxfp4(mxfp4_quantize(weight))
-        q, scale = fp8_cast_rows(weight.flatten(0, 1))
-        return op.QuantizedStack.from_fp8(q.view(weight.shape), scale.view(weight.shape[:2]))
+        quantize: dict[str, Any] = {"nf4": lambda weight: nf4_quantize(weight.flatten(0, 1)), "mxfp4": mxfp4_quantize,
+                                    "fp8": fp8_quantize}
+        return op.QuantizedStack.of(quantize[form](weight), len(weight))
 
     def ours(self) -> torch.Tensor:
         call = op.grouped_quantized_forward if self.forward else op.grouped_quantized_backward
         return call(self.rows, self.stack, self.offsets)
 
     def _dense(self) -> torch.Tensor:
-        if self.stack.nf4 is not None:
-            return nf4_dequantize(self.stack.nf4, dtype=torch.bfloat16).view(self.stack.shape)
-        if self.stack.format == "mxfp4":
-            return mxfp4_dequantize(MXFP4Tensor(self.stack.values, self.stack.scales))
-        return self.stack.dequantized_reference(torch.bfloat16)
+        return self.stack.stored.dequantize(dtype=torch.bfloat16).view(self.stack.shape)
 
     def whole(self) -> torch.Tensor:
         call = grouped_linear_forward if self.forward else grouped_linear_backward_input

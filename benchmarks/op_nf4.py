@@ -29,7 +29,7 @@ class _Data:
         self.stored = [op.nf4_quantize(weight) for weight in weights]
         extra = 0 if case["pass"] == "dequantize" else 64  # columns behind the weight, for the adapters
         self.outs = [torch.empty(T, D + extra, device=DEVICE, dtype=torch.bfloat16)[:, :D] for T, D in shapes]
-        self.table = op.NF4Table([op.NF4Job(q, out) for q, out in zip(self.stored, self.outs, strict=True)])
+        self.table = op.NF4Table([op.DequantizeJob(q, out) for q, out in zip(self.stored, self.outs, strict=True)])
         self.name = f"{case['pass']} " + ("8B, 7 weights" if whole else f"{shapes[0][0]} x {shapes[0][1]}")
         self.moved_bytes = sum(q.nbytes + weight.nbytes for q, weight in zip(self.stored, weights, strict=True))
 

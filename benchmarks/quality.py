@@ -31,9 +31,9 @@ from pronghorn.data.batches import BatchLoader, Shapes, StepBatch
 from pronghorn.data.packing import pack
 from pronghorn.errors import CommandError
 from pronghorn.model.causal_lm import install
+from pronghorn.model.formats.store import dequantize_
 from pronghorn.model.load import DTYPES, Precision, load_model, pick_device, require_fp8_precision
 from pronghorn.model.lora import add_adapter
-from pronghorn.model.quantized import dequantize_model_
 from pronghorn.recipe import Recipe
 from pronghorn.train.evaluate import evaluate
 from pronghorn.train.graphed_step import make_step
@@ -147,9 +147,9 @@ def model_of(form: Form, recipe: Recipe, device: torch.device) -> Any:
     dtype = torch.float32 if recipe.method == "full" else DTYPES[form.precision]
     if recipe.fp8:
         require_fp8_precision(device, form.precision)
-    model: Any = load_model(recipe.model, dtype, device, four_bit=recipe.method == "qlora", fp8=recipe.method == "fp8")
+    model: Any = load_model(recipe.model, dtype, device, storage=recipe.stored_as)
     if form.unpacked:
-        dequantize_model_(model, dtype)
+        dequantize_(model, dtype)
     if recipe.method != "full":
         model = add_adapter(model, recipe.lora, seed=SEED)
     if why := install(model, fp8=recipe.fp8):

@@ -11,8 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from pronghorn import FastLanguageModel
-from pronghorn.model.fp8_linear import dequantize_fp8_
-from pronghorn.model.quantized import dequantize_model_
+from pronghorn.model.formats.store import dequantize_
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -31,8 +30,7 @@ def stock(folder: Path, like: Any) -> Any:
     config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules=LINEARS)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
     like = copy.deepcopy(like)
-    dequantize_model_(like, torch.float32)
-    dequantize_fp8_(like, torch.float32)
+    dequantize_(like, torch.float32)
     model.load_state_dict(like.state_dict())
     return model.train()
 

@@ -123,7 +123,7 @@ def test_a_model_by_its_hub_name(server: Hub, files: Path, tmp_path: Path) -> No
         "model.safetensors"}
     assert server.asked.count("GET /api/models/somebody/tiny") == 1
     server.asked.clear()
-    load_model("somebody/tiny", torch.float32, CPU, four_bit=True)
+    load_model("somebody/tiny", torch.float32, CPU, storage="nf4")
     assert server.asked == []  # all of it is there
 
 

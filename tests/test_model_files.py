@@ -53,7 +53,7 @@ def change(file: Path, **values: Any) -> None:
 def refusals(folder: Path) -> list[ModelError]:
     found = []
     for use in (lambda: inspect_model(str(folder)), lambda: load_model(str(folder), torch.float32, CPU),
-                lambda: load_model(str(folder), torch.float32, CPU, four_bit=True), lambda: load_tokenizer(str(folder))):
+                lambda: load_model(str(folder), torch.float32, CPU, storage="nf4"), lambda: load_tokenizer(str(folder))):
         with pytest.raises(ModelError) as caught:
             use()
         assert caught.value.where == str(folder)
@@ -116,9 +116,9 @@ def test_an_auto_map_is_not_followed(folder: Path, reached: list[str], tmp_path:
 @table("method", ["gptq", "eetq", "fbgemm_fp8", "fp8", "quanto", "compressed-tensors", "somebody/method", 3])
 def test_other_quantizations_bring_code_of_their_own(folder: Path, reached: list[str], method: Any) -> None:
     change(folder / CONFIG, quantization_config={"quant_method": method})
-    for four_bit in (False, True):
+    for storage in ("bf16", "nf4"):
         with pytest.raises(ModelError, match="quantized as"):
-            load_model(str(folder), torch.float32, CPU, four_bit=four_bit)
+            load_model(str(folder), torch.float32, CPU, storage=storage)
     assert reached == []
 
 

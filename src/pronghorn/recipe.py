@@ -318,6 +318,11 @@ class Recipe(Section):
         return problems
 
     @property
+    def stored_as(self) -> str:
+        """The storage format of the frozen weights (model/formats/table.py); bf16: as they are."""
+        return {"qlora": "nf4", "fp8": "fp8"}.get(self.method, "bf16")
+
+    @property
     def fp8(self) -> bool:
         """Whether the linears' products are in FP8."""
         return self.method == "fp8" or self.compute == "fp8"

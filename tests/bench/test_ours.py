@@ -18,8 +18,7 @@ from pronghorn.bench.weights import make_model_folder
 from pronghorn.bench.workloads import WORKLOADS
 from pronghorn.memory.plan import smallest_budget
 from pronghorn.model.causal_lm import base_of, engine_of
-from pronghorn.model.fp8_linear import Fp8Linear
-from pronghorn.model.quantized import NF4Linear
+from pronghorn.model.formats.linear import StoredLinear
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
@@ -36,7 +35,7 @@ def test_the_workload_s_method_is_what_runs(method: Literal["lora", "qlora"], tm
 
 
 @pytest.mark.parametrize(("changes", "stored"), [
-    ({"ours": "fp8"}, Fp8Linear), ({"method": "qlora", "compute": "fp8"}, NF4Linear)])
+    ({"ours": "fp8"}, StoredLinear), ({"method": "qlora", "compute": "fp8"}, StoredLinear)])
 def test_ours_in_fp8(changes: dict[str, Any], stored: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     make_model_folder("tiny")

@@ -16,8 +16,10 @@ from api_parts import LINEARS, adapted, load, step
 from pronghorn import FastLanguageModel
 from pronghorn.errors import CommandError, ModelError
 from pronghorn.model.causal_lm import engine_of
-from pronghorn.model.fp8_linear import Fp8Linear
-from pronghorn.model.quantized import NF4Linear, quantize_model_, save_nf4
+from pronghorn.model.formats.checkpoint import save_nf4
+from pronghorn.model.formats.linear import StoredLinear
+from pronghorn.model.formats.store import store_linears_
+from pronghorn.model.formats.table import FORMATS
 from samples import make_model, make_tokenizer
 from tables import table
 
@@ -62,7 +64,7 @@ def test_what_from_pretrained_does_not_honour_is_an_error(tiny_model: Path, opti
 
 def test_weights_in_fp8_are_frozen_and_multiplied_as_they_are(tiny_model: Path) -> None:
     model, _ = FastLanguageModel.from_pretrained(str(tiny_model), load_in_fp8=True, verify=True)
-    assert isinstance(model.model.layers[0].mlp.up_proj, Fp8Linear)
+    assert isinstance(model.model.layers[0].mlp.up_proj, StoredLinear)
     assert type(model.lm_head) is torch.nn.Linear
     engine = engine_of(model)
     assert engine
@@ -74,13 +76,13 @@ def test_weights_in_fp8_are_frozen_and_multiplied_as_they_are(tiny_model: Path) 
     step(model)
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {name for name, p in model.named_parameters() if p.requires_grad}
-    with pytest.raises(ModelError, match="stored in 8 bits"):
+    with pytest.raises(ModelError, match="stored in FP8"):
         FastLanguageModel.get_peft_model(load(tiny_model, load_in_fp8=True)[0], modules_to_save=["up_proj"])
 
 
 def test_the_default_call_gives_weights_in_4_bits(tiny_model: Path) -> None:
     model, _ = FastLanguageModel.from_pretrained(str(tiny_model), verify=True)
-    assert isinstance(model.model.layers[0].mlp.up_proj, NF4Linear)
+    assert isinstance(model.model.layers[0].mlp.up_proj, StoredLinear)
     assert type(model.lm_head) is torch.nn.Linear
     assert model.dtype == torch.float32
     assert engine_of(model)
@@ -92,7 +94,7 @@ def test_the_default_call_gives_weights_in_4_bits(tiny_model: Path) -> None:
 
 def test_4_bit_checkpoints_are_loaded_as_they_are(tmp_path: Path) -> None:
     model = make_model(hidden_size=64, intermediate_size=128)
-    quantize_model_(model)
+    store_linears_(model, FORMATS["nf4"])
     save_nf4(model, tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     loaded, _ = FastLanguageModel.from_pretrained(str(tmp_path))

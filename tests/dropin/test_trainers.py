@@ -13,7 +13,7 @@ from trl import SFTConfig, SFTTrainer
 from api_parts import SCRIPT, adapted, stock
 from pronghorn import train_on_responses_only
 from pronghorn.model.causal_lm import base_of, engine_of
-from pronghorn.model.quantized import NF4Linear
+from pronghorn.model.formats.linear import StoredLinear
 from samples import chat_rows, make_model, make_tokenizer
 from trl_on_a_cpu import TorchLogProbs
 
@@ -128,7 +128,7 @@ def test_a_script_runs_with_only_its_import_changed(tiny_model: Path, tmp_path: 
     names: dict[str, Any] = {"MODEL": str(tiny_model), "ROWS": rows, "OUTPUT": str(tmp_path)}
     script = SCRIPT.replace("load_in_4bit = False", f"load_in_4bit = {four_bit}")
     exec(script.replace("from unsloth import", "from pronghorn import"), names)
-    assert isinstance(base_of(names["model"]).model.layers[0].mlp.up_proj.base_layer, NF4Linear) == four_bit
+    assert isinstance(base_of(names["model"]).model.layers[0].mlp.up_proj.base_layer, StoredLinear) == four_bit
     losses = [entry["loss"] for entry in names["trainer"].state.log_history if "loss" in entry]
     assert len(losses) == 6
     assert losses[-1] < losses[0]

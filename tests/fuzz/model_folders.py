@@ -168,7 +168,7 @@ def _use(model: str, target: Path) -> None:
     from pronghorn.model.load import load_model
 
     tokenizer = load_tokenizer(model)
-    generate_answers(load_model(model, torch.float32, torch.device("cpu"), four_bit=True), tokenizer, [[5, 6, 7]],
+    generate_answers(load_model(model, torch.float32, torch.device("cpu"), storage="nf4"), tokenizer, [[5, 6, 7]],
                      max_new_tokens=2)
     tokenizer.save_pretrained(str(target))
 

@@ -30,7 +30,7 @@ from pronghorn.kernels.moe.routing import (
     sort_by_expert,
     sort_by_expert_reference,
 )
-from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_cast_rows_reference, fp8_dequantize
+from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_dequantize, fp8_quantize
 from pronghorn.kernels.quant.mxfp4 import mxfp4_dequantize, mxfp4_dequantize_reference, mxfp4_quantize
 from pronghorn.kernels.quant.nf4 import nf4_quantize
 
@@ -148,12 +148,11 @@ def check_grouped_quantized(device: str) -> None:
     dtype = BF16 if device == "cuda" else FP32
     (E, outputs, width), rank, offsets = (3, 72, 192), 16, torch.tensor([0, 0, 35, 101], dtype=torch.int32)
     weight = torch.randn(E, outputs, width) / 8
-    q, scale = fp8_cast_rows_reference(weight.flatten(0, 1))
     mx = mxfp4_quantize(weight)
     stacks = [
-        QuantizedStack.from_nf4(nf4_quantize(weight.flatten(0, 1).to(device)), E),
-        QuantizedStack.from_mxfp4(mx.to(device)),
-        QuantizedStack.from_fp8(q.view(weight.shape).to(device), scale.view(E, outputs).to(device)),
+        QuantizedStack.of(nf4_quantize(weight.flatten(0, 1).to(device)), E),
+        QuantizedStack.of(mx.to(device), E),
+        QuantizedStack.of(fp8_quantize(weight.to(device)), E),
     ]
     x, dy = rows_of(101, width + rank, 8, dtype, device), rows_of(101, outputs + rank, 8, dtype, device)
     A, sB = torch.randn(E, rank, width).to(dtype), torch.randn(E, outputs, rank).to(dtype)
@@ -163,12 +162,12 @@ def check_grouped_quantized(device: str) -> None:
         expected = grouped_linear_reference(wide_x, torch.cat([whole, sB.float()], dim=2), offsets)
         out, space = space_of(101, outputs, 3, dtype, device), space_of(101, width, 3, dtype, device)
         grouped_quantized_forward(x, stack, offsets.to(device), sB.to(device), out=out[:, :outputs])
-        near(f"{stack.format} experts", out[:, :outputs], expected)
-        untouched(f"{stack.format} experts", out, outputs)
+        near(f"{stack.stored.name} experts", out[:, :outputs], expected)
+        untouched(f"{stack.stored.name} experts", out, outputs)
         turned = torch.cat([whole, A.float()], dim=1).transpose(1, 2)
         grouped_quantized_backward(dy, stack, offsets.to(device), A.to(device), out=space[:, :width])
-        near(f"{stack.format} experts' gradient", space[:, :width], grouped_linear_reference(wide_dy, turned, offsets))
-        untouched(f"{stack.format} experts' gradient", space, width)
+        near(f"{stack.stored.name} experts' gradient", space[:, :width], grouped_linear_reference(wide_dy, turned, offsets))
+        untouched(f"{stack.stored.name} experts' gradient", space, width)
 
 
 def check_grouped_fp8(device: str) -> None:

@@ -11,7 +11,7 @@ from pronghorn.kernels.mlp.gated_mlp import gated_activation_reference
 from pronghorn.kernels.norm.rms_norm import rms_norm_reference
 from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_cast_rows, fp8_dequantize, fp8_transpose
 from pronghorn.kernels.quant.fp8_norm import rms_norm_fp8_forward
-from pronghorn.kernels.quant.nf4 import NF4Job, NF4Table, nf4_dequantize, nf4_dequantize_reference, nf4_quantize
+from pronghorn.kernels.quant.nf4 import DequantizeJob, NF4Table, nf4_dequantize, nf4_dequantize_reference, nf4_quantize
 from pronghorn.kernels.quant.nf4_fp8 import nf4_fp8_scales, nf4_to_fp8
 from pronghorn.kernels.quant.nvfp4 import nvfp4_dequantize, nvfp4_dequantize_reference, nvfp4_quantize, nvfp4_quantize_reference
 
@@ -30,7 +30,7 @@ def check_nf4(device: str) -> None:
         near("nf4", nf4_dequantize(q, out[:, : q.shape[1]]), wanted)
         untouched("nf4", out, q.shape[1])
     outs = [space_of(q.shape[0], q.shape[1], 8, BF16, device) for q in quantized]
-    NF4Table([NF4Job(q, out[:, : q.shape[1]]) for q, out in zip(quantized, outs, strict=True)]).run()
+    NF4Table([DequantizeJob(q, out[:, : q.shape[1]]) for q, out in zip(quantized, outs, strict=True)]).run()
     for q, out, wanted in zip(quantized, outs, expected, strict=True):
         near("nf4 table", out[:, : q.shape[1]], wanted)
         untouched("nf4 table", out, q.shape[1])

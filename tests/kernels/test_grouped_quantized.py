@@ -10,32 +10,28 @@ import torch
 from pronghorn.kernels.moe.grouped_gemm import grouped_linear_reference
 from pronghorn.kernels.moe.grouped_lora import ExpertAdapter, grouped_lora_reference
 from pronghorn.kernels.moe.grouped_quantized import (
-    Format,
     QuantizedExpertGroup,
     QuantizedStack,
     grouped_quantized_backward,
     grouped_quantized_forward,
 )
-from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows
+from pronghorn.kernels.quant.fp8_cast import fp8_quantize
 from pronghorn.kernels.quant.mxfp4 import mxfp4_quantize
 from pronghorn.kernels.quant.nf4 import nf4_quantize
+from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.kernels.runtime.dispatch import use_triton
 
-FORMATS: list[Format] = ["nf4", "mxfp4", "fp8"]
+FORMATS = ["nf4", "mxfp4", "fp8"]
 LOADS = {"odd": [0, 1, 38, 45], "empty": [0, 0, 37]}
 # Every dtype with every format, and each of the two loads with both; the interpreter multiplies the first two dtypes.
 CASES = [(dtype, form, list(LOADS)[(i + j) % 2]) for i, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16))
          for j, form in enumerate(FORMATS)]  # fmt: skip
 
 
-def stack_of(weight: torch.Tensor, form: Format, *, nested: bool = True) -> QuantizedStack:
-    E, outputs, _ = weight.shape
-    if form == "nf4":
-        return QuantizedStack.from_nf4(nf4_quantize(weight.flatten(0, 1), nested=nested), E)
-    if form == "mxfp4":
-        return QuantizedStack.from_mxfp4(mxfp4_quantize(weight))
-    q, scale = fp8_cast_rows(weight.flatten(0, 1))
-    return QuantizedStack.from_fp8(q.view(weight.shape), scale.view(E, outputs))
+def stack_of(weight: torch.Tensor, form: str, *, nested: bool = True) -> QuantizedStack:
+    quantize: dict[str, Callable[[torch.Tensor], StoredTensor]] = {
+        "nf4": lambda weight: nf4_quantize(weight.flatten(0, 1), nested=nested), "mxfp4": mxfp4_quantize, "fp8": fp8_quantize}
+    return QuantizedStack.of(quantize[form](weight), len(weight))
 
 
 def skip_bf16(device: str, dtype: torch.dtype) -> None:
@@ -45,7 +41,7 @@ def skip_bf16(device: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("dtype", "form", "load"), CASES, ids=str)
 def test_products_are_as_good_as_with_the_dequantized_stack(
-    device: str, judge: Callable[..., None], dtype: torch.dtype, form: Format, load: str
+    device: str, judge: Callable[..., None], dtype: torch.dtype, form: str, load: str
 ) -> None:
     skip_bf16(device, dtype)
     bounds, (D, outputs) = LOADS[load], (128, 66)
@@ -70,7 +66,7 @@ def test_products_are_as_good_as_with_the_dequantized_stack(
 
 
 @pytest.mark.parametrize(("form", "rank"), [("nf4", 20), ("mxfp4", 16), ("fp8", 16)])
-def test_adapters_are_in_the_same_sum(device: str, judge: Callable[..., None], form: Format, rank: int) -> None:
+def test_adapters_are_in_the_same_sum(device: str, judge: Callable[..., None], form: str, rank: int) -> None:
     dtype = torch.float16
     offsets, (E, outputs, D), S = torch.tensor([0, 9, 9, 30], dtype=torch.int32, device=device), (3, 70, 128), 30
     A, B = torch.randn(E * rank, D, device=device) / D**0.5, torch.randn(outputs, rank * E, device=device) / rank**0.5
@@ -98,4 +94,4 @@ def test_adapters_are_in_the_same_sum(device: str, judge: Callable[..., None], f
 def test_bytes_of_a_stack() -> None:
     weight = torch.randn(4, 64, 128)
     for form, most in (("nf4", 0.53), ("mxfp4", 0.54), ("fp8", 1.04)):
-        assert stack_of(weight, form).nbytes <= most * weight.numel()  # type: ignore[arg-type]
+        assert stack_of(weight, form).stored.nbytes <= most * weight.numel()

@@ -12,7 +12,7 @@ import torch
 
 from pronghorn.kernels.quant import nf4
 from pronghorn.kernels.quant.nf4 import (
-    NF4Job,
+    DequantizeJob,
     NF4Table,
     NF4Tensor,
     nf4_dequantize,
@@ -134,11 +134,11 @@ def test_widths_that_are_no_multiple_of_64(device: str, shape: tuple[int, int]) 
     assert float((values - weight).abs().max()) <= 0.17 * float(weight.abs().max())
 
 
-def _jobs(device: str, shapes: list[tuple[int, int]], nested: bool = True) -> tuple[list[NF4Job], list[torch.Tensor]]:
+def _jobs(device: str, shapes: list[tuple[int, int]], nested: bool = True) -> tuple[list[DequantizeJob], list[torch.Tensor]]:
     jobs, expected = [], []
     for rows, columns in shapes:
         q = nf4_quantize(torch.randn(rows, columns, device=device) * 0.02, nested=nested)
-        jobs.append(NF4Job(q, torch.zeros(rows, columns + 16, device=device, dtype=torch.float16)[:, :columns]))
+        jobs.append(DequantizeJob(q, torch.zeros(rows, columns + 16, device=device, dtype=torch.float16)[:, :columns]))
         expected.append(nf4_dequantize_reference(q.to("cpu"), torch.float16))
     return jobs, expected
 
@@ -150,7 +150,7 @@ def test_a_layer_in_one_launch(device: str, nested: bool) -> None:
     table.run()
     for job, values in zip(jobs, expected, strict=True):
         assert_same(job.target, values)
-    moved = [NF4Job(job.source, torch.zeros_like(job.target)) for job in jobs]
+    moved = [DequantizeJob(job.source, torch.zeros_like(job.target)) for job in jobs]
     table.jobs[:] = moved  # the table sees that the targets moved
     table.run()
     assert_same(moved[3].target, expected[3])

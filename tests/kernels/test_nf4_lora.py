@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup
-from pronghorn.kernels.lora.nf4_lora import NF4LoraGroup, Scratch, Workspace
+from pronghorn.kernels.lora.nf4_lora import Scratch, StoredLoraGroup, Workspace
 from pronghorn.kernels.quant.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 
 D = 128
@@ -45,7 +45,7 @@ def test_groups_take_turns(device: str, dtype: torch.dtype) -> None:
         if number == 1:
             weights[1] = nf4_dequantize(weights[1], dtype=dtype) if isinstance(weights[1], NF4Tensor) else weights[1]
         adapters = adapters_of(weights, ranks, 1000 * (number + 1), device)
-        cases.append((NF4LoraGroup(weights, adapters, scratch), plain(weights, adapters, dtype)))
+        cases.append((StoredLoraGroup(weights, adapters, scratch), plain(weights, adapters, dtype)))
     for number in (0, 1, 0, 2, 0, 3, 4, 2, 1, 4, 3, 0):
         ours, expected = cases[number]
         ours.load()
@@ -63,7 +63,7 @@ def test_an_owner_loads_once_and_again_when_it_was_forgotten(device: str) -> Non
     scratch = Scratch(torch.float32, torch.device(device))
     weights = weights_of(0, device)
     adapters = adapters_of(weights, {0: 4, 1: 4, 2: 4}, 50, device)
-    group = NF4LoraGroup(weights, adapters, scratch)
+    group = StoredLoraGroup(weights, adapters, scratch)
     group.load()
     before = group.M.clone()
     adapters[1].B_OR.mul_(3.0)  # an optimizer's update
@@ -79,9 +79,9 @@ def test_an_owner_loads_once_and_again_when_it_was_forgotten(device: str) -> Non
 def test_a_larger_group_that_comes_later(device: str) -> None:
     scratch = Scratch(torch.float32, torch.device(device))
     small_weights, large_weights = weights_of(0, device, (32,)), weights_of(9, device, (256,))
-    small = NF4LoraGroup(small_weights, [], scratch)
+    small = StoredLoraGroup(small_weights, [], scratch)
     small.load()
-    large = NF4LoraGroup(large_weights, [], scratch)
+    large = StoredLoraGroup(large_weights, [], scratch)
     for group, weights in ((large, large_weights), (small, small_weights), (large, large_weights)):
         group.load()
         assert torch.equal(group.M, plain(weights, [], torch.float32).M)
@@ -94,7 +94,7 @@ def test_a_workspace_has_one_buffer_a_kind_and_dtype(device: str) -> None:
     assert workspace.scratch(("q", "k"), torch.float32, where) is first
     assert workspace.scratch(("q",), torch.float32, where) is not first
     assert workspace.scratch(("q", "k"), torch.bfloat16, where) is not first
-    group = NF4LoraGroup(weights_of(0, device), [], first)
+    group = StoredLoraGroup(weights_of(0, device), [], first)
     group.load()
     other = copy.deepcopy(workspace).scratch(("q", "k"), torch.float32, where)
     assert other.owner is None

@@ -18,12 +18,13 @@ from pronghorn.memory.forecast import plan_report
 from pronghorn.memory.gpus import GPUS
 from pronghorn.memory.sizes import Job, kept_bytes, kept_parts, shape_of, static_parts, unpacked_bytes
 from pronghorn.model.causal_lm import install
-from pronghorn.model.fp8_linear import Fp8Linear, quantize_linears_fp8_
+from pronghorn.model.formats.linear import StoredLinear
+from pronghorn.model.formats.store import store_experts_, store_linears_
+from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.layers.fp8_linears import Fp8LinearGroup
 from pronghorn.model.layers.saved import Level
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
-from pronghorn.model.quantized_experts import STACKS, few_bit_experts_
 from pronghorn.recipe import Lora, Recipe
 from tables import table
 
@@ -33,10 +34,8 @@ WHOLE = {"qwen3-30b-a3b": "qwen3-30b-a3b-4layers", "gpt-oss-20b": "gpt-oss-20b-4
 def model_of(family: str, targets: Any) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES[family])
-    quantize_linears_fp8_(model)
-    for experts in few_bit_experts_(model, bits=8).values():
-        for name in STACKS:
-            experts.quantize(name, getattr(experts.own_module[0], name).detach())
+    store_linears_(model, FORMATS["fp8"])
+    store_experts_(model, FORMATS["fp8"])
     model = add_adapter(model, Lora(r=4, targets=targets), seed=1)
     assert not install(model)
     return model
@@ -77,7 +76,7 @@ def test_weights_and_adapters_are_counted_as_they_are_stored_and_shared(family: 
     held: list[Any] = [p for name, p in model.named_parameters()  # a stack's parameter is a single zero
                        if "lora_" not in name and not name.endswith(("bias", "sinks")) and id(p) not in stands_for]
     assert len(stands_for) == 4
-    held += [module.weight_scale for module in model.modules() if isinstance(module, Fp8Linear)]
+    held += [module.scales for module in model.modules() if isinstance(module, StoredLinear)]
     shared: list[Any] = []
     for layer in engine.layers:
         for group in layer.groups:

@@ -14,19 +14,20 @@ from transformers import AutoModelForCausalLM
 
 from pronghorn.bench.workloads import MODELS
 from pronghorn.kernels.moe.grouped_fp8 import fp8_grouped_supported
-from pronghorn.kernels.quant.fp8_cast import fp8_supported
+from pronghorn.kernels.quant.fp8_cast import FP8Tensor, fp8_supported
 from pronghorn.memory.sizes import Job, Recompute, kept_bytes, shape_of, unpacked_bytes
 from pronghorn.memory.working import evaluation_bytes, forward_bytes, working_bytes
 from pronghorn.model import experts
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.fp8_linear import quantize_linears_fp8_
+from pronghorn.model.formats.experts import STACKS, stored_experts_
+from pronghorn.model.formats.store import store_linears_
+from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.layers import fp8_linears
 from pronghorn.model.layers.fp8_linears import Fp8LinearGroup
 from pronghorn.model.layers.saved import leave
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
-from pronghorn.model.quantized_experts import STACKS, Fp8Experts, few_bit_experts_
 from pronghorn.recipe import Lora
 from tables import covering, gpu_rows
 
@@ -93,12 +94,12 @@ def stand_in_for_fp8_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 def model_of(family: str, adapters: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     """On torch's default device."""
     model = AutoModelForCausalLM.from_config(config_of(family), dtype=dtype)
-    quantize_linears_fp8_(model)
-    for module in few_bit_experts_(model, bits=8).values():
+    store_linears_(model, FORMATS["fp8"])
+    for module in stored_experts_(model, FORMATS["fp8"]).values():
         for name in STACKS:
             weight = module._usual(getattr(module.own_module[0], name).detach())
-            q_EOD = torch.full(weight.shape, 0x28, dtype=torch.uint8).view(torch.float8_e4m3fn)  # 0.25
-            module.set(name, Fp8Experts(q_EOD, torch.full(weight.shape[:2], 1e-2), dtype))
+            q_EOD = torch.full(weight.shape, 0x28, dtype=torch.uint8)  # 0.25
+            module.set(name, FP8Tensor(q_EOD, torch.full(weight.shape[:2], 1e-2), dtype))
             setattr(module.own_module[0], name, None)  # its 16 bits
     model = add_adapter(model, Lora(r=16, targets=TARGETS[adapters]), seed=0)
     assert not install(model)

@@ -17,10 +17,11 @@ from pronghorn.memory.gpus import GPUS
 from pronghorn.memory.sizes import RECOMPUTES, Job, kept_bytes, shape_of, static_parts, unpacked_bytes
 from pronghorn.memory.working import working_bytes
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.fp8_linear import quantize_linears_fp8_
+from pronghorn.model.formats.linear import StoredLinear
+from pronghorn.model.formats.store import store_linears_
+from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.layers.fp8_linears import Fp8LinearGroup
 from pronghorn.model.lora import add_adapter
-from pronghorn.model.quantized import NF4Linear, quantize_model_
 from pronghorn.recipe import Lora, Recipe
 from tables import table
 
@@ -40,7 +41,7 @@ def parts(family: str, kind: str) -> tuple[Any, Job]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES[family])
     if kind != "full":
-        (quantize_linears_fp8_ if kind == "fp8" else quantize_model_)(model)
+        store_linears_(model, FORMATS["fp8" if kind == "fp8" else "nf4"])
         model = add_adapter(model, Lora(r=4), seed=1)
     assert not install(model, fp8=True)
     engine = engine_of(model)
@@ -83,7 +84,7 @@ def test_weights_are_counted_as_they_are_stored_and_shared(family: str, kind: st
     run_a_layer(engine)
     modules = [module for module in engine.model.modules() if not isinstance(module, torch.nn.Embedding)]
     held = [p for name, p in engine.model.named_parameters() if "lora_" not in name and not name.endswith("bias")]
-    held += [buffer for module in modules if isinstance(module, torch.nn.Linear) and not isinstance(module, NF4Linear)
+    held += [buffer for module in modules if isinstance(module, StoredLinear) and module.storage.in_fp8
              for buffer in module.buffers(recurse=False)]
     shared: list[Any] = []
     for layer in engine.layers:
@@ -99,7 +100,7 @@ def test_weights_are_counted_as_they_are_stored_and_shared(family: str, kind: st
             shared.append(projections.workspace.transposed._buffer)
     found = bytes_of(*held) - (0 if kind != "full" else 2 * 4 * 2 * 4)  # bounds of groups that have no adapter
     if kind == "qlora":  # scales of 4-bit weights, which the formula counts by the block, not to the byte
-        linears = [m for m in modules if isinstance(m, NF4Linear)]
+        linears = [m for m in modules if isinstance(m, StoredLinear)]
         found += sum(m.weight.numel() // 32 for m in linears)
         assert static_parts(job)["weights"] == pytest.approx(found, rel=0.01)
     else:

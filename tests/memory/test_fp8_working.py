@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3C
 from pronghorn.bench.workloads import MODELS
 from pronghorn.memory.sizes import Job, Recompute, kept_bytes, shape_of, unpacked_bytes
 from pronghorn.memory.working import forward_bytes, working_bytes
-from pronghorn.model import causal_lm, fp8_linear
+from pronghorn.model import causal_lm
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.fp8_linear import quantize_linears_fp8_
+from pronghorn.model.formats.store import store_linears_
+from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.layers import fp8_linears, mlp, residual
 from pronghorn.model.layers.fp8_linears import Fp8LinearGroup
 from pronghorn.model.layers.layer import DecoderLayer
@@ -71,11 +72,7 @@ def without_contents(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model on `meta` is built without working out its values in FP8: they are no part of what is counted, and were two
     thirds of the time."""
 
-    def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.empty_like(weight, dtype=torch.float8_e4m3fn), weight.new_empty(len(weight), dtype=torch.float32)
-
     monkeypatch.setattr(fp8_linears, "require_fp8", lambda device: None)
-    monkeypatch.setattr(fp8_linear, "fp8_quantize_weight", quantized)
     for splits in (causal_lm.SplitTable, fp8_linears.Fp8Group.__init__.__globals__["SplitTable"]):  # by the class, as above
         monkeypatch.setattr(splits, "run", lambda self: None)
 
@@ -85,7 +82,7 @@ def engine_of_size(config: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
         without_contents(patch)
         model = AutoModelForCausalLM.from_config(config)
-        quantize_linears_fp8_(model.float())
+        store_linears_(model.float(), FORMATS["fp8"])
         model = add_adapter(model, Lora(r=16), seed=0)
         assert not install(model)
         for parameter in model.parameters():

@@ -22,10 +22,12 @@ from pronghorn.memory.plan import make_plan, smallest_budget
 from pronghorn.memory.sizes import RECOMPUTES, Job, kept_bytes, kept_parts, shape_of, static_parts, unpacked_bytes
 from pronghorn.memory.working import pieces_worth_trying, working_bytes
 from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.formats.experts import StoredExperts
+from pronghorn.model.formats.store import store_experts_
+from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.layers.saved import Level, Saved, leave
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
-from pronghorn.model.quantized_experts import QuantizedExperts, few_bit_experts_
 from pronghorn.recipe import Lora
 from tables import covering, table
 
@@ -55,9 +57,7 @@ def model_of(family: str, targets: Any, *, four_bit: bool = False) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES[family])
     if four_bit:
-        for experts in few_bit_experts_(model).values():
-            for name in ("gate_up_proj", "down_proj"):
-                experts.quantize(name, getattr(experts.own_module[0], name).detach())
+        store_experts_(model, FORMATS["nf4"])
     model = add_adapter(model, Lora(r=4, targets=targets), seed=1)
     assert not install(model)
     return model
@@ -148,7 +148,7 @@ def test_experts_in_4_bits_are_counted_as_they_are_stored(family: str, adapters:
     job, found = job_of(family, targets=TARGETS[adapters], method="qlora"), 0
     for stack in (engine.layers[0].mlp.expert_gate_up, engine.layers[0].mlp.expert_down):
         own = stack.module()
-        assert isinstance(own, QuantizedExperts)
+        assert isinstance(own, StoredExperts)
         found += own.stacks[stack.parameter].nbytes + stack.group.A_ERD.nbytes + stack.group.sB_EOR.nbytes
     router = engine.layers[0].mlp.router.weight_ED.nbytes
     assert stored(job) == pytest.approx(found + router, rel=0.02)  # without NF4's tables

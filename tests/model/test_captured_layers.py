@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2C
 from pronghorn.model import captured_layers
 from pronghorn.model.captured_layers import CapturedLayers, power_of_2, rounded
 from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.formats.store import store_linears_
+from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
-from pronghorn.model.quantized import quantize_model_
 from pronghorn.recipe import Lora
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -30,7 +31,7 @@ def model_of(kind: str = "llama", *, captured: bool = True, four_bit: bool = Fal
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[kind](**SMALL))
     if four_bit:
-        quantize_model_(model)
+        store_linears_(model, FORMATS["nf4"])
     if not full:
         model.requires_grad_(False)
         model = add_adapter(model, Lora(r=4), seed=1)

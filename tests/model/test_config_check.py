@@ -98,9 +98,9 @@ def test_a_generation_config_that_cannot_be_used(folder: Path, content: bytes) -
     if content == b"{}":
         load_model(str(folder), torch.float32, CPU)
         return
-    for four_bit in (False, True):
+    for storage in ("bf16", "nf4"):
         with pytest.raises(ModelError, match=r"generation_config.json"):
-            load_model(str(folder), torch.float32, CPU, four_bit=four_bit)
+            load_model(str(folder), torch.float32, CPU, storage=storage)
 
 
 def test_configs_of_real_models_pass() -> None:

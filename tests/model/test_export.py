@@ -13,11 +13,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pronghorn.errors import CommandError
-from pronghorn.kernels.quant.nf4 import nf4_dequantize
 from pronghorn.model import export as export_file
 from pronghorn.model.export import adapter_files, export, merged_model, model_card, save_model, trained_model
+from pronghorn.model.formats.linear import StoredLinear
+from pronghorn.model.formats.store import store_linears_
+from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
-from pronghorn.model.quantized import NF4Linear, quantize_model_
 from pronghorn.recipe import Recipe
 from pronghorn.train.checkpoint import TrainState
 from pronghorn.train.checkpoint_writer import CheckpointWriter
@@ -38,7 +39,7 @@ def checkpoint_of(recipe: Recipe, folder: Path) -> Path:
     """As training leaves it: weights that moved, the tokenizer, and what only a resume needs."""
     model = make_model()
     if recipe.method == "qlora":
-        quantize_model_(model)
+        store_linears_(model, FORMATS["nf4"])
     if recipe.method in ("lora", "qlora"):
         model = add_adapter(model, recipe.lora, seed=1)
     generator = torch.Generator().manual_seed(5)
@@ -166,13 +167,13 @@ def test_a_4_bit_run_merges_into_what_it_was_trained_on(
     checkpoint = checkpoint_of(recipe, tmp_path / "checkpoint-3")
     trained = trained_model(checkpoint, recipe, dtype, CPU)
     wrapper = trained.get_base_model().model.layers[1].mlp.down_proj
-    assert isinstance(wrapper.base_layer, NF4Linear)
+    assert isinstance(wrapper.base_layer, StoredLinear)
     export(checkpoint, recipe, tmp_path / "merged", "merged", {})
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.dtype == dtype
     if kind == "lora":
-        base = nf4_dequantize(wrapper.base_layer.nf4, dtype=dtype).float()
+        base = wrapper.base_layer.dequantize(dtype).float()
         expected = (base + wrapper.get_delta_weight("default")).to(dtype)
         assert torch.equal(merged.model.layers[1].mlp.down_proj.weight, expected)
     tolerance = 1e-4 if dtype == torch.float32 else 0.05

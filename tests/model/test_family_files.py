@@ -35,12 +35,12 @@ def test_loaded_as_stored_and_merged_as_published(kind: str, tmp_path: Path) -> 
     model.save_pretrained(tmp_path / "model")
     buffers = dict(model.named_buffers())
     targets: Any = ("all-linear", "experts") if kind == "olmoe" else "all-linear"
-    for stored in ({}, {"four_bit": True}, {"fp8": True}):
-        loaded = load_model(str(tmp_path / "model"), torch.float32, CPU, **stored)
+    for stored in ("bf16", "nf4", "fp8"):
+        loaded = load_model(str(tmp_path / "model"), torch.float32, CPU, storage=stored)
         found = dict(loaded.named_buffers())
         assert all(torch.equal(found[name], buffer) for name, buffer in buffers.items()), stored
         adapted = add_adapter(loaded, Lora(r=4, targets=targets), seed=0)
-        assert verify(adapted).loss_difference < (1e-2 if stored == {"fp8": True} else 1e-6)
+        assert verify(adapted).loss_difference < (1e-2 if stored == "fp8" else 1e-6)
     plain = add_adapter(load_model(str(tmp_path / "model"), torch.float32, CPU), Lora(r=4, targets=targets), seed=0).eval()
     for name, parameter in plain.named_parameters():
         if "lora_B" in name:

@@ -32,13 +32,13 @@ from transformers import (
 from pronghorn.data.batches import PackedBatch, build_batch
 from pronghorn.errors import EnvironmentFault
 from pronghorn.memory.offload import OffloadPool
-from pronghorn.model import fp8_linear
 from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
-from pronghorn.model.fp8_linear import dequantize_fp8_, quantize_linears_fp8_
+from pronghorn.model.formats import table
+from pronghorn.model.formats.store import dequantize_, store_linears_
+from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.layers import fp8_linears
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
-from pronghorn.model.quantized import dequantize_model_, quantize_model_
 from pronghorn.recipe import Lora
 from samples import random_table
 
@@ -76,9 +76,9 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, *, stored: str = "
             center = 1.0 if "norm" in name and not family.startswith("gemma") else 0.0
             torch.nn.init.normal_(parameter, mean=center, std=0.2)
     if stored == "fp8":
-        assert quantize_linears_fp8_(model)
+        assert store_linears_(model, FORMATS["fp8"])
     else:
-        assert quantize_model_(model)
+        assert store_linears_(model, FORMATS["nf4"])
     model = add_adapter(model, Lora(**{"r": 4, **lora}), seed=1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -148,7 +148,7 @@ def test_loss_and_every_gradient_follow_the_dequantized_model(family: str) -> No
     batch = batch_of(12)
     ours = result_of(model_of(family), batch)
     modules, dequantized = model_of(family, fast=False), model_of(family, fast=False)
-    dequantize_fp8_(dequantized, torch.float32)
+    dequantize_(dequantized, torch.float32)
     theirs, truth = (gradients(model, own_loss(model, batch)) for model in (modules, dequantized))
     assert_as_fp8_allows(ours, truth, 0.98 if family in ("olmo2", "gemma3") else 0.99)
     ratios = [error(ours, truth, name) / error(theirs, truth, name) for name in truth[1]]
@@ -161,9 +161,8 @@ def test_without_the_rounding_nothing_differs(family: str, monkeypatch: pytest.M
     functions_of = vars(fp8_linears)
     group = functions_of["Fp8Group"].transposed.__globals__
     functions = [
-        *(functions_of[name] for name in ("fp8_cast_rows", "nf4_to_fp8", "rms_norm_fp8_forward",
-                                          "gated_activation_fp8_forward")),
-        group["fp8_mm"], group["fp8_extend"], functions_of["SharedBytes"].take,
+        *(functions_of[name] for name in ("fp8_cast_rows", "rms_norm_fp8_forward", "gated_activation_fp8_forward")),
+        vars(table)["nf4_to_fp8"], group["fp8_mm"], group["fp8_extend"], functions_of["SharedBytes"].take,
     ]
     for function in functions:
         monkeypatch.setitem(function.__globals__, "E4M3", torch.float32)
@@ -174,7 +173,7 @@ def test_without_the_rounding_nothing_differs(family: str, monkeypatch: pytest.M
     monkeypatch.setitem(group, "fp8_transpose", transpose)
     batch = batch_of()
     reference, model = model_of(family, stored="nf4", fast=False), model_of(family, stored="nf4")
-    dequantize_model_(reference, torch.float32)
+    dequantize_(reference, torch.float32)
     for name, parameter in (*reference.named_parameters(), *model.named_parameters()):
         parameter.requires_grad_(parameter.requires_grad or "sinks" in name)
     truth = gradients(reference, own_loss(reference, batch))
@@ -189,7 +188,7 @@ def test_without_the_rounding_nothing_differs(family: str, monkeypatch: pytest.M
 
 def test_in_bf16() -> None:
     batch, reference = batch_of(12), model_of("llama", torch.bfloat16, fast=False)
-    dequantize_fp8_(reference, torch.float32)
+    dequantize_(reference, torch.float32)
     assert_as_fp8_allows(result_of(model_of("llama", torch.bfloat16), batch),
                          gradients(reference, own_loss(reference.float(), batch)))
 
@@ -197,7 +196,7 @@ def test_in_bf16() -> None:
 def test_adapters_on_some_linears() -> None:
     batch, targets = batch_of(12), ("q_proj", "v_proj", "up_proj")
     model, reference = (model_of("llama", fast=fast, targets=targets, r=20) for fast in (True, False))
-    dequantize_fp8_(reference, torch.float32)
+    dequantize_(reference, torch.float32)
     assert_as_fp8_allows(result_of(model, batch), gradients(reference, own_loss(reference, batch)))
 
 
@@ -206,7 +205,7 @@ def test_weights_in_4_bits_multiplied_in_fp8(family: str) -> None:
     """The 4-bit weight is rounded once more, to FP8, with an error as that of activations."""
     batch, model = batch_of(12), model_of(family, stored="nf4")
     reference = model_of(family, stored="nf4", fast=False)
-    dequantize_model_(reference, torch.float32)
+    dequantize_(reference, torch.float32)
     ours = result_of(model, batch)
     assert_as_fp8_allows(ours, gradients(reference, own_loss(reference, batch)), 0.97, 0.9)
     for layer in engine(model).layers:
@@ -382,7 +381,7 @@ def test_an_update_reaches_the_next_forward() -> None:
         optimizer.zero_grad()
     after = float(fast_loss(model, batch).detach())
     assert after < 0.97 * before
-    dequantize_fp8_(model, torch.float32)
+    dequantize_(model, torch.float32)
     model.get_base_model()._pronghorn_engine.paused = True
     assert after == pytest.approx(float(own_loss(model, batch).detach()), rel=0.01)
 
@@ -390,7 +389,7 @@ def test_an_update_reaches_the_next_forward() -> None:
 @pytest.mark.parametrize("lora", [{"dora": True}, {"dropout": 0.3}], ids=["dora", "dropout"])
 def test_what_one_node_does_not_cover_runs_on_the_modules(lora: dict[str, Any]) -> None:
     model, reference, batch = model_of("llama", **lora), model_of("llama", fast=False, **lora), batch_of()
-    dequantize_fp8_(reference, torch.float32)
+    dequantize_(reference, torch.float32)
     if "dropout" in lora:
         found = gradients(model, fast_loss(model, batch))[1]
         assert found.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
@@ -414,7 +413,7 @@ def test_layers_that_are_not_stored_so_are_plain() -> None:
 
 def test_a_chip_without_fp8_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama")
-    monkeypatch.setattr(fp8_linear, "fp8_supported", lambda device: "this GPU has 8.0")
+    monkeypatch.setattr(table, "fp8_supported", lambda device: "this GPU has 8.0")
     with pytest.raises(EnvironmentFault, match="cannot train in FP8"):
         fast_loss(model, batch_of())
 
@@ -433,7 +432,7 @@ def test_on_a_gpu(config: Any, stored: str, monkeypatch: pytest.MonkeyPatch) -> 
     batch = batch_of(12).map(lambda tensor: tensor.cuda())
     model = model_of("wide", torch.bfloat16, stored=stored).cuda()
     reference = model_of("wide", torch.bfloat16, stored=stored, fast=False).cuda()
-    (dequantize_fp8_ if stored == "fp8" else dequantize_model_)(reference, torch.float32)
+    dequantize_(reference, torch.float32)
     ours = result_of(model, batch)
     assert_as_fp8_allows(ours, gradients(reference, own_loss(reference.float(), batch)), 0.98 if stored == "fp8" else 0.96, 0.9)
     for level in ("gate_up", "around_attention", "layer"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from pronghorn.errors import ModelError
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.fp8_linear import Fp8Linear, dequantize_fp8_, load_fp8, quantize_linears_fp8_
+from pronghorn.model.formats.bitsandbytes import bitsandbytes_config
+from pronghorn.model.formats.checkpoint import load_stored
+from pronghorn.model.formats.linear import StoredLinear
+from pronghorn.model.formats.store import dequantize_, store_linears_
+from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
-from pronghorn.model.quantized import bitsandbytes_config
 from pronghorn.recipe import Lora
 
 SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -35,18 +39,18 @@ def linear(bias: bool = True) -> torch.nn.Linear:
 
 def test_values_are_within_half_a_step() -> None:
     was = linear()
-    stored = Fp8Linear.from_linear(was)
+    stored = StoredLinear.from_linear(was, FORMATS["fp8"])
     assert stored.weight.dtype == torch.uint8
     largest = was.weight.detach().abs().amax(1, keepdim=True)
     off = (stored.dequantize() - was.weight.detach()).abs()
     assert bool((off <= was.weight.detach().abs() * 2**-4 + largest * 2**-18).all())
     assert float(off.norm() / was.weight.detach().norm()) < 0.03
-    assert torch.equal(stored.to_linear(torch.float32).weight, stored.dequantize())
+    assert torch.equal(stored.to_own(torch.float32).weight, stored.dequantize())
 
 
 def test_its_own_forward_and_backward() -> None:
-    stored = Fp8Linear.from_linear(linear())
-    true = stored.to_linear(torch.float32)
+    stored = StoredLinear.from_linear(linear(), FORMATS["fp8"])
+    true = stored.to_own(torch.float32)
     x = torch.randn(2, 7, 64, requires_grad=True)
     y, expected = stored(x), true(x)
     assert float((y - expected).detach().norm() / expected.detach().norm()) < 0.04
@@ -55,29 +59,29 @@ def test_its_own_forward_and_backward() -> None:
     assert float((dx - truth).norm() / truth.norm()) < 0.04
 
 
-def test_where_a_product_in_fp8_is_not_possible_it_dequantizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = Fp8Linear.from_linear(linear())
-    monkeypatch.setattr(Fp8Linear, "_multiplies", lambda self, x: False)
+def test_where_a_product_in_fp8_is_not_possible_it_dequantizes() -> None:
+    stored = StoredLinear.from_linear(linear(), FORMATS["fp8"])
+    stored.storage = replace(stored.storage, product=None)
     x = torch.randn(7, 64, requires_grad=True)
-    true = stored.to_linear(torch.float32)
+    true = stored.to_own(torch.float32)
     assert torch.equal(stored(x), true(x))
     (dx,), (truth,) = (torch.autograd.grad(module(x).square().sum(), x) for module in (stored, true))
     torch.testing.assert_close(dx, truth)
 
 
 def test_casting_the_model_leaves_bytes_and_scales() -> None:
-    stored = Fp8Linear.from_linear(linear())
-    bytes_before, scale = stored.weight.clone(), stored.weight_scale.clone()
+    stored = StoredLinear.from_linear(linear(), FORMATS["fp8"])
+    bytes_before, scale = stored.weight.clone(), stored.scales.clone()
     stored.to(torch.bfloat16)
     assert stored.weight.dtype == torch.uint8
     assert torch.equal(stored.weight, bytes_before)
-    assert torch.equal(stored.weight_scale, scale)
+    assert torch.equal(stored.scales, scale)
     assert stored.bias.dtype == torch.bfloat16
 
 
 def test_state_has_the_usual_names_and_comes_back(tmp_path: Path) -> None:
     model = plain()
-    count = quantize_linears_fp8_(model)
+    count = store_linears_(model, FORMATS["fp8"])
     assert count == 14
     state = model.state_dict()
     name = "model.layers.0.mlp.up_proj"
@@ -85,11 +89,11 @@ def test_state_has_the_usual_names_and_comes_back(tmp_path: Path) -> None:
     assert state[f"{name}.weight_scale"].shape == (128, 1)
     assert state["lm_head.weight"].dtype == torch.float32
     other = AutoModelForCausalLM.from_config(CONFIGS["llama"])
-    quantize_linears_fp8_(other)
+    store_linears_(other, FORMATS["fp8"])
     other.load_state_dict(state)
     save_model(model, str(tmp_path / "model.safetensors"))
     third = AutoModelForCausalLM.from_config(CONFIGS["llama"])
-    quantize_linears_fp8_(third)
+    store_linears_(third, FORMATS["fp8"])
     load_model(third, str(tmp_path / "model.safetensors"))
     for module in (other, third):
         again = module.state_dict()
@@ -99,7 +103,7 @@ def test_state_has_the_usual_names_and_comes_back(tmp_path: Path) -> None:
 
 def test_names_and_values_stay_while_fast_layers_use_the_bytes() -> None:
     model = plain()
-    quantize_linears_fp8_(model)
+    store_linears_(model, FORMATS["fp8"])
     model = add_adapter(model, Lora(r=4), seed=1)
     before = copy.deepcopy(model.state_dict())
     assert install(model) == ""
@@ -116,12 +120,12 @@ def test_names_and_values_stay_while_fast_layers_use_the_bytes() -> None:
 
 def test_a_merge_is_dequantize_then_add() -> None:
     model = plain()
-    quantize_linears_fp8_(model)
+    store_linears_(model, FORMATS["fp8"])
     model = add_adapter(model, Lora(r=4, alpha=8), seed=1)
     up = model.get_base_model().model.layers[0].mlp.up_proj
     torch.nn.init.normal_(up.lora_B["default"].weight, std=0.05)
     expected = up.base_layer.dequantize() + 2.0 * (up.lora_B["default"].weight @ up.lora_A["default"].weight)
-    assert dequantize_fp8_(model, torch.float32) == 14
+    assert dequantize_(model, torch.float32) == 14
     merged = model.merge_and_unload(safe_merge=True)
     torch.testing.assert_close(merged.model.layers[0].mlp.up_proj.weight, expected.detach(), rtol=0, atol=1e-7)
 
@@ -131,8 +135,9 @@ def test_loading_gives_what_quantizing_gives(name: str, tmp_path: Path) -> None:
     model = plain(name)
     model.save_pretrained(tmp_path)
     told: list[int] = []
-    loaded = load_fp8(tmp_path, torch.float32, torch.device("cpu"), progress=lambda label, done, total: told.append(done))
-    quantize_linears_fp8_(model)
+    loaded = load_stored(tmp_path, FORMATS["fp8"], torch.float32, torch.device("cpu"),
+                        progress=lambda label, done, total: told.append(done))
+    store_linears_(model, FORMATS["fp8"])
     found, expected = loaded.state_dict(), model.state_dict()
     assert list(found) == list(expected)
     assert all(torch.equal(found[key].float(), expected[key].float()) for key in expected)
@@ -147,16 +152,16 @@ def test_incomplete_and_4_bit_folders_are_refused(tmp_path: Path) -> None:
     model.config.quantization_config = bitsandbytes_config(torch.bfloat16)
     model.config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="4 bits"):
-        load_fp8(tmp_path, torch.float32, torch.device("cpu"))
+        load_stored(tmp_path, FORMATS["fp8"], torch.float32, torch.device("cpu"))
     del model.config.quantization_config
     state = {key: value for key, value in model.state_dict().items() if "layers.1.mlp.down" not in key}
     model.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.down_proj\.weight is not in its files"):
-        load_fp8(tmp_path, torch.float32, torch.device("cpu"))
+        load_stored(tmp_path, FORMATS["fp8"], torch.float32, torch.device("cpu"))
 
 
 def test_generation() -> None:
     model = plain()
-    quantize_linears_fp8_(model)
+    store_linears_(model, FORMATS["fp8"])
     answer = model.generate(torch.arange(5)[None], max_new_tokens=4, do_sample=False)
     assert answer.shape == (1, 9)

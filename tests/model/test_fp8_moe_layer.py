@@ -29,27 +29,31 @@ from pronghorn.kernels.moe.grouped_fp8 import Fp8ExpertGroup, fp8_grouped_suppor
 from pronghorn.kernels.moe.grouped_quantized import QuantizedExpertGroup, QuantizedStack
 from pronghorn.kernels.quant import fp8_cast, fp8_norm
 from pronghorn.memory.offload import OffloadPool
-from pronghorn.model import experts, fp8_linear, quantized_experts
+from pronghorn.model import experts
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.fp8_linear import dequantize_fp8_, quantize_linears_fp8_
+from pronghorn.model.formats import table
+from pronghorn.model.formats.experts import StoredExperts
+from pronghorn.model.formats.store import dequantize_, store_linears_
+from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.layers import fp8_linears
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
-from pronghorn.model.quantized_experts import QuantizedExperts, dequantize_experts_
 from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora
 from tables import gpu_rows
 
 
 def model_of(family: str, targets: str, *, fast: bool = True, dtype: torch.dtype = torch.float32) -> Any:
-    model = quantized_model(family, 8, targets, before=quantize_linears_fp8_, dtype=dtype)
+    def before(model: Any) -> None:
+        store_linears_(model, FORMATS["fp8"])
+
+    model = quantized_model(family, "fp8", targets, before=before, dtype=dtype)
     assert not fast or install(model, fp8=True) == ""
     return model
 
 
 def dequantized(family: str, targets: str) -> Any:
     model = model_of(family, targets, fast=False)
-    assert dequantize_fp8_(model, torch.float32)
-    assert dequantize_experts_(model, torch.float32)
+    assert dequantize_(model, torch.float32)
     return model
 
 
@@ -68,7 +72,7 @@ def result_of(model: Any, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_without_the_rounding_nothing_differs(family: str, targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """float32 in the place of e4m3 everywhere: of weights, rows and gradients. Measured: 5e-6 at most."""
-    modules = (quantized_experts, fp8, fp8_cast, fp8_gated, fp8_linear, fp8_lora, fp8_norm, fp8_linears, grouped_fp8)
+    modules = (fp8, fp8_cast, fp8_gated, fp8_lora, fp8_norm, fp8_linears, grouped_fp8)
     for module in modules:
         if hasattr(module, "E4M3"):
             monkeypatch.setattr(module, "E4M3", torch.float32)
@@ -88,13 +92,13 @@ def test_without_the_rounding_nothing_differs(family: str, targets: str, monkeyp
             assert apart(ours[1][name], truth[name]) < 1e-5, name
 
 
-class RoundedExperts(QuantizedExperts):
+class RoundedExperts(StoredExperts):
     """The modules' own products in FP8, one expert after the other under autograd: they share no code with the layer but the
     casts."""
 
     def _mm(self, name: str, x_SD: torch.Tensor, offsets_E1: torch.Tensor) -> torch.Tensor:
         stack, added = self.stacks[name], self._usual(getattr(self, name))
-        each = [fp8_linear_of(x_SD[start:stop], stack.values[e], stack.scales[e]) + x_SD[start:stop] @ added[e].T
+        each = [fp8_linear_of(x_SD[start:stop], stack.stored.values[e], stack.stored.scales[e]) + x_SD[start:stop] @ added[e].T
                 for e, (start, stop) in enumerate(pairwise(offsets_E1.tolist())) if stop > start]
         return torch.cat(each)
 
@@ -102,7 +106,7 @@ class RoundedExperts(QuantizedExperts):
 def rounded(family: str, targets: str) -> Any:
     model = model_of(family, targets, fast=False)
     for module in model.modules():
-        if isinstance(module, QuantizedExperts):
+        if isinstance(module, StoredExperts):
             module.__class__ = RoundedExperts
     return model
 
@@ -187,8 +191,10 @@ def test_nothing_dequantizes_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QuantizedStack, "dequantized_reference", refuse)
     result_of(model, batch)
     for module in model.modules():
-        if isinstance(module, QuantizedExperts):
-            assert all(stack.values.itemsize == 1 and stack.scales.shape == stack.shape[:2] for stack in module.stacks.values())
+        if isinstance(module, StoredExperts):
+            for stack in module.stacks.values():
+                packed, scales = stack.stored.kernel_parts
+                assert (packed.itemsize, scales.shape) == (1, stack.shape[:2])
 
 
 def test_a_chip_without_grouped_fp8_products_multiplies_in_16_bits(
@@ -201,7 +207,7 @@ def test_a_chip_without_grouped_fp8_products_multiplies_in_16_bits(
     assert engine is not None
     assert all(isinstance(layer.mlp.expert_down.group, QuantizedExpertGroup) for layer in engine.layers)  # type: ignore[attr-defined]
     assert capsys.readouterr().err.count("multiplied in 16 bits: only linears are") == 1  # not in every layer
-    monkeypatch.setattr(fp8_linear, "fp8_supported", lambda device: "this test's chip has none")
+    monkeypatch.setattr(table, "fp8_supported", lambda device: "this test's chip has none")
     with pytest.raises(EnvironmentFault, match="cannot train in FP8"):
         fast_loss(model_of("qwen3_moe", "experts"), batch)
 

@@ -12,6 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pronghorn.errors import ModelError, RecipeError
+from pronghorn.model.formats.checkpoint import save_nf4
+from pronghorn.model.formats.linear import StoredLinear
+from pronghorn.model.formats.store import store_linears_
+from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.load import (
     inspect_model,
     load_model,
@@ -20,7 +24,6 @@ from pronghorn.model.load import (
     resolve_precision,
     without_progress_bars,
 )
-from pronghorn.model.quantized import NF4Linear, quantize_model_, save_nf4
 from pronghorn.recipe import Lora
 from samples import make_model, make_tokenizer
 from tables import table
@@ -120,10 +123,10 @@ def test_the_home_folder_s_sign_is_understood(own_copy: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linears_in_4_bits_and_everything_else_in_the_dtype_asked_for(tiny_model: Path, dtype: torch.dtype) -> None:
-    model = load_model(str(tiny_model), dtype, CPU, four_bit=True)
+    model = load_model(str(tiny_model), dtype, CPU, storage="nf4")
     layer = model.model.layers[0]
-    assert isinstance(layer.mlp.up_proj, NF4Linear)
-    assert layer.mlp.up_proj.weight_dtype == dtype
+    assert isinstance(layer.mlp.up_proj, StoredLinear)
+    assert layer.mlp.up_proj.stored.dtype == dtype
     assert type(model.lm_head) is torch.nn.Linear
     assert {p.dtype for p in model.parameters()} == {dtype, torch.uint8}
     assert model.config.use_cache is False
@@ -131,22 +134,22 @@ def test_linears_in_4_bits_and_everything_else_in_the_dtype_asked_for(tiny_model
     plain = load_model(str(tiny_model), dtype, CPU)
     assert model.generation_config.to_dict() == plain.generation_config.to_dict()
     assert model.config.to_dict() == plain.config.to_dict()
-    facts = inspect_model(str(tiny_model), four_bit=True)
-    linears = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, NF4Linear))
+    facts = inspect_model(str(tiny_model), storage="nf4")
+    linears = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, StoredLinear))
     assert facts.linear_parameters == linears
     assert facts.parameters == sum(p.numel() for p in plain.parameters())
 
 
 def test_a_4_bit_checkpoint_is_read_as_it_is_and_only_so(tmp_path: Path) -> None:
     model = make_model(hidden_size=64, intermediate_size=128)
-    quantize_model_(model, skip=("lm_head", "model.layers.0.mlp.down_proj"))
+    store_linears_(model, FORMATS["nf4"], skip=("lm_head", "model.layers.0.mlp.down_proj"))
     save_nf4(model, tmp_path)
-    again = load_model(str(tmp_path), torch.float32, CPU, four_bit=True)
+    again = load_model(str(tmp_path), torch.float32, CPU, storage="nf4")
     ids = torch.arange(12)[None]
     assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
     assert type(again.model.layers[0].mlp.down_proj) is torch.nn.Linear  # left out by whoever made it
-    assert isinstance(again.model.layers[1].mlp.down_proj, NF4Linear)
-    assert inspect_model(str(tmp_path), four_bit=True).layers == 2
+    assert isinstance(again.model.layers[1].mlp.down_proj, StoredLinear)
+    assert inspect_model(str(tmp_path), storage="nf4").layers == 2
     for refused_call in (lambda: inspect_model(str(tmp_path)), lambda: load_model(str(tmp_path), torch.float32, CPU)):
         with pytest.raises(ModelError, match="stored in 4 bits") as caught:
             refused_call()
@@ -155,9 +158,9 @@ def test_a_4_bit_checkpoint_is_read_as_it_is_and_only_so(tmp_path: Path) -> None
 
 def test_a_head_that_is_stored_in_4_bits_is_used_in_16(tmp_path: Path) -> None:
     model = make_model(hidden_size=64, intermediate_size=128, tie_word_embeddings=False)
-    quantize_model_(model, skip=())
+    store_linears_(model, FORMATS["nf4"], skip=())
     save_nf4(model, tmp_path)
-    again = load_model(str(tmp_path), torch.float32, CPU, four_bit=True)
+    again = load_model(str(tmp_path), torch.float32, CPU, storage="nf4")
     assert type(again.lm_head) is torch.nn.Linear
     ids = torch.arange(12)[None]
     assert torch.allclose(again(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-6)
@@ -166,8 +169,8 @@ def test_a_head_that_is_stored_in_4_bits_is_used_in_16(tmp_path: Path) -> None:
 def test_another_quantization_is_refused_before_anything_loads(own_copy: Path) -> None:
     file = own_copy / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
-    for call in (lambda: inspect_model(str(own_copy), four_bit=True),
-                 lambda: load_model(str(own_copy), torch.float32, CPU, four_bit=True)):
+    for call in (lambda: inspect_model(str(own_copy), storage="nf4"),
+                 lambda: load_model(str(own_copy), torch.float32, CPU, storage="nf4")):
         with pytest.raises(ModelError, match="quantized as gptq"):
             call()
 
@@ -177,7 +180,7 @@ def test_a_model_without_linears_cannot_be_stored_in_4_bits(tmp_path: Path) -> N
 
     GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="no linear layer") as caught:
-        load_model(str(tmp_path), torch.float32, CPU, four_bit=True)
+        load_model(str(tmp_path), torch.float32, CPU, storage="nf4")
     assert "load_in_4bit=False" in caught.value.fix
 
 
@@ -186,13 +189,13 @@ def test_a_hub_name_is_found_in_the_hub_s_cache(tiny_model: Path, tmp_path: Path
     (tmp_path / "models--org--tiny" / "refs").mkdir()
     (tmp_path / "models--org--tiny" / "refs" / "main").write_text("0" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    model = load_model("org/tiny", torch.float32, CPU, four_bit=True)
-    assert isinstance(model.model.layers[0].mlp.up_proj, NF4Linear)
+    model = load_model("org/tiny", torch.float32, CPU, storage="nf4")
+    assert isinstance(model.model.layers[0].mlp.up_proj, StoredLinear)
     assert model.name_or_path == "org/tiny"
     for name in ("org/other", "org/tiny"):
         shutil.rmtree(tmp_path / f"models--{name.replace('/', '--')}", ignore_errors=True)
         with pytest.raises(ModelError) as caught:
-            load_model(name, torch.float32, CPU, four_bit=True)
+            load_model(name, torch.float32, CPU, storage="nf4")
         assert caught.value.where == name
         assert "Hub cache" in caught.value.fix
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -14,11 +16,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Olmo2Config, Phi3Config, Qwen2Config, Qwen3Config
 
 from pronghorn.data.batches import PackedBatch, build_batch
+from pronghorn.kernels.quant.nf4 import nf4_quantize
 from pronghorn.model.causal_lm import base_of, engine_of, install
-from pronghorn.model.layers.linears import NF4LoraGroup
+from pronghorn.model.formats.linear import StoredLinear
+from pronghorn.model.formats.store import dequantize_, store_linears_
+from pronghorn.model.formats.table import FORMATS, Format
+from pronghorn.model.layers.linears import StoredLoraGroup
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
-from pronghorn.model.quantized import NF4Linear, dequantize_model_, quantize_model_
 from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora
 from samples import random_table
@@ -44,13 +49,13 @@ LORAS: dict[str, Lora | None] = {
 }
 
 
-def model_of(family: str = "llama", lora: Lora | None = LORAS["all"], **options: Any) -> Any:
+def model_of(family: str = "llama", lora: Lora | None = LORAS["all"], storage: Format = FORMATS["nf4"]) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES[family])
     for name, parameter in model.named_parameters():
         if "bias" in name:
             nn.init.normal_(parameter, std=0.3)
-    quantize_model_(model, **options)
+    store_linears_(model, storage)
     if lora is None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("norm" in name)
@@ -67,7 +72,7 @@ def model_of(family: str = "llama", lora: Lora | None = LORAS["all"], **options:
 def twin_of(model: Any) -> Any:
     """The same weights in nn.Linear, on fast layers of its own."""
     twin = copy.deepcopy(model)
-    assert dequantize_model_(twin, torch.float32) > 0
+    assert dequantize_(twin, torch.float32) > 0
     assert not install(twin)
     return twin
 
@@ -105,8 +110,8 @@ def scratches(model: Any) -> list[Any]:
     engine = engine_of(model)
     assert engine is not None
     groups = [group._group for layer in engine.layers for group in layer.groups]
-    assert all(isinstance(group, NF4LoraGroup) for group in groups)
-    return list({id(group.scratch): group.scratch for group in groups if isinstance(group, NF4LoraGroup)}.values())
+    assert all(isinstance(group, StoredLoraGroup) for group in groups)
+    return list({id(group.scratch): group.scratch for group in groups if isinstance(group, StoredLoraGroup)}.values())
 
 
 # ---- the same numbers ------------------------------------------------------------------------------------------------------
@@ -125,7 +130,7 @@ def test_loss_and_every_gradient_are_those_of_the_dequantized_weights(family: st
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     assert_same(gradients, theirs)
     assert len(scratches(model)) == 4
-    verify(model)  # PEFT's own forward through NF4Linear says the same
+    verify(model)  # PEFT's own forward through StoredLinear says the same
 
 
 @pytest.mark.parametrize("lora", ["dora", "norms"])
@@ -159,12 +164,12 @@ def test_dropout_drops_in_training_only() -> None:
 
 @pytest.mark.parametrize("nested", [True, False])
 def test_half_precision_is_that_of_the_dequantized_weights(nested: bool) -> None:
-    model, batch = model_of(nested=nested), batch_of()
+    model, batch = model_of(storage=replace(FORMATS["nf4"], quantize=partial(nf4_quantize, nested=nested))), batch_of()
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and "lora_" not in name:
             parameter.data = parameter.data.bfloat16()
     twin = copy.deepcopy(model)
-    dequantize_model_(twin, torch.bfloat16)
+    dequantize_(twin, torch.bfloat16)
     assert not install(model)
     assert not install(twin)
     loss, gradients = step_of(model, batch)
@@ -179,7 +184,7 @@ def test_some_linears_of_a_group_in_16_bits() -> None:
     model = model_of()
     for layer, name in ((0, "up_proj"), (2, "gate_proj")):
         wrapper = getattr(base_of(model).model.layers[layer].mlp, name)
-        wrapper.base_layer = wrapper.base_layer.to_linear(torch.float32)
+        wrapper.base_layer = wrapper.base_layer.to_own(torch.float32)
     twin = twin_of(model)
     assert not install(model)
     batch = batch_of()
@@ -249,7 +254,7 @@ def test_one_load_serves_recompute_and_backward(recompute: bool, monkeypatch: py
     loads = 0
     for layer in engine.layers:
         for group in layer.groups:
-            table = cast("NF4LoraGroup", group._group)._nf4
+            table = cast("StoredLoraGroup", group._group)._unpack
 
             def counted(own: Callable[[], None] = table.run) -> None:
                 nonlocal loads
@@ -286,7 +291,7 @@ def test_the_buffer_stays_where_it_is_and_is_as_large_as_one_layer() -> None:
     assert [scratch._buffer.data_ptr() for scratch in scratches(model) if scratch._buffer is not None] == places
     values = sum(scratch._buffer.numel() for scratch in scratches(model) if scratch._buffer is not None)
     layer = base_of(model).model.layers[0]
-    weights = sum(m.in_features * m.out_features for m in layer.modules() if isinstance(m, NF4Linear))
+    weights = sum(m.in_features * m.out_features for m in layer.modules() if isinstance(m, StoredLinear))
     widened = sum((out + r) * (width + r) for out, width, r in ((128, 64, 64), (64, 64, 16), (256, 64, 64), (64, 128, 16)))
     assert weights < values == widened
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,22 +19,18 @@ from torch import nn
 
 from pronghorn.errors import ModelError
 from pronghorn.kernels.quant.nf4 import nf4_dequantize, nf4_quantize
-from pronghorn.model import quantized
 from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.formats.bitsandbytes import nf4_of_state, nf4_state
+from pronghorn.model.formats.checkpoint import load_stored, save_nf4
+from pronghorn.model.formats.linear import StoredLinear
+from pronghorn.model.formats.store import count_parameters, dequantize_, store_linears_
+from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.layers import linears
-from pronghorn.model.quantized import (
-    NF4Linear,
-    count_parameters,
-    dequantize_model_,
-    load_nf4,
-    quantize_model_,
-    save_nf4,
-    stored_weight,
-)
 from tables import table
 from tests.samples import make_model
 
 CPU = torch.device("cpu")
+NF4 = FORMATS["nf4"]
 IDS = torch.arange(24).view(2, 12) % 259
 
 
@@ -56,7 +54,7 @@ def with_adapter(model: nn.Module) -> PeftModel:
 
 def plain_twin(model: nn.Module, dtype: torch.dtype = torch.float32) -> Any:
     twin = copy.deepcopy(model)
-    dequantize_model_(twin, dtype)
+    dequantize_(twin, dtype)
     return twin
 
 
@@ -72,9 +70,9 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_linear_is_the_product_with_its_dequantized_weight(dtype: torch.dtype) -> None:
     plain = nn.Linear(128, 96).to(dtype)
-    module = NF4Linear.from_linear(plain)
+    module = StoredLinear.from_linear(plain, NF4)
     module.bias.requires_grad_(True)
-    twin = module.to_linear(dtype)
+    twin = module.to_own(dtype)
     twin.bias.requires_grad_(True)
     x = torch.randn(2, 5, 128, dtype=dtype, requires_grad=True)
     results: list[tuple[torch.Tensor, ...]] = []
@@ -94,7 +92,7 @@ def test_a_linear_is_the_product_with_its_dequantized_weight(dtype: torch.dtype)
 
 def test_backward_keeps_no_weight() -> None:
     """Only x may be kept by autograd, and the bytes, which are there anyway."""
-    module, kept = NF4Linear.from_linear(nn.Linear(256, 256, bias=False)), []
+    module, kept = StoredLinear.from_linear(nn.Linear(256, 256, bias=False), NF4), []
     x = torch.randn(1, 256, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):  # type: ignore[func-returns-value]
         module(x).sum().backward()
@@ -102,13 +100,13 @@ def test_backward_keeps_no_weight() -> None:
 
 
 def test_casting_a_model_leaves_the_scales_alone() -> None:
-    module = NF4Linear.from_linear(nn.Linear(128, 64))
-    before = nf4_dequantize(module.nf4)
+    module = StoredLinear.from_linear(nn.Linear(128, 64), NF4)
+    before = module.dequantize()
     nn.Sequential(module).to(torch.bfloat16)
     assert module.nested_absmax is not None
     assert module.nested_absmax.dtype == torch.float32
     assert module.bias.dtype == torch.bfloat16
-    assert torch.equal(nf4_dequantize(module.nf4), before)
+    assert torch.equal(module.dequantize(), before)
 
 
 # ---- PEFT ------------------------------------------------------------------------------------------------------------------
@@ -118,7 +116,7 @@ def test_an_ordinary_peft_model_with_the_same_numbers() -> None:
     model = small_model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     names = {f"base_model.model.{key}" for key, _ in with_adapter(copy.deepcopy(model)).base_model.model.named_parameters()}
-    assert quantize_model_(model) == 14
+    assert store_linears_(model, NF4) == 14
     assert count_parameters(model) == parameters
     assert type(model.lm_head) is nn.Linear
     twin = with_adapter(plain_twin(model))
@@ -138,7 +136,7 @@ def test_an_ordinary_peft_model_with_the_same_numbers() -> None:
 
 def test_adapters_go_to_stock_peft_and_back(tmp_path: Path) -> None:
     model = small_model()
-    quantize_model_(model)
+    store_linears_(model, NF4)
     plain = plain_twin(model)
     model = with_adapter(model)
     model.save_pretrained(str(tmp_path), save_embedding_layers=False)
@@ -146,18 +144,18 @@ def test_adapters_go_to_stock_peft_and_back(tmp_path: Path) -> None:
     expected = model(input_ids=IDS).logits
     assert torch.equal(stock(input_ids=IDS).logits, expected)
     again = small_model()
-    quantize_model_(again)
+    store_linears_(again, NF4)
     assert torch.equal(PeftModel.from_pretrained(again, str(tmp_path))(input_ids=IDS).logits, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merging_is_dequantize_then_add(dtype: torch.dtype) -> None:
     model = small_model() if dtype == torch.float32 else bf16_model()
-    quantize_model_(model)
+    store_linears_(model, NF4)
     model = with_adapter(model)
     layer = model.base_model.model.model.layers[1].self_attn.q_proj
-    base, delta = nf4_dequantize(layer.base_layer.nf4, dtype=dtype), layer.get_delta_weight("default")
-    assert dequantize_model_(model, dtype) == 14
+    base, delta = layer.base_layer.dequantize(dtype), layer.get_delta_weight("default")
+    assert dequantize_(model, dtype) == 14
     merged = model.merge_and_unload(safe_merge=True)
     weight = merged.model.layers[1].self_attn.q_proj.weight
     assert weight.dtype == dtype
@@ -166,7 +164,7 @@ def test_merging_is_dequantize_then_add(dtype: torch.dtype) -> None:
 
 def test_merging_into_the_bytes_is_refused() -> None:
     model = small_model()
-    quantize_model_(model)
+    store_linears_(model, NF4)
     with pytest.raises(RuntimeError):
         with_adapter(model).merge_and_unload()
 
@@ -174,7 +172,7 @@ def test_merging_into_the_bytes_is_refused() -> None:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------------
 
 
-def test_quantizing_while_loading_is_quantizing_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantizing_while_loading_is_quantizing_after_it(tmp_path: Path) -> None:
     source = small_model(attention_bias=True)
     for parameter in source.parameters():
         parameter.data.normal_(0, 0.02)
@@ -183,16 +181,15 @@ def test_quantizing_while_loading_is_quantizing_after_it(tmp_path: Path, monkeyp
     expected = bf16_model(attention_bias=True)
     for parameter, value in zip(expected.parameters(), source.parameters(), strict=True):
         parameter.data.copy_(value)
-    quantize_model_(expected)
+    store_linears_(expected, NF4)
     seen: list[tuple[str, int, int]] = []
     sizes: list[int] = []
 
-    def counted(weight: torch.Tensor, **more: Any) -> Any:
+    def counted(weight: torch.Tensor) -> Any:
         sizes.append(weight.numel())
-        return nf4_quantize(weight, **more)
+        return nf4_quantize(weight)
 
-    monkeypatch.setattr(quantized, "nf4_quantize", counted)
-    model = load_nf4(tmp_path, torch.bfloat16, CPU, progress=lambda *told: seen.append(told))
+    model = load_stored(tmp_path, replace(NF4, quantize=counted), torch.bfloat16, CPU, progress=lambda *told: seen.append(told))
     assert len(sizes) == 14  # one weight at a time
     assert seen[-1][1] == seen[-1][2]
     assert torch.equal(model(input_ids=IDS).logits, expected(input_ids=IDS).logits)
@@ -205,7 +202,7 @@ def test_quantizing_while_loading_is_quantizing_after_it(tmp_path: Path, monkeyp
 @table("tied", [True, False])
 def test_a_4_bit_checkpoint_goes_out_and_in(tmp_path: Path, nested: bool, tied: bool) -> None:
     model = bf16_model(tie_word_embeddings=tied)
-    quantize_model_(model, nested=nested)
+    store_linears_(model, NF4 if nested else replace(NF4, quantize=partial(nf4_quantize, nested=False)))
     save_nf4(model, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     key = "model.layers.0.mlp.gate_proj.weight"
@@ -216,11 +213,11 @@ def test_a_4_bit_checkpoint_goes_out_and_in(tmp_path: Path, nested: bool, tied: 
     facts = json.loads(bytes(stored[f"{key}.quant_state.bitsandbytes__nf4"].tolist()))
     assert facts["shape"] == [128, 64]
     assert facts["dtype"] == "bfloat16"
-    again = load_nf4(tmp_path, torch.bfloat16, CPU)
+    again = load_stored(tmp_path, NF4, torch.bfloat16, CPU)
     assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
-    assert again.model.layers[0].mlp.gate_proj.nf4.nested == nested
+    assert again.model.layers[0].mlp.gate_proj.stored.nested == nested
     empty = bf16_model(tie_word_embeddings=tied)
-    quantize_model_(empty)
+    store_linears_(empty, NF4)
     for parameter in empty.parameters():
         parameter.data.zero_()
     empty.load_state_dict(model.state_dict())  # strict
@@ -229,30 +226,30 @@ def test_a_4_bit_checkpoint_goes_out_and_in(tmp_path: Path, nested: bool, tied: 
 
 def test_bytes_stored_as_another_dtype_are_read() -> None:
     q = nf4_quantize(torch.randn(64, 64))
-    parts = quantized.state_tensors(q)
-    again = stored_weight(q.packed.view(-1).view(torch.bfloat16)[:, None], parts, where="here")
+    parts = nf4_state(q)
+    again = nf4_of_state(parts | {"weight": q.packed.view(-1).view(torch.bfloat16)[:, None]}, "here")
     assert torch.equal(nf4_dequantize(again), nf4_dequantize(q))
 
 
 def _facts(parts: dict[str, torch.Tensor], **changes: Any) -> dict[str, torch.Tensor]:
-    key = "quant_state.bitsandbytes__nf4"
+    key = "weight.quant_state.bitsandbytes__nf4"
     facts = json.loads(bytes(parts[key].tolist())) | changes
     return parts | {key: torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)}
 
 
 def test_other_formats_are_refused() -> None:
     q = nf4_quantize(torch.randn(64, 64))
-    parts = quantized.state_tensors(q)
+    parts = nf4_state(q)
     renamed = {name.replace("nf4", "fp4"): part for name, part in parts.items()}
     for wrong, words in (
         (renamed, "stored as fp4"),
-        ({"SCB": torch.ones(64)}, "not as nf4"),
+        ({"weight": q.packed, "SCB": torch.ones(64)}, "not as nf4"),
         (_facts(parts, blocksize=128), "blocks of 128"),
         (_facts(parts, shape=[64, 128]), "do not match"),
-        (parts | {"quant_map": parts["quant_map"] * 2}, "code table"),
+        (parts | {"weight.quant_map": parts["weight.quant_map"] * 2}, "code table"),
     ):
         with pytest.raises(ModelError, match=words) as caught:
-            stored_weight(q.packed, wrong, where="model.layers.0")
+            nf4_of_state(wrong, "model.layers.0")
         assert caught.value.where == "model.layers.0"
         assert caught.value.fix
 
@@ -268,7 +265,7 @@ def test_quantized_checkpoints_we_cannot_read_are_named(tmp_path: Path, facts: d
     config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "bitsandbytes"} | facts}
     file.write_text(json.dumps(config))
     with pytest.raises(ModelError, match=words):
-        load_nf4(tmp_path, torch.bfloat16, CPU)
+        load_stored(tmp_path, NF4, torch.bfloat16, CPU)
 
 
 def test_incomplete_files_are_refused(tmp_path: Path) -> None:
@@ -278,13 +275,13 @@ def test_incomplete_files_are_refused(tmp_path: Path) -> None:
     del tensors["model.norm.weight"]
     save_file(tensors, file)
     with pytest.raises(ModelError, match=r"model.norm.weight is not in its files"):
-        load_nf4(tmp_path, torch.bfloat16, CPU)
+        load_stored(tmp_path, NF4, torch.bfloat16, CPU)
     save_file(tensors | {"model.norm.weight": torch.ones(3)}, file)
     with pytest.raises(ModelError, match="shape"):
-        load_nf4(tmp_path, torch.bfloat16, CPU)
+        load_stored(tmp_path, NF4, torch.bfloat16, CPU)
     file.write_bytes(b"nothing")
     with pytest.raises(ModelError, match="cannot read"):
-        load_nf4(tmp_path, torch.bfloat16, CPU)
+        load_stored(tmp_path, NF4, torch.bfloat16, CPU)
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
@@ -296,7 +293,7 @@ def test_checkpoints_to_and_from_transformers_with_bitsandbytes(tmp_path: Path) 
                                bnb_4bit_compute_dtype=torch.bfloat16)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=asked, dtype=torch.bfloat16)
     theirs.save_pretrained(tmp_path / "theirs")
-    ours = load_nf4(tmp_path / "theirs", torch.bfloat16, CPU)
+    ours = load_stored(tmp_path / "theirs", NF4, torch.bfloat16, CPU)
     stored = theirs.state_dict()
     for key, tensor in ours.state_dict().items():
         assert torch.equal(tensor.cpu(), stored[key].cpu()), key
@@ -317,7 +314,7 @@ def test_the_first_forward_takes_the_path_of_all_later_ones(monkeypatch: pytest.
 
     monkeypatch.setattr(linears, "covered", covered)
     base = small_model(num_hidden_layers=2)
-    quantize_model_(base)
+    store_linears_(base, NF4)
     model = with_adapter(base)
     assert not install(model)
     engine = engine_of(model)

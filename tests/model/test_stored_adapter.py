@@ -17,7 +17,7 @@ from api_parts import adapted, step
 from pronghorn import FastLanguageModel
 from pronghorn.errors import CommandError, ModelError
 from pronghorn.model.causal_lm import base_of, engine_of
-from pronghorn.model.quantized import NF4Linear
+from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.stored_adapter import adapter_folder, base_name
 from samples import make_tokenizer
 from tables import table
@@ -62,7 +62,7 @@ def test_an_adapter_folder_gives_its_model_back(tiny_model: Path, tmp_path: Path
     assert isinstance(again, PeftModel)
     assert engine_of(again)
     assert again.max_seq_length == tokenizer.model_max_length == 128
-    assert isinstance(base_of(again).model.layers[1].self_attn.q_proj.base_layer, NF4Linear) == bool(options.get("four_bit"))
+    assert isinstance(base_of(again).model.layers[1].self_attn.q_proj.base_layer, StoredLinear) == bool(options.get("four_bit"))
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert {name for name, p in again.named_parameters() if p.requires_grad} == trained
     expected = logits(model, ids)

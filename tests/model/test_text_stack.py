@@ -16,11 +16,10 @@ from pronghorn.errors import RecipeError
 from pronghorn.memory.sizes import Job, shape_of, static_parts
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.families import ties_embeddings, why_not_fast
-from pronghorn.model.fp8_linear import Fp8Linear
+from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.hf_forward import Output
 from pronghorn.model.load import inspect_model, load_model
 from pronghorn.model.lora import add_adapter
-from pronghorn.model.quantized import NF4Linear
 from pronghorn.model.text_stack import beside_text, freeze_beside_text, is_beside, parameters_beside
 from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora
@@ -82,14 +81,14 @@ def test_images_go_through_the_models_own_forward() -> None:
 
 
 @pytest.mark.parametrize(("kind", "method"), [
-    *((kind, "16 bits") for kind in KINDS), *zip(KINDS, itertools.cycle(["four_bit", "fp8"]), strict=False)])
+    *((kind, "16 bits") for kind in KINDS), *zip(KINDS, itertools.cycle(["nf4", "fp8"]), strict=False)])
 def test_published_names_are_read_and_written_again(kind: str, method: str, tmp_path: Path) -> None:
     """What is beside the text model keeps its bits; the text model's linears are stored as the method says."""
     name = save_image_text_model(kind, tmp_path / "model")
-    model = load_model(name, torch.float32, CPU, **({} if method == "16 bits" else {method: True}))
+    model = load_model(name, torch.float32, CPU, storage="bf16" if method == "16 bits" else method)
     whole = make_image_text_model(kind).state_dict()
     assert all(torch.equal(value, whole[key]) for key, value in beside(model.state_dict()).items())
-    few_bits = [path for path, module in model.named_modules() if isinstance(module, NF4Linear | Fp8Linear)]
+    few_bits = [path for path, module in model.named_modules() if isinstance(module, StoredLinear)]
     assert len(few_bits) == (0 if method == "16 bits" else 14)
     assert all(path.startswith("model.language_model.layers.") for path in few_bits)
     assert torch.equal(model.get_input_embeddings().weight, whole["model.language_model.embed_tokens.weight"])
@@ -100,7 +99,7 @@ def test_published_names_are_read_and_written_again(kind: str, method: str, tmp_
         assert all(torch.equal(value, after[key]) for key, value in before.items())
 
 
-@pytest.mark.parametrize("method", ["four_bit", "fp8"])
+@pytest.mark.parametrize("method", ["nf4", "fp8"])
 def test_a_head_of_its_own_is_kept_whatever_the_config_ties(method: str, tmp_path: Path) -> None:
     """Mistral 3's config ties by default; Mistral Small's files have both, and they differ."""
     from safetensors.torch import save_file
@@ -109,7 +108,7 @@ def test_a_head_of_its_own_is_kept_whatever_the_config_ties(method: str, tmp_pat
     head = torch.randn(259, 32)
     save_file(stored(tmp_path / "model") | {"language_model.lm_head.weight": head}, tmp_path / "model" / "model.safetensors",
               metadata={"format": "pt"})
-    model = load_model(name, torch.float32, CPU, **{method: True})
+    model = load_model(name, torch.float32, CPU, storage=method)
     assert torch.equal(model.lm_head.weight, head)
     assert not torch.equal(model.get_input_embeddings().weight, head)
     assert not ties_embeddings(AutoConfig.from_pretrained(name))  # so a plan counts both

@@ -182,7 +182,7 @@ def test_an_index_names_safetensors_files_of_its_folder(single: Path, name: Any,
     (single / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, name)}))
     (single / "other.safetensors").write_bytes(b"")  # not a folder without any
     for load in (lambda: require_whole_weights(str(single)), lambda: load_model(str(single), torch.float32, CPU),
-                 lambda: load_model(str(single), torch.float32, CPU, four_bit=True)):
+                 lambda: load_model(str(single), torch.float32, CPU, storage="nf4")):
         with pytest.raises(ModelError, match="does not map weights to files"):
             load()
     assert opened == []

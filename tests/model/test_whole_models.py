@@ -142,7 +142,7 @@ def test_experts_in_4_bits_merge_before_a_first_forward(small_gpt_oss: Path, tmp
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained_merged(tmp_path)
-    experts = next(module for module in base_of(model).modules() if type(module).__name__ == "QuantizedExperts")
+    experts = next(module for module in base_of(model).modules() if type(module).__name__ == "StoredExperts")
     assert not any(experts.gate_up_proj.stride()), "nothing is stored beside the 4 bits"
     with pytest.raises(ModelError, match="save_pretrained_merged"):
         model.merge_and_unload()

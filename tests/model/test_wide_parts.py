@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pronghorn import FastLanguageModel
+from pronghorn.model.formats.experts import StoredExperts
 from pronghorn.model.load import load_model
-from pronghorn.model.quantized_experts import QuantizedExperts
 from pronghorn.model.wide_parts import cast, stays_wide
 from samples import make_tokenizer
 from tables import table
@@ -46,12 +46,12 @@ def biases(model: Any) -> dict[str, torch.Tensor]:
     return {name.removeprefix("base_model.model."): value for name, value in model.named_buffers() if BIAS in name}
 
 
-@table("storage", ["four_bit", "fp8"])
+@table("storage", ["nf4", "fp8"])
 @table("family", FAMILIES)
 def test_every_family_loads_in_few_bits_under_its_own_names(family: str, storage: str, tmp_path: Path) -> None:
     folder, truth = saved(family, tmp_path)
-    model = load_model(str(folder), torch.bfloat16, torch.device("cpu"), **{storage: True})
-    assert any(isinstance(module, QuantizedExperts) for module in model.modules())
+    model = load_model(str(folder), torch.bfloat16, torch.device("cpu"), storage=storage)
+    assert any(isinstance(module, StoredExperts) for module in model.modules())
     found = biases(model)
     assert found.keys() == truth.keys()
     for name, value in truth.items():

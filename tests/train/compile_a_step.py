@@ -30,8 +30,9 @@ from pronghorn.kernels.attention import attention
 from pronghorn.kernels.runtime.compile_ahead import Kernel
 from pronghorn.kernels.runtime.dispatch import compile_kernels
 from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.formats.store import store_linears_
+from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
-from pronghorn.model.quantized import quantize_model_
 from pronghorn.recipe import Lora
 from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.graphed_step import DRY_TOKENS, GraphedStep
@@ -82,7 +83,7 @@ def model_of(kind: str) -> Any:
     config = Qwen3Config(**SMALL) if kind == "full" else LlamaConfig(**SMALL)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if kind == "qlora":
-        quantize_model_(model)
+        store_linears_(model, FORMATS["nf4"])
     if kind != "full":
         model = add_adapter(model, Lora(r=16), seed=0)
     assert not install(model)

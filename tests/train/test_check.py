@@ -59,9 +59,10 @@ def test_memory_is_the_sum_of_its_parts_and_follows_the_recipe(recipe_for: Recip
     qlora = check(recipe_for(method="qlora"))
     layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32
     # embeddings and norms as they are, two layers of linears in 4 bits, and room for one of them dequantized
-    assert qlora.memory_weights == 4 * (lora.parameters - 2 * layer + layer) + round(0.516 * 2 * layer)
+    assert qlora.memory_weights == pytest.approx(4 * (lora.parameters - 2 * layer + layer) + 0.516 * 2 * layer, rel=1e-4)
     assert (qlora.trainable, qlora.memory_training) == (lora.trainable, lora.memory_training)
-    assert check(recipe_for(method="fp8")).memory_weights == 4 * (lora.parameters - 2 * layer) + 2 * layer
+    in_fp8 = check(recipe_for(method="fp8")).memory_weights
+    assert in_fp8 == pytest.approx(4 * (lora.parameters - 2 * layer) + 2 * layer, rel=0.01)  # and the scales
 
 
 def test_the_table_and_the_json_say_the_same(recipe_for: RecipeFor, capsys: pytest.CaptureFixture[str]) -> None:

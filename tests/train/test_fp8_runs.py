@@ -20,12 +20,13 @@ from pronghorn.cli import main
 from pronghorn.errors import EnvironmentFault, RecipeError
 from pronghorn.memory import working
 from pronghorn.memory.plan import smallest_budget
-from pronghorn.model import fp8_linear
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of, install
 from pronghorn.model.export import trained_model
-from pronghorn.model.fp8_linear import Fp8Linear, dequantize_fp8_, quantize_linears_fp8_
+from pronghorn.model.formats import table
+from pronghorn.model.formats.linear import StoredLinear
+from pronghorn.model.formats.store import dequantize_, store_linears_
+from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
-from pronghorn.model.quantized import quantize_model_
 from pronghorn.recipe import Lora, Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.train import setup
@@ -131,7 +132,7 @@ def test_the_full_model_is_saved_as_it_is_trained(recipe_for: RecipeFor, tmp_pat
 
 
 def test_a_gpu_without_fp8_is_refused_before_anything_is_read(recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_linear, "fp8_supported", lambda device: "FP8 GEMMs need compute capability 8.9")
+    monkeypatch.setattr(table, "fp8_supported", lambda device: "FP8 GEMMs need compute capability 8.9")
     for command in (lambda recipe: train(recipe, display=Silent()), lambda recipe: check_run(recipe, report=lambda *_: None)):
         for changes in ({"method": "fp8"}, {"method": "qlora", "compute": "fp8"}, {"method": "full", "compute": "fp8"}):
             recipe = recipe_for(**changes, data={"train": ["nowhere.jsonl"]})
@@ -206,7 +207,7 @@ def model_of(kind: str) -> Any:
     dtype = torch.bfloat16 if PRECISION == "bf16" and kind != "full" else torch.float32
     model = AutoModelForCausalLM.from_config(Qwen3Config(**SMALL)).to(DEVICE, dtype)
     if kind != "full":
-        (quantize_linears_fp8_ if kind == "fp8" else quantize_model_)(model)
+        store_linears_(model, FORMATS["fp8" if kind == "fp8" else "nf4"])
         model = add_adapter(model, Lora(r=4), seed=1).to(DEVICE)
     assert install(model, fp8=True) == ""
     engine = engine_of(model)
@@ -313,8 +314,8 @@ def test_merging_after_the_bytes_moved_into_a_groups_matrix() -> None:
     model = model_of("fp8")
     loss_of(model, steps_of(mixed_table(40), 1)[0].batches[0].to(DEVICE)).backward()
     linear = base_of(model).model.layers[0].mlp.up_proj.base_layer
-    assert isinstance(linear, Fp8Linear)
+    assert isinstance(linear, StoredLinear)
     assert not linear.weight.is_contiguous()
     expected = linear.dequantize(torch.float32)
-    dequantize_fp8_(model, torch.float32)
+    dequantize_(model, torch.float32)
     assert torch.equal(base_of(model).model.layers[0].mlp.up_proj.base_layer.weight, expected)

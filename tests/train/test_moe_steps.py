@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen
 
 from pronghorn.data.batches import build_batch
 from pronghorn.model.causal_lm import base_of, engine_of, install
-from pronghorn.model.fp8_linear import quantize_linears_fp8_
+from pronghorn.model.formats.store import store_experts_, store_linears_
+from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
-from pronghorn.model.quantized_experts import Bits, few_bit_experts_
 from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora
 from pronghorn.train.objectives import Supervised
@@ -32,18 +32,16 @@ FAMILIES: dict[str, Any] = {
 TARGETS: dict[str, Any] = {"attention": "all-linear", "experts": ("all-linear", "experts")}
 
 
-def model_of(family: str, method: str, dtype: torch.dtype = torch.float32, *, balance: bool = False, bits: Bits | None = None
+def model_of(family: str, method: str, dtype: torch.dtype = torch.float32, *, balance: bool = False, bits: int | None = None
              ) -> Any:
     """`bits`: of the experts and, where they are 8, of the linears."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=dtype)
     base_of(model).config.output_router_logits = balance
     if bits == 8:
-        quantize_linears_fp8_(model)
+        store_linears_(model, FORMATS["fp8"])
     if bits:
-        for experts in few_bit_experts_(model, bits).values():
-            for name in ("gate_up_proj", "down_proj"):
-                experts.quantize(name, getattr(experts.own_module[0], name).detach())
+        store_experts_(model, FORMATS["fp8" if bits == 8 else "nf4"])
     if method != "full":
         model = add_adapter(model, Lora(r=4, targets=TARGETS[method]), seed=1)
     model = model.to(DEVICE)
@@ -128,7 +126,7 @@ def test_the_familys_own_layers_train_with_the_auxiliary_loss_too() -> None:
 @ON_GPU
 @pytest.mark.parametrize(("family", "method", "bits"), gpu_rows(
     itertools.product(FAMILIES, ["attention", "experts", "full"], [None, 4, 8])))
-def test_nothing_in_a_step_waits_for_the_device(family: str, method: str, bits: Bits | None) -> None:
+def test_nothing_in_a_step_waits_for_the_device(family: str, method: str, bits: int | None) -> None:
     if bits and method == "full":
         pytest.skip("weights in few bits are not trained")
     model = model_of(family, method, torch.bfloat16, balance=True, bits=bits)

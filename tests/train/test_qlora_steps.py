@@ -10,8 +10,10 @@ from test_graphed_step import DEVICE, SMALL, eager, graphed, mixed_table, steps_
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.formats.linear import StoredLinear
+from pronghorn.model.formats.store import store_linears_
+from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
-from pronghorn.model.quantized import NF4Linear, quantize_model_
 from pronghorn.recipe import Lora
 from pronghorn.train.objectives import Supervised
 
@@ -21,7 +23,7 @@ TARGETS: dict[str, Any] = {"all": Lora(r=4), "some": Lora(r=4, targets=("q_proj"
 def model_of(targets: str, recompute: bool) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen3Config(**SMALL)).to(DEVICE)
-    quantize_model_(model)
+    store_linears_(model, FORMATS["nf4"])
     model = add_adapter(model, TARGETS[targets], seed=1).to(DEVICE)
     assert install(model) == ""
     engine = engine_of(model)
@@ -55,7 +57,7 @@ def test_graphed_steps_with_evaluations_between_equal_eager_ones(targets: str, r
 
 def test_the_bytes_never_change() -> None:
     model = model_of("all", False)
-    before = {name: module.weight.clone() for name, module in model.named_modules() if isinstance(module, NF4Linear)}
+    before = {name: module.weight.clone() for name, module in model.named_modules() if isinstance(module, StoredLinear)}
     assert len(before) == 14
     step = graphed(model)
     for batch in steps_of(mixed_table(100), 3):

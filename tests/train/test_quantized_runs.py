@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Qwen2M
 
 from pronghorn.cli import main
 from pronghorn.errors import RecipeError
-from pronghorn.model.quantized_experts import QuantizedExperts
+from pronghorn.model.formats.experts import StoredExperts
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.train import setup
@@ -65,7 +65,7 @@ def test_the_command_trains_resumes_and_exports(
     assert [e["resumed_from"] for e in read_log(run) if e["event"] == "start"] == [None, 3]
     assert same(weights(run / "checkpoint-6"), weights(tmp_path / "first"))
     capsys.readouterr()
-    assert all(any(isinstance(module, QuantizedExperts) for module in each.modules()) for each in loaded)
+    assert all(any(isinstance(module, StoredExperts) for module in each.modules()) for each in loaded)
     events = history(read_log(run))
     losses = [e["loss"] for e in events if e["event"] == "step"]
     assert losses[-1] < losses[0] - 0.05

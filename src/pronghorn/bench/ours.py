@@ -73,8 +73,8 @@ class Ours:
         self.batches = iter(loader)
         self.memory = plan_memory(recipe, read_config(recipe.model), shapes, device, precision) if workload.budget else None
         full = recipe.method == "full"  # with float32 weights beside the ones that are multiplied
-        base = load_model(recipe.model, torch.float32 if full else DTYPES[precision], device, four_bit=recipe.method == "qlora",
-                          fp8=recipe.method == "fp8")
+        base = load_model(recipe.model, torch.float32 if full else DTYPES[precision], device,
+                          storage=recipe.stored_as)
         model = base.train().requires_grad_(True) if full else add_adapter(base, recipe.lora, seed=SEED)
         if layers == "fast" and (why := install(model, fp8=recipe.fp8)):
             raise RuntimeError(f"no fast layers: {why}")

@@ -37,7 +37,8 @@ from pronghorn.dropin.targets import SWITCHES, chosen_targets, require_same_adap
 from pronghorn.errors import CommandError
 from pronghorn.hub import model_folder
 from pronghorn.kernels.runtime.dispatch import say_once
-from pronghorn.model.hf_adapter import QUANTIZED, with_adapter
+from pronghorn.model.formats.store import is_quantized
+from pronghorn.model.hf_adapter import with_adapter
 from pronghorn.model.load import load_model, require_fp8_precision, require_tokenizer_fits
 from pronghorn.model.stored_adapter import adapter_folder, attach_adapter, base_name
 from pronghorn.model.text_stack import freeze_beside_text
@@ -96,8 +97,9 @@ class FastLanguageModel:
         name = base_name(adapter) if adapter else str(model_name)
         source = str(model_folder(name, weights=True, token=token)) if token else name
         tokenizer = load_tokenizer(tokenizer_name or (str(adapter) if adapter and _has_tokenizer(adapter) else source))
-        four_bit = load_in_4bit and not (load_in_16bit or load_in_fp8 or full_finetuning)
-        model: Any = load_model(source, precision, device, four_bit=four_bit, fp8=load_in_fp8)
+        four_bit = load_in_4bit and not (load_in_16bit or full_finetuning)
+        storage = "fp8" if load_in_fp8 else "nf4" if four_bit else "bf16"
+        model: Any = load_model(source, precision, device, storage=storage)
         model.config._name_or_path = model.name_or_path = name  # adapters name their base by it
         require_tokenizer_fits(tokenizer, int(model.get_input_embeddings().weight.shape[0]), name)
         set_length(model, tokenizer, max_seq_length, name)
@@ -165,7 +167,7 @@ class FastLanguageModel:
                                why="adding an adapter would freeze its weights",
                                fix="remove get_peft_model, or load without full_finetuning")
         check_choice("bias", bias, ("none", "all", "lora_only"))
-        check_init(init_lora_weights, quantized=any(isinstance(module, QUANTIZED) for module in model.modules()))
+        check_init(init_lora_weights, quantized=is_quantized(model))
         layers = chosen_layers(model, layers_to_transform, finetune_last_n_layers)
         adapted = with_adapter(
             model, r=r, target_modules=chosen_targets(model, target_modules, switches), lora_alpha=lora_alpha,

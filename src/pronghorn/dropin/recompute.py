@@ -24,9 +24,8 @@ from pronghorn.memory.plan import Plan, make_plan
 from pronghorn.memory.sizes import FP32, Job, Method, shape_of, static_parts
 from pronghorn.model.captured_layers import rounded
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of
-from pronghorn.model.layers.fp8_linears import Fp8LinearGroup
+from pronghorn.model.formats.table import storage_of
 from pronghorn.model.load import without_progress_bars
-from pronghorn.model.quantized import NF4Linear
 
 ASKED = "_pronghorn_recompute"  # attribute of the model instance: the user's word
 PLANNED: Recompute = "unsloth"
@@ -162,11 +161,10 @@ def job_of(engine: FastCausalLM, tokens: int) -> Job:
     adapters = [(name, module) for group in groups for name, module in zip(group_names(group), group.modules(), strict=True)
                 if hasattr(module, "lora_A")]
     linears = [getattr(module, "base_layer", module) for group in groups for module in group.modules()]
+    stored = next((row for linear in linears if (row := storage_of(linear))), None)
     method: Method = "lora" if adapters else "full"
-    if any(isinstance(linear, NF4Linear) for linear in linears):
-        method = "qlora"
-    elif any(isinstance(group, Fp8LinearGroup) for group in groups):
-        method = "fp8"
+    if stored:
+        method = "fp8" if stored.in_fp8 else "qlora"
     rank = max((rank for _, module in adapters for rank in module.r.values()), default=16)
     return Job(shape_of(engine.model.config), tokens, method, rank, tuple(sorted({name for name, _ in adapters})),
                engine.backbone.embed_tokens.weight.element_size(), graphed=engine.captured.on)

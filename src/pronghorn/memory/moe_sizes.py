@@ -69,7 +69,7 @@ def mixture_of(config: Any) -> Mixture | None:
     return Mixture(
         experts=num_experts(config), chosen=int(config.num_experts_per_tok),
         width=int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size),
-        four_bit="mxfp4" if family.experts.activation == "clamped" else "nf4",  # model/quantized_experts.py
+        four_bit="mxfp4" if family.experts.published_in == "mxfp4" else "nf4",
         linears_in_16_bits=method == "mxfp4", shared_gated=family.experts.shared_gated,
         shared_adapted=family.experts.shared_adapted, float32_logits=family.experts.float32,
     )

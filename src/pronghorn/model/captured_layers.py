@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pronghorn.kernels.lora.nf4_lora import NF4LoraGroup
 from pronghorn.kernels.runtime.dispatch import keeps_graph, say_once
 from pronghorn.model.capture import Graphs, first_line
 from pronghorn.model.layers.linears import LinearGroup
@@ -228,9 +227,6 @@ class _State:
         self.pairs: dict[Size, _Pair] = {}
         self.under_way: WeakSet[Waiting] = WeakSet()  # forwards that wait for their backward
         self._buffers: list[Tensor] = []
-        groups = [group for layer in engine.layers for group in layer.groups if isinstance(group, LinearGroup)]
-        self._scratches = {id(s): s for group in groups if isinstance(group._group, NF4LoraGroup)
-                           for s in (group._group.scratch,)}.values()
 
     def buffers(self, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """h0 and io. All sizes lie in the same memory, since one pair is under way at a time; a larger size than any before
@@ -264,10 +260,11 @@ class _State:
                 pair.drop()
 
     def forget_weights(self) -> None:
-        """Weights in 4 bits are dequantized into memory that all layers share. What a graph has put there, or will find there,
-        is not what the host believes."""
-        for scratch in self._scratches:
-            scratch.forget()
+        """Weights in few bits are dequantized into memory that all layers share. What a graph has put there, or will find
+        there, is not what the host believes."""
+        for layer in self.engine.layers:
+            for group in layer.groups:
+                group.forget_weights()
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from pronghorn.model.families import family_of, num_experts, why_not_fast
 from pronghorn.model.final_norm import final_norm
 from pronghorn.model.hf_forward import set_forwards
 from pronghorn.model.layers.build import build_layer
-from pronghorn.model.layers.fp8_linears import Fp8LinearGroup, Fp8Workspace, trains_whole
+from pronghorn.model.layers.fp8_linears import Fp8Workspace, trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.saved import Elsewhere
@@ -104,7 +104,7 @@ class FastCausalLM:
     def can_chunk_mlp(self) -> bool:
         """Whether the layers can do their MLP in several turns (model/layers/mlp.py): not mixtures, nor, in FP8, weights that
         are trained, whose gradients of all pieces together the planner does not count."""
-        trained = any(isinstance(group, Fp8LinearGroup) and any(map(trains_whole, group.modules()))
+        trained = any(group.fp8 and any(map(trains_whole, group.modules()))
                       for layer in self.layers for group in layer.groups)
         return not trained and not self.expert_layers
 
@@ -113,7 +113,7 @@ class FastCausalLM:
         """Whether a few tokens may go through everything but our own kernels (compile_ahead.py). Experts' tokens are
         sent where kernels say, FP8 keeps what kernels made of its weights, and host memory has room for whole batches only."""
         groups = [group for layer in self.layers for group in layer.groups]
-        fp8 = any(isinstance(group, Fp8LinearGroup) for group in groups)
+        fp8 = any(group.fp8 for group in groups)
         return not (self.expert_layers or fp8 or self.offload or self.host_embeddings)
 
     def accumulate_weights(self, on: bool) -> None:
@@ -180,8 +180,7 @@ class FastCausalLM:
         if any(moved) or self._adapters is None:
             groups = [group for layer in self.layers for group in layer.groups]
             self._adapters = CopyTable([job for group in groups for job in group.copy_jobs])
-            self._adapters_fp8 = SplitTable([job for group in groups if isinstance(group, Fp8LinearGroup)
-                                             for job in group.split_jobs])
+            self._adapters_fp8 = SplitTable([job for group in groups for job in group.split_jobs])
         if self._adapters.jobs:
             self._adapters.run()
         self._adapters_fp8.run()

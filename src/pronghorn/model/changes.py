@@ -24,7 +24,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from pronghorn.model.quantized import NF4Linear
+from pronghorn.model.formats.linear import dequantizes
+from pronghorn.model.formats.table import storage_of
 
 if TYPE_CHECKING:
     from pronghorn.model.causal_lm import FastCausalLM
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 #   stateless   one of the same kind: an activation function
 #   fixed       itself
 Kind = Literal["linear", "norm", "stack", "stateless", "fixed"]
-EITHER = {nn.Linear, NF4Linear}  # a layer takes the one for the other
 WITHOUT_EFFECT = {"training", "gradient_checkpointing"}  # numbers of a module that change no result, or are looked up
 # Config values that a family's own forward or its masks read at every call; most others are read once, when it is built.
 CONFIG = ("num_hidden_layers", "layer_types", "sliding_window", "attention_chunk_size", "attention_dropout", "is_causal",
@@ -231,8 +231,9 @@ def _fits(place: Place, now: Any, inner: Any) -> bool:
             now = now.base_layer
         return now is then and type(now) is place.type
     if place.kind == "linear":
-        alike = type(inner) is place.type or {type(inner), place.type} <= EITHER
-        return alike and (inner.in_features, inner.out_features) == (then.in_features, then.out_features)
+        either = dequantizes(inner) and dequantizes(then)  # a layer takes the one for the other
+        alike = type(inner) is place.type and storage_of(inner) is storage_of(then)
+        return (alike or either) and (inner.in_features, inner.out_features) == (then.in_features, then.out_features)
     if place.kind == "norm" and type(now) is ModulesToSaveWrapper:
         return all(type(module) is place.type for module in (inner, *now.modules_to_save.values()))
     return type(now) is place.type

@@ -6,7 +6,7 @@ stack, R = extra columns that carry its adapter, r = the adapter's rank.
 
 The modules stay the model's own; PEFT wraps them around the parameters it adapts (`target_parameters`), one wrapper around
 another. With an adapter the stack moves into one buffer with it (grouped_lora.py), and the model's parameter becomes a
-view of that, so it is stored once and keeps its name. A quantized stack (quantized_experts.py) stays where it is; one in FP8 is
+view of that, so it is stored once and keeps its name. A quantized stack (formats/experts.py) stays where it is; one in FP8 is
 multiplied in FP8 where the chip has such products, with the rows cast before each.
 """
 
@@ -18,6 +18,7 @@ import torch
 from peft.tuners.lora import ParamWrapper
 from torch import Tensor, nn
 
+from pronghorn.kernels.lora.fp8_lora import SplitJob
 from pronghorn.kernels.lora.lora_linear import Adapter
 from pronghorn.kernels.lora.multi_copy import CopyJob
 from pronghorn.kernels.lora.multi_gather import GatherJob
@@ -39,6 +40,7 @@ from pronghorn.kernels.moe.moe_gather import gather_rows
 from pronghorn.kernels.moe.routing import Routing
 from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows
 from pronghorn.kernels.runtime.dispatch import say_once
+from pronghorn.model.formats.table import format_of
 from pronghorn.model.layers.fp8_linears import SharedBytes
 
 CHOICE_BIAS = "e_score_correction_bias"
@@ -93,7 +95,9 @@ class Adapted:
             return "a weight is trained in addition to its adapter"
         return ""
 
+    fp8 = False
     copy_jobs: tuple[CopyJob, ...] = ()  # adapters are read by `prepare`
+    split_jobs: tuple[SplitJob, ...] = ()
 
     @property
     def grad_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
@@ -251,12 +255,13 @@ class ExpertStack(Adapted):
 
     def _quantized_group(self, stack: QuantizedStack, adapter: ExpertAdapter | None, dtype: torch.dtype
                        ) -> QuantizedExpertGroup | Fp8ExpertGroup:
-        if stack.format != "fp8":
+        if not format_of(stack.stored).in_fp8:
             return QuantizedExpertGroup(stack, adapter, dtype)
         if why := why_16_bit_products(stack, dtype):
             say_once(f"experts are stored in FP8 but multiplied in 16 bits: {why}")
             return QuantizedExpertGroup(stack, adapter, dtype)
-        group = Fp8ExpertGroup(stack.values, stack.scales, adapter, dtype)
+        q_EOD, scale_EO = stack.stored.kernel_parts
+        group = Fp8ExpertGroup(q_EOD, scale_EO, adapter, dtype)
         self.scratch.reserve(group.transposed_bytes)
         return group
 
@@ -390,7 +395,7 @@ class ExpertStack(Adapted):
 
 def why_16_bit_products(stack: QuantizedStack, dtype: torch.dtype) -> str:
     """Why a stack stored in FP8 is not multiplied in FP8; empty if it is."""
-    device = stack.values.device
+    device = stack.stored.device
     if why := fp8_grouped_supported(device):
         return why
     if device.type == "cuda" and dtype != torch.bfloat16:

@@ -18,11 +18,9 @@ from safetensors import SafetensorError, safe_open
 from pronghorn.errors import CommandError, EnvironmentFault, ModelError
 from pronghorn.model.config import read_config
 from pronghorn.model.families import text_config
-from pronghorn.model.fp8_linear import dequantize_fp8_
+from pronghorn.model.formats.store import dequantize_
 from pronghorn.model.load import DTYPES, load_model, pick_device, resolve_precision, without_progress_bars
 from pronghorn.model.lora import ADAPTER_WEIGHTS, PICKLED, load_adapter, require_adapter
-from pronghorn.model.quantized import dequantize_model_
-from pronghorn.model.quantized_experts import dequantize_experts_
 from pronghorn.model.text_stack import auto_class, copy_processor_files
 from pronghorn.model.wide_parts import cast
 from pronghorn.recipe import Recipe, named
@@ -179,13 +177,13 @@ def trained_model(checkpoint: Path, recipe: Recipe, dtype: torch.dtype, device: 
     """The model with what was trained, for evaluation and chat."""
     if recipe.method == "full":
         return load_model(str(checkpoint), dtype, device)
-    base = load_model(recipe.model, dtype, device, four_bit=recipe.method == "qlora", fp8=recipe.method == "fp8")
+    base = load_model(recipe.model, dtype, device, storage=recipe.stored_as)
     return load_adapter(base, checkpoint, recipe.lora, recipe.train.seed)
 
 
 def merged_model(checkpoint: Path, recipe: Recipe) -> Any:
     """Base weights plus adapter, added in float32; rounded once where the recipe asks for bf16 or fp16."""
-    if recipe.method in ("qlora", "fp8"):
+    if recipe.stored_as != "bf16":
         return _merged_from_quantized(checkpoint, recipe)
     model = trained_model(checkpoint, recipe, torch.float32, torch.device("cpu"))
     assert isinstance(model, PeftModel)
@@ -202,8 +200,7 @@ def _merged_from_quantized(checkpoint: Path, recipe: Recipe) -> Any:
     device, host = pick_device(), torch.device("cpu")
     dtype = DTYPES[resolve_precision(recipe.precision, device)]
     model = trained_model(checkpoint, recipe, dtype, device)
-    (dequantize_fp8_ if recipe.method == "fp8" else dequantize_model_)(model, dtype, host)
-    dequantize_experts_(model, dtype, host)
+    dequantize_(model, dtype, host)
     return cast(model.to(host).float().merge_and_unload(safe_merge=True), dtype)
 
 

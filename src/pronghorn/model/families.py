@@ -51,6 +51,7 @@ class Experts:
     shared_gated: bool = True  # and whether it has a gate
     shared_adapted: bool = True  # PEFT takes its linears for linears, not for parts of the other experts (model/lora.py)
     float32: bool = False  # logits are computed in float32 whatever the weights are
+    published_in: str = ""  # the 4-bit format of its published experts (model/formats/table.py)
 
 
 DEEPSEEK_V3 = Experts(sigmoid=True, scale="routed_scaling_factor", shared="shared_experts", shared_gated=False,
@@ -84,7 +85,7 @@ FAMILIES = {
     "mixtral": Family(experts=Experts()),
     "qwen2_moe": Family(experts=Experts()),
     "qwen3_moe": Family(qk_norm="per_head", experts=Experts()),
-    "gpt_oss": Family(experts=Experts(router="router", transposed=True, activation="clamped")),
+    "gpt_oss": Family(experts=Experts(router="router", transposed=True, activation="clamped", published_in="mxfp4")),
     "ministral": Family(),
     "ministral3": Family(query_scale=True),
     "seed_oss": Family(),

@@ -17,18 +17,15 @@ from pronghorn.errors import CommandError, ModelError
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import base_of
 from pronghorn.model.families import EXPERTS, ties_embeddings
-from pronghorn.model.fp8_linear import Fp8Linear
+from pronghorn.model.formats.store import is_quantized, stored_modules
 from pronghorn.model.load import without_progress_bars
 from pronghorn.model.lora import GATED, expert_stacks, linear_names, taken_for_experts, text_linears
-from pronghorn.model.quantized import NF4Linear
-from pronghorn.model.quantized_experts import QuantizedExperts
 from pronghorn.model.text_stack import beside_text, copy_processor_files, not_adapted
 from pronghorn.model.wide_parts import stays_wide
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
          "up_proj": "gate_up_proj"}
 TRAINED_WHOLE = ("embed_tokens", "lm_head")
-QUANTIZED = (NF4Linear, Fp8Linear)
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -41,9 +38,8 @@ def with_adapter(model: Any, *, target_modules: Sequence[str] | str, modules_to_
         found = [module for path, module in model.named_modules() if path.split(".")[-1] == name]
         if not found:
             raise ModelError(what=f"modules_to_save: the model has no module `{name}`", why="it would train nothing")
-        if stored := next((inner for module in found for inner in module.modules() if isinstance(inner, QUANTIZED)), None):
-            bits = 4 if isinstance(stored, NF4Linear) else 8
-            raise ModelError(what=f"modules_to_save: `{name}` is stored in {bits} bits",
+        if stored := next((inner for module in found for _, inner in stored_modules(module)), None):
+            raise ModelError(what=f"modules_to_save: `{name}` is stored in {stored.storage.title}",
                              why="quantized weights have no gradient",
                              fix="give it an adapter with target_modules, or load with load_in_16bit=True")
     targets = linears
@@ -65,7 +61,7 @@ def with_adapter(model: Any, *, target_modules: Sequence[str] | str, modules_to_
 
 def refuse_merging(adapted: PeftModel) -> None:
     """Where the weights are in few bits."""
-    if any(isinstance(module, QUANTIZED) for module in adapted.modules()):
+    if is_quantized(adapted):
         for name in ("merge_adapter", "merge_and_unload"):
             setattr(adapted.base_model, name, _refuse_to_merge)
 
@@ -137,10 +133,10 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
     """Names as the model was loaded with. Adapters are added in float32 and rounded once; to weights in 4 or 8 bits as they
     are trained on, dequantized in the model's dtype."""
     base = base_of(model)
-    quantized = {_unwrapped(path): module for path, module in base.named_modules() if isinstance(module, QUANTIZED)}
+    stored = {f"{_unwrapped(path)}.{name}": (module, name) for path, module in stored_modules(base)
+              for name in module.quantized}
     half = _half(base.dtype)
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
-    few_bits = {_unwrapped(name): module for name, module in base.named_modules() if isinstance(module, QuantizedExperts)}
     adapted |= {f"{_unwrapped(name)}.{module.parameter_name}": module for name, module in adapted.items()
                 if isinstance(module, ParamWrapper)}
     found: dict[str, Tensor] = {}
@@ -149,16 +145,14 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
         if id(value) in seen:
             found[name] = seen[id(value)]
             continue
-        owner = name.removesuffix(".weight")
-        if owner in quantized:
-            weight = quantized[owner].dequantize(base.dtype)
-        elif owner.rpartition(".weight.")[0] in quantized or name.removesuffix(".weight_scale") in quantized:
+        if name in stored:
+            quantized, leaf = stored[name]
+            weight = quantized.dequantized(leaf, base.dtype)
+        elif f"{name.partition('.weight')[0]}.weight" in stored:
             continue  # scales
-        elif (experts := few_bits.get(name.rpartition(".")[0])) and name.rpartition(".")[2] in experts.stacks:
-            weight = experts.dequantized(name.rpartition(".")[2], base.dtype)
         else:
             weight = value.detach()
-        if (module := adapted.get(owner)) is not None:
+        if (module := adapted.get(name.removesuffix(".weight"))) is not None:
             weight = _with_deltas(weight, module)
         kind = half if weight.is_floating_point() and not stays_wide(base, name) else weight.dtype
         found[name] = seen[id(value)] = weight.to("cpu", kind, copy=True)

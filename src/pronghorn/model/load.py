@@ -20,9 +20,9 @@ from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.config import constructed, empty_model, generation_config, guarded, place, read_config
 from pronghorn.model.config_check import require_enough_weights, require_weights_for
 from pronghorn.model.families import FAMILIES, text_config, why_not_fast
-from pronghorn.model.fp8_linear import load_fp8, refuse_quantized, require_fp8
+from pronghorn.model.formats.checkpoint import load_stored, published_format, refuse_unreadable
+from pronghorn.model.formats.table import FORMATS, require_fp8
 from pronghorn.model.lora import PICKLED, add_adapter
-from pronghorn.model.quantized import SKIP, load_nf4, refuse_other_quantization
 from pronghorn.model.text_stack import auto_class, beside_text, is_beside, set_cache
 from pronghorn.model.weight_files import stored_weights
 from pronghorn.recipe import Lora, Recipe
@@ -84,12 +84,11 @@ def require_fp8_products(recipe: Recipe, facts: ModelFacts) -> None:
                       why=f"{why} are multiplied in 16 bits", fix=f"remove compute{instead}")
 
 
-def inspect_model(name: str, lora: Lora | None = None, *, four_bit: bool = False, fp8: bool = False) -> ModelFacts:
+def inspect_model(name: str, lora: Lora | None = None, *, storage: str = "bf16") -> ModelFacts:
     """Reads the config, allocates nothing. With `lora`, also counts the adapter and refuses targets that match nothing."""
     _refuse_unreadable_folder(name)
-    config = _config(name, four_bit)
-    if fp8:
-        refuse_quantized(config, name)
+    config = read_config(name)
+    refuse_unreadable(config, FORMATS[storage], name)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # sizes are those of the model it was made from
     stored = stored_weights(model_folder(name))
@@ -99,7 +98,7 @@ def inspect_model(name: str, lora: Lora | None = None, *, four_bit: bool = False
     parameters = sum(p.numel() for p in model.parameters())
     require_enough_weights(parameters, stored, name)
     linears = [module for path, module in model.named_modules()
-               if type(module) is torch.nn.Linear and path.rsplit(".", 1)[-1] not in SKIP and not is_beside(path, beside)]
+               if type(module) is torch.nn.Linear and path.rsplit(".", 1)[-1] != "lm_head" and not is_beside(path, beside)]
     linear_parameters = sum(linear.weight.numel() for linear in linears)
     linear_parameters += sum(p.numel() for name, p in model.named_parameters() if p.ndim == 3 and not is_beside(name, beside))
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
@@ -123,26 +122,24 @@ def inspect_model(name: str, lora: Lora | None = None, *, four_bit: bool = False
     )
 
 
-def load_model(name: str, dtype: torch.dtype, device: torch.device, *, four_bit: bool = False, fp8: bool = False,
+def load_model(name: str, dtype: torch.dtype, device: torch.device, *, storage: str = "bf16",
                progress: Callable[[str, int, int], None] | None = None) -> PreTrainedModel:
     """The family's own layers, weights from safetensors only. No code from the model's folder is ever run.
 
-    `four_bit`: its linears are stored as NF4, or read from a checkpoint that is (model/quantized.py). `fp8`: its linears are
-    stored in FP8 (model/fp8_linear.py). Stacks of experts are stored as the linears are (model/quantized_experts.py).
+    `storage`: a row of model/formats/table.py, in which linears and stacks of experts are stored.
     """
     _refuse_unreadable_folder(name)
-    config = _config(name, four_bit)
-    stored = getattr(config, "quantization_config", None) or {}
-    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    config, row = read_config(name), FORMATS[storage]
+    refuse_unreadable(config, row, name)
     folder = model_folder(name, weights=True)
     _refuse_unreadable_folder(str(folder))
     require_weights_for(config, stored_weights(folder), name)
     generation_config(name, folder)  # refused before the weights are read
-    if four_bit or fp8:
-        load = load_fp8 if fp8 else load_nf4
-        model = guarded(name, lambda: load(folder, dtype, device, progress=progress))
+    if row.quantize is not None:
+        model = guarded(name, lambda: load_stored(folder, row, dtype, device, progress=progress))
         model.config._name_or_path = model.name_or_path = place(name)  # adapters name their base by it
         return model  # type: ignore[no-any-return]
+    mxfp4 = published_format(config) == "mxfp4"
     _require_enough_weights_for(config, folder, name)
 
     def from_files() -> tuple[Any, dict[str, Any]]:
@@ -150,7 +147,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, four_bit:
             return auto_class(config).from_pretrained(  # type: ignore[no-any-return]
                 str(folder), dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
-                **({"quantization_config": Mxfp4Config(dequantize=True)} if method == "mxfp4" else {}),
+                **({"quantization_config": Mxfp4Config(dequantize=True)} if mxfp4 else {}),
             )
 
     model, found = constructed(name, "cannot load the model", from_files)
@@ -158,7 +155,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, four_bit:
     if unused := sorted(found["unexpected_keys"]):
         say_once(f"{name}: the model does not use {counted(len(unused), 'weight')} of its files: {unused[0]}"
                  + ", ..." * (len(unused) > 1))
-    if method == "mxfp4":
+    if mxfp4:
         _forget_mxfp4(model, dtype)
     model.config._name_or_path = model.name_or_path = place(name)
     set_cache(model, False)
@@ -181,18 +178,6 @@ def _forget_mxfp4(model: Any, dtype: torch.dtype) -> None:
     kept = [rule for rule in getattr(model, "_weight_conversions", None) or []
             if not any(name.endswith("_blocks") for name in rule.source_patterns)]
     model._weight_conversions = kept or None
-
-
-def _config(name: str, four_bit: bool) -> Any:
-    """Refused where the weights are stored in a form that this way of loading does not read."""
-    config = read_config(name)
-    refuse_other_quantization(config, name)
-    if not four_bit and (found := getattr(config, "quantization_config", None)) is not None:
-        facts = found if isinstance(found, dict) else found.to_dict()
-        if facts.get("load_in_4bit"):
-            raise ModelError(what="the checkpoint is stored in 4 bits", where=name, why="4-bit weights stay 4-bit in training",
-                             fix="set method: qlora (in Python: load_in_4bit=True), or use the 16-bit model")
-    return config
 
 
 @contextmanager

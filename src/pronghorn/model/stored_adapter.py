@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from pronghorn import hub
 from pronghorn.errors import ModelError
 from pronghorn.folders import folder_of
-from pronghorn.model.hf_adapter import QUANTIZED, refuse_merging
+from pronghorn.model.formats.store import is_quantized
+from pronghorn.model.hf_adapter import refuse_merging
 from pronghorn.model.lora import ADAPTER_WEIGHTS, PICKLED
 from pronghorn.model_files import ADAPTER, CONFIG, read_json
 
@@ -69,7 +70,7 @@ def attach_adapter(model: torch.nn.Module, folder: Path) -> PeftModel:
                              fix="use peft.PeftModel.from_pretrained(model, folder)")
     began = config.get(INIT)
     if not any(type(began) is type(one) and began == one for one in (*BEGAN_BESIDE, *TAKEN_OUT)) or (
-            began in TAKEN_OUT and any(isinstance(module, QUANTIZED) for module in model.modules())):
+            began in TAKEN_OUT and is_quantized(model)):
         raise ModelError(what=f"{ADAPTER} sets `{INIT}` to {str(began)[:80]!r}", where=str(folder),
                          why="this initialization changed the base model's weights, which cannot be repeated",
                          fix="load_in_4bit=False" if began in TAKEN_OUT else "convert the adapter with PEFT, or merge it")

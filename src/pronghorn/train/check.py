@@ -12,6 +12,7 @@ from pronghorn.data.batches import Shapes
 from pronghorn.errors import counted
 from pronghorn.memory.sizes import moment_bytes
 from pronghorn.model.config import read_config
+from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.load import ModelFacts, Precision
 from pronghorn.recipe import Recipe
 from pronghorn.train.memory import plan_memory
@@ -19,7 +20,6 @@ from pronghorn.train.setup import look_ahead, notices, packs_per_step, prepare_d
 
 LOGITS_CHUNK = 640_000_000  # the most that linear + cross-entropy holds at once (kernels/loss/linear_cross_entropy.py)
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-NF4_BYTES = 0.516  # a value, its share of the scales included (kernels/quant/nf4.py)
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,10 @@ def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Fac
 
 
 def _weights(recipe: Recipe, facts: ModelFacts, precision: Precision) -> int:
-    if recipe.method == "qlora":  # linears in 4 bits, and one layer of them dequantized
-        linears = facts.linear_parameters
-        whole = facts.parameters - linears + linears // facts.layers
-        return round(linears * NF4_BYTES) + whole * BYTES[precision]
-    if recipe.method == "fp8":
-        return facts.linear_parameters + (facts.parameters - facts.linear_parameters) * BYTES[precision]
+    row, linears = FORMATS[recipe.stored_as], facts.linear_parameters
+    if row.quantize:  # and, where products do not read the bytes themselves, one layer of them dequantized
+        whole = facts.parameters - linears + (0 if row.in_fp8 else linears // facts.layers)
+        return round(linears * row.bytes_each) + whole * BYTES[precision]
     return facts.parameters * (4 if recipe.method == "full" else BYTES[precision])
 
 

@@ -28,7 +28,7 @@ from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, Pronghor
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.memory.gpus import PRICES_AS_OF, local_gpu
 from pronghorn.model.causal_lm import engine_of
-from pronghorn.model.quantized import count_parameters
+from pronghorn.model.formats.store import count_parameters
 from pronghorn.recipe import Recipe, steps_between
 from pronghorn.report.html import write_html
 from pronghorn.report.live import LiveReport

@@ -177,10 +177,9 @@ def look_ahead(recipe: Recipe) -> tuple[torch.device, Precision, ModelFacts, Any
     if recipe.fp8:
         require_fp8_precision(device, precision)
     _refuse_adapted_head(recipe)
-    facts = inspect_model(recipe.model, None if recipe.method == "full" else recipe.lora, four_bit=recipe.method == "qlora",
-                          fp8=recipe.method == "fp8")
+    facts = inspect_model(recipe.model, None if recipe.method == "full" else recipe.lora, storage=recipe.stored_as)
     require_fp8_products(recipe, facts)
-    require_whole_weights(recipe.model, any_name=recipe.method in ("qlora", "fp8"))
+    require_whole_weights(recipe.model, any_name=recipe.stored_as != "bf16")
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     require_tokenizer_fits(tokenizer, facts.vocabulary, recipe.model)
     return device, precision, facts, tokenizer
@@ -283,8 +282,7 @@ def _build_model(recipe: Recipe, precision: Precision, device: torch.device, che
         model = load_model(str(checkpoint or recipe.model), torch.float32, device)
         freeze_beside_text(model)
         return model
-    base = load_model(recipe.model, DTYPES[precision], device, four_bit=recipe.method == "qlora", fp8=recipe.method == "fp8",
-                      progress=report)
+    base = load_model(recipe.model, DTYPES[precision], device, storage=recipe.stored_as, progress=report)
     model = add_adapter(base, recipe.lora, recipe.train.seed)
     if checkpoint:
         restore_adapter(model, checkpoint)

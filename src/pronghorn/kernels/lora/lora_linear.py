@@ -117,6 +117,9 @@ class AdapterGroup:
     def load(self) -> None:
         """Before M is used: nothing to do for a group that owns it."""
 
+    def forget(self) -> None:
+        """The next `load` makes M anew, where M is shared."""
+
     def adapter_grads(
         self, dy_TO: Tensor, dyb_TR: Tensor, x_TD: Tensor, xa_TR: Tensor, norm: NormOf | None = None
     ) -> list[AdapterGrads]:

@@ -1,9 +1,9 @@
-"""Frozen linears in 4 bits with their adapters: the products of lora_linear.py, M dequantized into shared memory before use.
+"""Frozen linears in few bits with their adapters: the products of lora_linear.py, M dequantized into shared memory before use.
 
 A matrix M of its own for every layer would be the 16-bit weights again. Instead all layers of a model share one buffer for
 each kind of group (q, k, v; o; gate, up; down), as large as the largest of them, and whichever layer is at work owns it:
 
-    owner -> W from its 4 bits, one launch (kernels/quant/nf4.py); A and sB from the adapters' parameters, another
+    owner -> W from its bits (kernels/quant/stored.py; NF4 in one launch); A and sB from the adapters' parameters, another
 
 A group that owns the buffer finds its weights there, so one load serves a layer's recomputed forward and its backward, and
 the last layer's forward and backward. Who owns it follows from the order of calls alone, never from the device. A CUDA graph
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup
-from pronghorn.kernels.lora.multi_copy import CopyTable
-from pronghorn.kernels.quant.nf4 import NF4Job, NF4Table, NF4Tensor
+from pronghorn.kernels.lora.multi_copy import CopyJob, CopyTable
+from pronghorn.kernels.quant.stored import DequantizeJob, DequantizeTable, StoredTensor
 
 
 class Scratch:
@@ -29,7 +29,7 @@ class Scratch:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
-        self.owner: NF4LoraGroup | None = None
+        self.owner: StoredLoraGroup | None = None
         self.layout: Any = None  # where the owner's M is not zero beside W
         self._values = 0
         self._buffer: Tensor | None = None
@@ -67,20 +67,28 @@ class Workspace:
         return self._scratches[key]
 
 
-class NF4LoraGroup(LoraGroup):
+class StoredLoraGroup(LoraGroup):
     """A `LoraGroup` whose M is there after `load`, until another group loads. Some of its weights may be in 16 bits: they are
     copied in. R may be 0: M is then the weights alone."""
 
-    def __init__(self, weights: Sequence[NF4Tensor | Tensor], adapters: Sequence[Adapter], scratch: Scratch, *,
+    def __init__(self, weights: Sequence[StoredTensor | Tensor], adapters: Sequence[Adapter], scratch: Scratch, *,
                  padding: int | None = None) -> None:
         self._lay_out([weight.shape[0] for weight in weights], weights[0].shape[1], adapters, padding)
         self.scratch = scratch
         self._weights = list(weights)
         self._layout = (self.O, self.D, self.R, *((self.rows[adapter.linear].start, columns.start, columns.stop)
                                                   for adapter, columns in zip(self.adapters, self.columns, strict=True)))
-        self._table, self._nf4 = CopyTable([]), NF4Table([])
+        self._table, self._unpack = CopyTable([]), DequantizeTable([])
         scratch.reserve((self.O + self.R) * (self.D + self.R))
         self.M = torch.empty(0)
+
+    @property
+    def jobs(self) -> list[CopyJob]:
+        """None: `load` copies the adapters, too."""
+        return []
+
+    def forget(self) -> None:
+        self.scratch.forget()
 
     def load(self) -> None:
         """Before M is used. The tables of addresses go to the device on first use, so a capture needs a run before it."""
@@ -93,7 +101,7 @@ class NF4LoraGroup(LoraGroup):
         if self.R and scratch.layout != self._layout:
             self.M[: self.O, self.D :] = 0
             self.M[self.O :] = 0
-        self._nf4.run()
+        self._unpack.run()
         for rows, weight in zip(self.rows, self._weights, strict=True):
             if isinstance(weight, Tensor):
                 self.M[rows, : self.D] = weight
@@ -102,6 +110,7 @@ class NF4LoraGroup(LoraGroup):
 
     def _build(self, M: Tensor) -> None:
         self.M = M
-        self._nf4 = NF4Table([NF4Job(weight, M[rows, : self.D]) for rows, weight in zip(self.rows, self._weights, strict=True)
-                              if not isinstance(weight, Tensor)])
+        stored = [DequantizeJob(weight, M[rows, : self.D]) for rows, weight in zip(self.rows, self._weights, strict=True)
+                  if not isinstance(weight, Tensor)]
+        self._unpack = stored[0].source.table(stored) if stored else DequantizeTable([])
         self._table = CopyTable([job for pair in self._jobs() for job in pair])

@@ -1,10 +1,11 @@
 """Grouped products with frozen experts that stay in 4 or 8 bits: a tile of weights is dequantized where it is multiplied.
 
-As grouped_gemm.py: S rows sorted by expert, E experts, weights [E, O, D], `offsets_E1` on the device. The stack is
+As grouped_gemm.py: S rows sorted by expert, E experts, weights [E, O, D], D a multiple of 64, `offsets_E1` on the device. The
+stack is stored (kernels/quant/stored.py) as
 
-    nf4      one NF4Tensor of shape (E * O, D): as bitsandbytes stores a stack, experts one under the other; D a multiple of 64
-    mxfp4    an MXFP4Tensor of shape (E, O, D): a gpt-oss checkpoint as it is; D a multiple of 64
-    fp8      e4m3 [E, O, D] and a scale for each row, fp32 [E, O]
+    nf4      one weight of shape (E * O, D): as bitsandbytes stores a stack, experts one under the other
+    mxfp4    (E, O, D): a gpt-oss checkpoint as it is
+    fp8      (E, O, D), a scale for each row
 
     forward     y_s  = W_e x_s  + sB_e xa_s          backward     dx_s = W_e^T dy_s + A_e^T dyb_s
 
@@ -16,8 +17,8 @@ programs make the transpose of y, O or D by S. A tile has many rows of x: each d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,50 +30,30 @@ from pronghorn.kernels.moe.grouped_gemm import (
     precision_of,
 )
 from pronghorn.kernels.moe.grouped_lora import RANK_MULTIPLE, AdaptedBesideExperts, ExpertAdapter
-from pronghorn.kernels.quant.mxfp4 import MXFP4Tensor, mxfp4_dequantize_reference, mxfp4_level, mxfp4_power
-from pronghorn.kernels.quant.nf4 import NF4Tensor, _shuffled_levels, nf4_dequantize_reference
+from pronghorn.kernels.quant.mxfp4 import mxfp4_level, mxfp4_power
+from pronghorn.kernels.quant.nf4 import _shuffled_levels
+from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.kernels.runtime.add_dot import EXACT_INNER, add_dot
 from pronghorn.kernels.runtime.dispatch import KERNELS_ARE_INTERPRETED, Chip, chip_of, jit, tl, triton, use_triton
 
-Format = Literal["nf4", "mxfp4", "fp8"]
 DEPTH = 64  # columns of W in a tile: a block of NF4, two of MXFP4
+MOST_PARTS = 6  # tensors of a stored stack that the kernels take
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class QuantizedStack:
-    """A stack of experts in one of the three formats."""
+class QuantizedStack(NamedTuple):
+    """A stack of experts in few bits, as [E, O, D]."""
 
-    format: Format
+    stored: StoredTensor
     shape: tuple[int, int, int]
-    values: Tensor
-    scales: Tensor
-    nf4: NF4Tensor | None = None
 
     @staticmethod
-    def from_nf4(q: NF4Tensor, experts: int) -> QuantizedStack:
-        return QuantizedStack("nf4", (experts, q.shape[0] // experts, q.shape[1]), q.packed, q.absmax, q)
-
-    @staticmethod
-    def from_mxfp4(q: MXFP4Tensor) -> QuantizedStack:
-        E, outputs, D = q.shape
-        return QuantizedStack("mxfp4", (E, outputs, D), q.blocks, q.scales)
-
-    @staticmethod
-    def from_fp8(q_EOD: Tensor, scale_EO: Tensor) -> QuantizedStack:
-        E, outputs, D = q_EOD.shape
-        return QuantizedStack("fp8", (E, outputs, D), q_EOD, scale_EO)
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes if self.nf4 is None else self.nf4.nbytes
+    def of(stored: StoredTensor, experts: int) -> QuantizedStack:
+        *rows, D = stored.shape
+        return QuantizedStack(stored, (experts, prod(rows) // experts, D))
 
     def dequantized_reference(self, dtype: torch.dtype) -> Tensor:
         """The whole stack, [E, O, D]: for the CPU, and for tests."""
-        if self.nf4 is not None:
-            return nf4_dequantize_reference(self.nf4, dtype).view(self.shape)
-        if self.format == "mxfp4":
-            return mxfp4_dequantize_reference(MXFP4Tensor(self.values, self.scales), dtype)
-        return (self.values.float() * self.scales[..., None]).to(dtype)
+        return self.stored.dequantize_reference(dtype).view(self.shape)
 
 
 class Tile(NamedTuple):
@@ -206,18 +187,15 @@ def _backward_kernel(
 
 
 def _stored(stack: QuantizedStack) -> tuple[Tensor, ...]:
-    """values, scales, nested_absmax, nested_code, offset, code: what is not there is stood in for."""
-    nf4, unused = stack.nf4, stack.scales
-    if nf4 is None:
-        return stack.values, stack.scales, unused, unused, unused, unused
-    nested = [unused if part is None else part for part in (nf4.nested_absmax, nf4.nested_code, nf4.offset)]
-    return stack.values, stack.scales, *nested, nf4.code
+    """values, scales, nested_absmax, nested_code, offset, code: the scales stand for what the format does not have."""
+    parts = stack.stored.kernel_parts
+    return parts + parts[1:2] * (MOST_PARTS - len(parts))
 
 
 def _options(stack: QuantizedStack, dtype: torch.dtype) -> dict[str, object]:
     return {
-        "E": stack.shape[0], "E_BLOCK": triton.next_power_of_2(stack.shape[0]), "FORMAT": stack.format,
-        "NESTED": stack.nf4 is not None and stack.nf4.nested, "SHUFFLE": not KERNELS_ARE_INTERPRETED,
+        "E": stack.shape[0], "E_BLOCK": triton.next_power_of_2(stack.shape[0]), "FORMAT": stack.stored.name,
+        "NESTED": stack.stored.nested, "SHUFFLE": not KERNELS_ARE_INTERPRETED,
         "PRECISION": precision_of(dtype), "enable_fp_fusion": False,
     }  # fmt: skip
 
@@ -272,7 +250,7 @@ class QuantizedExpertGroup(AdaptedBesideExperts):
         self.stack = stack
         self.E, self.outputs, self.D = stack.shape
         self.R = 0 if adapter is None else triton_rank(adapter.rank)
-        self.adapt(adapter, dtype, stack.values.device)
+        self.adapt(adapter, dtype, stack.stored.device)
 
     def forward(self, x_ext: Tensor, offsets_E1: Tensor) -> Tensor:
         return grouped_quantized_forward(x_ext, self.stack, offsets_E1, self.sB_EOR if self.R else None)

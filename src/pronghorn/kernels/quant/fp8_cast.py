@@ -12,6 +12,7 @@ gradients never make one. Bound by memory: 2 bytes read and 1 written a value.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from pronghorn.kernels.norm.rms_norm import _blocks, _give, _take
 from pronghorn.kernels.norm.rms_norm import _tile as _norm_tile
+from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.kernels.runtime.dispatch import cuda_capability, jit, on_gpu, tl, triton, use_triton
 
 E4M3 = torch.float8_e4m3fn
@@ -59,7 +61,38 @@ def fp8_cast_rows_reference(
 
 def fp8_dequantize(q_OD: Tensor, scale_O: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """What the bytes stand for: rows times their scales."""
-    return (q_OD.float() * scale_O[:, None]).to(dtype)
+    return (q_OD.float() * scale_O[..., None]).to(dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FP8Tensor(StoredTensor):
+    """A weight [O, D] or a stack [E, O, D] in e4m3, with a scale for each row. Its bytes are uint8: casting a model must not
+    touch them, and PEFT would give adapters the dtype of a weight that is a floating-point number."""
+
+    name = "fp8"
+    packed: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    @property
+    def values(self) -> Tensor:
+        return self.packed.view(E4M3)
+
+    @property
+    def kernel_parts(self) -> tuple[Tensor, ...]:
+        return self.values, self.scales
+
+    def dequantize(self, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """To float32 by default, which loses nothing."""
+        found = fp8_dequantize(self.values, self.scales, dtype or (torch.float32 if out is None else out.dtype))
+        return found if out is None else out.copy_(found)
+
+    def dequantize_reference(self, dtype: torch.dtype) -> Tensor:
+        return fp8_dequantize(self.values, self.scales, dtype)
 
 
 def fp8_quantize_weight(weight_OD: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -76,6 +109,13 @@ def fp8_quantize_weight(weight_OD: Tensor, out: Tensor | None = None) -> tuple[T
         rows = slice(first, first + 2048)
         q_OD[rows] = (weight_OD[rows].float() * (1 / scale_O[rows])[:, None]).to(E4M3)
     return q_OD, scale_O
+
+
+def fp8_quantize(weight: Tensor) -> FP8Tensor:
+    """A weight, or a stack, each expert of which is scaled by itself."""
+    q, each = torch.empty(weight.shape, dtype=E4M3, device=weight.device), weight if weight.ndim == 3 else weight[None]
+    scales = [fp8_quantize_weight(one, out=part)[1] for one, part in zip(each, q.view(each.shape), strict=True)]
+    return FP8Tensor(q.view(torch.uint8), torch.stack(scales).view(weight.shape[:-1]), weight.dtype)
 
 
 # ---- Triton: cast ----------------------------------------------------------------------------------------------------------

@@ -15,13 +15,14 @@ dequantized weights keep their values when they are quantized again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pronghorn.kernels.quant.nvfp4 import _numbers, nvfp4_code
+from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
 
 BLOCK = 32
@@ -30,9 +31,10 @@ VALUES_AT_ONCE = 2**24  # while quantizing: bounds what fp32 copies take
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MXFP4Tensor:
+class MXFP4Tensor(StoredTensor):
     """One weight, or a stack of them."""
 
+    name = "mxfp4"
     blocks: Tensor
     scales: Tensor
     dtype: torch.dtype = torch.bfloat16  # what it is dequantized to by default
@@ -41,12 +43,11 @@ class MXFP4Tensor:
     def shape(self) -> tuple[int, ...]:
         return (*self.blocks.shape[:-2], self.blocks.shape[-2] * BLOCK)
 
-    @property
-    def nbytes(self) -> int:
-        return self.blocks.nbytes + self.scales.nbytes
+    def dequantize(self, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        return mxfp4_dequantize(self, out, dtype)
 
-    def to(self, device: torch.device | str) -> MXFP4Tensor:
-        return replace(self, blocks=self.blocks.to(device), scales=self.scales.to(device))
+    def dequantize_reference(self, dtype: torch.dtype) -> Tensor:
+        return mxfp4_dequantize_reference(self, dtype)
 
 
 def _powers(scales: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from pronghorn.kernels.quant.stored import DequantizeJob, DequantizeTable, StoredTensor
 from pronghorn.kernels.runtime.dispatch import KERNELS_ARE_INTERPRETED, jit, tl, use_triton
 
 BLOCK = 64
@@ -64,34 +65,41 @@ def _thresholds(kind: Literal["nf4", "dynamic"], device: torch.device | str) -> 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NF4Tensor:
+class NF4Tensor(StoredTensor):
     """One weight. The last three tensors are None without double quantization."""
 
+    name, shared = "nf4", ("nested_code", "offset")
     packed: Tensor
     absmax: Tensor
     shape: tuple[int, int]
     dtype: torch.dtype  # of the weight that was quantized, and what it is dequantized to by default
-    code: Tensor
     nested_absmax: Tensor | None = None
     nested_code: Tensor | None = None
     offset: Tensor | None = None
+
+    @property
+    def code(self) -> Tensor:
+        return nf4_code(self.packed.device)
 
     @property
     def nested(self) -> bool:
         return self.nested_absmax is not None
 
     @property
-    def nbytes(self) -> int:
-        """Of what belongs to this weight alone, without the levels."""
-        own = (self.packed, self.absmax, self.nested_absmax)
-        return sum(part.nbytes for part in own if part is not None)
+    def kernel_parts(self) -> tuple[Tensor, ...]:
+        """absmax stands for the tensors that are not there without double quantization."""
+        nested = (self.nested_absmax, self.nested_code, self.offset)
+        return self.packed, self.absmax, *(self.absmax if part is None else part for part in nested), self.code
 
-    def to(self, device: torch.device | str) -> NF4Tensor:
-        def moved(part: Tensor | None) -> Tensor | None:
-            return None if part is None else part.to(device)
+    def dequantize(self, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        return nf4_dequantize(self, out, dtype)
 
-        return replace(self, packed=self.packed.to(device), absmax=self.absmax.to(device), code=self.code.to(device),
-                       nested_absmax=moved(self.nested_absmax), nested_code=moved(self.nested_code), offset=moved(self.offset))
+    def dequantize_reference(self, dtype: torch.dtype) -> Tensor:
+        return nf4_dequantize_reference(self, dtype)
+
+    @classmethod
+    def table(cls, jobs: Sequence[DequantizeJob]) -> DequantizeTable:
+        return NF4Table(jobs)
 
 
 # ---- plain torch -----------------------------------------------------------------------------------------------------------
@@ -117,7 +125,7 @@ def nf4_quantize_reference(weight_OD: Tensor, *, nested: bool = True) -> NF4Tens
 
 def _with_absmax(weight_OD: Tensor, packed: Tensor, absmax: Tensor, nested: bool) -> NF4Tensor:
     rows, columns = weight_OD.shape
-    plain = NF4Tensor(packed, absmax, (rows, columns), weight_OD.dtype, nf4_code(absmax.device))
+    plain = NF4Tensor(packed, absmax, (rows, columns), weight_OD.dtype)
     if not nested:
         return plain
     offset = absmax.mean()
@@ -417,25 +425,14 @@ def nf4_dequantize(q: NF4Tensor, out: Tensor | None = None, dtype: torch.dtype |
         return out.copy_(nf4_dequantize_reference(q, out.dtype))
     config, row_blocks = _config(), q.shape[1] // BLOCK
     chunk = _chunk([row_blocks], config.groups)
-    unused = q.absmax  # stands for the tensors that are not there without double quantization
     _dequantize_kernel[(_tiles(q, chunk, config.groups),)](
-        q.packed, q.absmax, unused if q.nested_absmax is None else q.nested_absmax,
-        unused if q.nested_code is None else q.nested_code, unused if q.offset is None else q.offset, q.code,
-        out, out.stride(0), q.shape[0], row_blocks, NESTED=q.nested, CHUNK=chunk, GROUPS=config.groups,
+        *q.kernel_parts, out, out.stride(0), q.shape[0], row_blocks, NESTED=q.nested, CHUNK=chunk, GROUPS=config.groups,
         LOOKUP=_lookup(config, q.packed.data_ptr() % 16 == 0), num_warps=config.warps, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NF4Job:
-    """target = source in 16 or 32 bits. The target's rows may be strided."""
-
-    source: NF4Tensor
-    target: Tensor
-
-
-class NF4Table:
+class NF4Table(DequantizeTable):
     """The weights of a layer, dequantized in one launch. Addresses are compared on every run (as `multi_copy.CopyTable`
     does) and the table is built anew if a weight or a buffer moved; a captured CUDA graph keeps the old ones. Run it once
     before a capture: the table is copied to the device then.
@@ -443,19 +440,17 @@ class NF4Table:
     A row of the table: number of the job's first program, addresses of packed and target, the target's row stride in values,
     O, D / 64, addresses of absmax, nested_absmax, nested_code and offset."""
 
-    def __init__(self, jobs: Sequence[NF4Job]) -> None:
-        self.jobs = list(jobs)
+    def __init__(self, jobs: Sequence[DequantizeJob]) -> None:
+        super().__init__(jobs)
         self._addresses: list[int] = []
-        self._launches: list[tuple[Tensor, NF4Job, int, int, int, bool]] | None = None  # None: one after the other
+        self._launches: list[tuple[Tensor, DequantizeJob, int, int, int, bool]] | None = None  # None: one after the other
 
     def run(self) -> None:
         now = self._addresses_now()
         if now != self._addresses:
             self._addresses, self._launches = now, self._build()
         if self._launches is None:
-            for job in self.jobs:
-                nf4_dequantize(job.source, job.target)
-            return
+            return super().run()
         config = _config()
         for table, first, jobs, programs, chunk, aligned in self._launches:
             _dequantize_many_kernel[(programs,)](
@@ -467,13 +462,13 @@ class NF4Table:
     def _addresses_now(self) -> list[int]:
         return [address for job in self.jobs for address in (job.source.packed.data_ptr(), job.target.data_ptr())]
 
-    def _build(self) -> list[tuple[Tensor, NF4Job, int, int, int, bool]] | None:
+    def _build(self) -> list[tuple[Tensor, DequantizeJob, int, int, int, bool]] | None:
         kinds = {(job.source.nested, job.target.dtype, job.target.device) for job in self.jobs}
         if len(kinds) != 1 or not all(_fits(job.source, job.target) for job in self.jobs):
             return None
         return [self._launch(self.jobs[i : i + MAX_JOBS]) for i in range(0, len(self.jobs), MAX_JOBS)]
 
-    def _launch(self, jobs: Sequence[NF4Job]) -> tuple[Tensor, NF4Job, int, int, int, bool]:
+    def _launch(self, jobs: Sequence[DequantizeJob]) -> tuple[Tensor, DequantizeJob, int, int, int, bool]:
         groups = _config().groups
         chunk = _chunk([job.source.shape[1] // BLOCK for job in jobs], groups)
         rows, programs = [], 0

@@ -79,11 +79,9 @@ def nf4_to_fp8(q: NF4Tensor, scale_O: Tensor, out: Tensor | None = None) -> Tens
         return out.copy_(nf4_to_fp8_reference(q, scale_O))
     config, row_blocks = _config(), q.shape[1] // BLOCK
     chunk = _chunk([row_blocks], config.groups)
-    unused = q.absmax  # stands for the tensors that are not there without double quantization
     _to_fp8_kernel[(_tiles(q, chunk, config.groups),)](
-        q.packed, q.absmax, unused if q.nested_absmax is None else q.nested_absmax,
-        unused if q.nested_code is None else q.nested_code, unused if q.offset is None else q.offset, q.code,
-        scale_O, out, out.stride(0), q.shape[0], row_blocks, NESTED=q.nested, CHUNK=chunk, GROUPS=config.groups,
-        LOOKUP=_lookup(config, q.packed.data_ptr() % 16 == 0), num_warps=config.warps, enable_fp_fusion=False,
+        *q.kernel_parts, scale_O, out, out.stride(0), q.shape[0], row_blocks, NESTED=q.nested, CHUNK=chunk,
+        GROUPS=config.groups, LOOKUP=_lookup(config, q.packed.data_ptr() % 16 == 0), num_warps=config.warps,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out

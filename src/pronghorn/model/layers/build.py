@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pronghorn.model.families import ACTIVATIONS, Family, activation_name
-from pronghorn.model.fp8_linear import Fp8Linear
+from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.layers.attention import AttentionHalf
 from pronghorn.model.layers.fp8_linears import Fp8LinearGroup, Fp8Workspace, trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
@@ -13,16 +13,15 @@ from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.mlp import DenseMlp
 from pronghorn.model.layers.moe import ExpertsMlp
 from pronghorn.model.layers.types import Norm
-from pronghorn.model.quantized import NF4Linear
 
 
 def build_layer(layer: Any, family: Family, config: Any, index: int, workspace: Fp8Workspace, *, slot: int | None, fp8: bool
                 ) -> DecoderLayer:
     """`slot`: its number among the layers with experts; None: its MLP is dense. In FP8 where its linears are stored so or, with
-    `fp8` and without experts, are in 4 bits or trained themselves."""
-    stored = (Fp8Linear, NF4Linear) if fp8 and slot is None else (Fp8Linear,)
-    trained = fp8 and slot is None
-    in_fp8 = any(isinstance(module, stored) or (trained and trains_whole(module)) for module in layer.modules())
+    `fp8` and without experts, in a format that can be made FP8, or trained themselves."""
+    asked = fp8 and slot is None
+    rows = [module.storage for module in layer.modules() if isinstance(module, StoredLinear)]
+    in_fp8 = any(row.in_fp8 or (asked and row.to_fp8) for row in rows) or (asked and any(map(trains_whole, layer.modules())))
 
     def group(parent: Any, names: tuple[str, ...]) -> LinearGroup:
         return Fp8LinearGroup(parent, names, workspace) if in_fp8 and names else LinearGroup(parent, names)

@@ -3,9 +3,9 @@
 T = packed tokens, D = input width, O = output width of all of them together, R = ranks of their adapters, E = 3R columns that
 carry those in the FP8 product (kernels/lora/fp8.py).
 
-The frozen weights are stored in FP8 (model/fp8_linear.py; with adapters they move into one matrix for each group, and the
-modules' weights become views of it), or in 4 bits (model/quantized.py): then they are made FP8 for each use, in memory that
-all layers share. Weights that are trained (method: full) are rounded to FP8 at the beginning of every forward, for it and for
+The frozen weights are stored in FP8 (with adapters they move into one matrix for each group, and the modules' weights become
+views of it), or in another format that says how FP8 is made of it (model/formats/table.py), for each use, in memory that all
+layers share. Weights that are trained (method: full) are rounded to FP8 at the beginning of every forward, for it and for
 the gradient of its input; their own gradient is a product in 16 bits, of the 16-bit rows.
 """
 
@@ -27,14 +27,13 @@ from pronghorn.kernels.mlp.fp8_gated import gated_activation_fp8_backward, gated
 from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation_forward
 from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_cast_rows, fp8_rows, fp8_transpose
 from pronghorn.kernels.quant.fp8_norm import rms_norm_fp8_forward
-from pronghorn.kernels.quant.nf4 import NF4Tensor
-from pronghorn.kernels.quant.nf4_fp8 import nf4_fp8_scales, nf4_to_fp8
-from pronghorn.model.fp8_linear import Fp8Linear, fits, require_fp8
+from pronghorn.kernels.quant.stored import StoredTensor
+from pronghorn.model.formats.linear import StoredLinear
+from pronghorn.model.formats.table import ToFp8, fits_fp8, require_fp8, storage_of
 from pronghorn.model.layers.linears import LinearGroup, Operand, joined_bias, why_only_peft
 from pronghorn.model.layers.saved import Saved
 from pronghorn.model.layers.types import GradBuffer, Grads, Norm
 from pronghorn.model.layers.weight_grads import weight_and_bias_grads
-from pronghorn.model.quantized import NF4Linear
 
 
 def trains_whole(module: nn.Module) -> bool:
@@ -68,7 +67,7 @@ class SharedBytes:
 
 
 class Fp8Workspace:
-    """What the layers of one model share: the weight transposed for backward and, for weights stored in 4 bits, one matrix
+    """What the layers of one model share: the weight transposed for backward and, for weights in fewer bits, one matrix
     in FP8 for each kind of group."""
 
     def __init__(self) -> None:
@@ -79,17 +78,17 @@ class Fp8Workspace:
         return self._matrices.setdefault(kind, SharedBytes())
 
 
-class NF4Fp8Group(Fp8Group):
-    """An `Fp8Group` whose matrix is there after `load`, until another group loads, made from weights in 4 bits.
+class SharedFp8Group(Fp8Group):
+    """An `Fp8Group` whose matrix is there after `load`, until another group loads, made from weights in fewer bits.
 
     One load serves a layer's recomputed forward and its backward. Who owns the buffer follows from the order of calls alone,
     so a CUDA graph holds every load it needs, provided that its calls begin with `owner = None` (kernels/lora/nf4_lora.py).
     """
 
-    def __init__(self, weights: Sequence[NF4Tensor], adapters: Sequence[Adapter], matrix: SharedBytes, dtype: torch.dtype
-                 ) -> None:
-        self._stored, self._matrix = list(weights), matrix
-        super().__init__([(torch.empty(q.shape, dtype=E4M3, device="meta"), nf4_fp8_scales(q)) for q in weights], adapters,
+    def __init__(self, weights: Sequence[StoredTensor], to_fp8: ToFp8, adapters: Sequence[Adapter], matrix: SharedBytes,
+                 dtype: torch.dtype) -> None:
+        self._stored, self._cast, self._matrix = list(weights), to_fp8.cast, matrix
+        super().__init__([(torch.empty(q.shape, dtype=E4M3, device="meta"), to_fp8.scales(q)) for q in weights], adapters,
                          dtype=dtype, shared=True)
         matrix.reserve(self.matrix_bytes)
 
@@ -98,8 +97,11 @@ class NF4Fp8Group(Fp8Group):
             return
         self.borrow(self._matrix.take(self.scale_O.device))
         for number, (q, rows) in enumerate(zip(self._stored, self.rows, strict=True)):
-            nf4_to_fp8(q, self.scale_O[rows], out=self.weight_view(number))
+            self._cast(q, self.scale_O[rows], out=self.weight_view(number))
         self._matrix.owner = self
+
+    def forget(self) -> None:
+        self._matrix.owner = None
 
 
 class Fp8Gradient(NamedTuple):
@@ -125,18 +127,18 @@ class Fp8LinearGroup(LinearGroup):
     # ---- what is covered -----------------------------------------------------------------------------------------
 
     def why_not_fused(self) -> str:
-        kinds = set()
+        formats = set()
         for module in self.modules():
             linear = module.get_base_layer() if isinstance(module, LoraLinear) else module
-            kinds.add(type(linear))
-            if type(linear) not in (Fp8Linear, NF4Linear) and not trains_whole(module):
+            formats.add(row := storage_of(linear))
+            if not trains_whole(module) and not (row and (row.in_fp8 or row.to_fp8)):
                 return f"{type(linear).__name__} is not a linear layer stored in FP8 or 4 bits"
-            if not fits(linear):
+            if not fits_fp8((linear.out_features, linear.in_features)):
                 return f"FP8 GEMMs do not support a weight of {linear.out_features} x {linear.in_features}"
             if isinstance(module, LoraLinear) and (why := why_only_peft(module)):
                 return why
         self._look()
-        return "linear layers that share an input are stored in different formats" if len(kinds) > 1 else ""
+        return "linear layers that share an input are stored in different formats" if len(formats) > 1 else ""
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -153,10 +155,6 @@ class Fp8LinearGroup(LinearGroup):
         self.forget_weights()  # what was loaded before this forward is out of date
         return rebuilt
 
-    def forget_weights(self) -> None:
-        if isinstance(self._group, NF4Fp8Group):
-            self.workspace.matrix(self.names).owner = None
-
     def _build(self, dtype: torch.dtype) -> None:
         device = self.linears[0].weight.device
         require_fp8(device)
@@ -164,14 +162,15 @@ class Fp8LinearGroup(LinearGroup):
             raise RecipeError(what=f"FP8 layers cannot compute in {str(dtype).removeprefix('torch.')}",
                               why="cuBLAS FP8 GEMMs return bf16", fix="set precision: bf16")
         self._transposed = None
-        if isinstance(self.linears[0], NF4Linear):
-            weights = [linear.nf4 for linear in self.linears if isinstance(linear, NF4Linear)]
-            self._group = NF4Fp8Group(weights, self.adapters, self.workspace.matrix(self.names), dtype)
-        elif self.trains_weights:
+        stored = [linear for linear in self.linears if isinstance(linear, StoredLinear)]
+        if not stored:
             self._group = Fp8Group([fp8_cast_rows(linear.weight.detach()) for linear in self.linears], dtype=dtype)
+        elif (to_fp8 := stored[0].storage.to_fp8) is not None:
+            matrix = self.workspace.matrix(self.names)
+            self._group = SharedFp8Group([linear.stored for linear in stored], to_fp8, self.adapters, matrix, dtype)
         else:
-            stored = [linear for linear in self.linears if isinstance(linear, Fp8Linear)]
-            self._group = Fp8Group([(linear.q_OD, linear.scale_O) for linear in stored], self.adapters, dtype=dtype)
+            weights = [(q, scale_O) for linear in stored for q, scale_O in (linear.stored.kernel_parts,)]
+            self._group = Fp8Group(weights, self.adapters, dtype=dtype)
             for number, linear in enumerate(stored):
                 linear.weight.data = self._group.weight_view(number).view(torch.uint8)
         self.workspace.transposed.reserve(self._group.transposed_bytes)

@@ -97,7 +97,7 @@ class DecoderLayer:
     def keep_transposed(self, keep: bool) -> None:
         """Whether FP8 weights transposed for backward stay: twice the bytes, and no transposing. Before the first backward."""
         for group in self.groups:
-            if isinstance(group, LinearGroup) and group.fp8:
+            if group.fp8:
                 group.keep_transposed = keep  # type: ignore[attr-defined]
 
     # ---- state -------------------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ are made where the rows are made: by a norm, by an activation. The other kind of
 the same interface (fp8_linears.py), and the layer does not know which it has. What only 16-bit products can do (RoPE or
 activation in the epilogue, the residual added by the product) answers None or False where it is not offered.
 
-The modules stay the model's own: `nn.Linear`, or PEFT's wrapper around one. With adapters, the frozen weights move into one
-buffer (kernels/lora/lora_linear.py) and the modules' weights become views of it, so they are stored once and keep their names.
-Weights in 4 bits stay where they are; `load_weights` dequantizes them into memory that all layers share (nf4_lora.py).
+The modules stay the model's own: `nn.Linear`, one in few bits (model/formats/), or PEFT's wrapper around either. With
+adapters, the frozen weights move into one buffer (kernels/lora/lora_linear.py) and the modules' weights become views of it, so
+they are stored once and keep their names.
+Weights in few bits stay where they are, and are dequantized into memory that all layers share (nf4_lora.py).
 """
 
 from __future__ import annotations
@@ -24,23 +25,21 @@ from torch import Tensor, nn
 from pronghorn.kernels.gemm.cublaslt import adds_freely
 from pronghorn.kernels.gemm.hopper_gemm import covered, gated_mm, rope_mm
 from pronghorn.kernels.gemm.mm import mm, mm_add
+from pronghorn.kernels.lora.fp8_lora import SplitJob
 from pronghorn.kernels.lora.gated_lora import gated_lora_forward, why_not
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup, NormOf, Part
 from pronghorn.kernels.lora.multi_copy import CopyJob
 from pronghorn.kernels.lora.multi_gather import GatherJob
-from pronghorn.kernels.lora.nf4_lora import NF4LoraGroup
+from pronghorn.kernels.lora.nf4_lora import StoredLoraGroup
 from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation_forward
 from pronghorn.kernels.runtime.copy_rows import copy_rows
+from pronghorn.model.formats.linear import StoredLinear, dequantizes
 from pronghorn.model.layers.gated import gated_backward
 from pronghorn.model.layers.normed import normed_rows, normed_sum
 from pronghorn.model.layers.saved import Saved
 from pronghorn.model.layers.types import GradBuffer, Grads, Norm
 from pronghorn.model.layers.weight_grads import weight_and_bias_grads
-from pronghorn.model.quantized import NF4Linear
 from pronghorn.model.rows import rows_like
-
-PLAIN = (nn.Linear, NF4Linear)  # exactly these: a subclass may compute something else
-
 
 Operand = Any  # rows as a group's products read them; `Any` in the other kind of group, too
 
@@ -48,6 +47,7 @@ Operand = Any  # rows as a group's products read them; `Any` in the other kind o
 class Group(Protocol):
     """Parameters of a layer that are read together, as the model looks at any of them."""
 
+    fp8: bool  # whether its products are
     parameters: list[Tensor]
     adapters: list[Adapter]
 
@@ -56,6 +56,8 @@ class Group(Protocol):
     def prepare(self, dtype: torch.dtype) -> bool: ...
     @property
     def copy_jobs(self) -> Sequence[CopyJob]: ...
+    @property
+    def split_jobs(self) -> Sequence[SplitJob]: ...
     @property
     def grad_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None: ...
     def accumulate_in(self, sums: tuple[Tensor, Tensor] | None) -> None: ...
@@ -98,20 +100,20 @@ class LinearGroup:
             if isinstance(module, LoraLinear):
                 if why := why_only_peft(module):
                     return why
-                if type(module.get_base_layer()) not in PLAIN:
+                if not dequantizes(module.get_base_layer()):
                     return f"the base layer is {type(module.get_base_layer()).__name__}"
-            elif type(module) not in PLAIN:
+            elif not dequantizes(module):
                 return f"{type(module).__name__} is not a supported linear layer"
         self._look()
         if any(linear.weight.requires_grad for linear in self.linears):
             if self.adapters:
                 return "a weight is trained in addition to its adapter"
-            if self._in_4_bits():
-                return "a weight is trained next to a 4-bit weight"
+            if self._stored():
+                return "a weight is trained next to a quantized weight"
         return ""
 
-    def _in_4_bits(self) -> NF4Linear | None:
-        return next((linear for linear in self.linears if isinstance(linear, NF4Linear)), None)
+    def _stored(self) -> StoredLinear | None:
+        return next((linear for linear in self.linears if isinstance(linear, StoredLinear)), None)
 
     def _look(self) -> None:
         """What the modules are now. Once per forward, because the products ask for it many times."""
@@ -133,8 +135,8 @@ class LinearGroup:
         """
         self._bias = joined_bias(self.linears, dtype)
         self.adds_freely = bool(self.linears) and adds_freely(dtype, self.linears[0].weight.device)
-        if (quantized := self._in_4_bits()) is not None:
-            return self._prepare_4_bits(quantized, dtype)
+        if (stored := self._stored()) is not None:
+            return self._prepare_stored(stored, dtype)
         if not self.adapters:
             had_group, self._group = self._group is not None, None
             # float32 master weights are computed with in the activations' dtype. Made again each time: version counters
@@ -149,28 +151,22 @@ class LinearGroup:
         self._built_for = self._identity()
         return True
 
-    def _prepare_4_bits(self, quantized: NF4Linear, dtype: torch.dtype) -> bool:
+    def _prepare_stored(self, first: StoredLinear, dtype: torch.dtype) -> bool:
         """Adapters are read at each load, and whatever was loaded before this forward is out of date."""
         identity = (*self._identity(), dtype)
         rebuilt = self._group is None or self._built_for != identity
         if rebuilt:
-            scratch = quantized.workspace.scratch(self.names, dtype, quantized.weight.device)
-            weights = [linear.nf4 if isinstance(linear, NF4Linear) else linear.weight.detach() for linear in self.linears]
-            self._group = NF4LoraGroup(weights, self.adapters, scratch)
+            scratch = first.workspace.scratch(self.names, dtype, first.weight.device)
+            weights = [linear.stored if isinstance(linear, StoredLinear) else linear.weight.detach() for linear in self.linears]
+            self._group = StoredLoraGroup(weights, self.adapters, scratch)
             self._built_for = identity
-        assert isinstance(self._group, NF4LoraGroup)
-        self._group.scratch.forget()
+        self.forget_weights()
         return rebuilt
-
-    def load_weights(self) -> None:
-        """Weights in 4 bits are dequantized, unless they still are from the call before. The methods below do it themselves."""
-        if self._group:
-            self._group.load()
 
     def forget_weights(self) -> None:
         """The next use dequantizes again, as in a model of many layers; for who times one layer alone."""
-        if isinstance(self._group, NF4LoraGroup):
-            self._group.scratch.forget()
+        if self._group:
+            self._group.forget()
 
     def separate(self) -> None:
         """Each weight in memory of its own, instead of views of one buffer, until the next `prepare`."""
@@ -188,7 +184,12 @@ class LinearGroup:
     @property
     def copy_jobs(self) -> list[CopyJob]:
         """What puts the adapters' present values into the buffer; the model runs those of all layers in one launch."""
-        return self._group.jobs if self._group and not isinstance(self._group, NF4LoraGroup) else []
+        return self._group.jobs if self._group else []
+
+    @property
+    def split_jobs(self) -> Sequence[SplitJob]:
+        """What makes the adapters' FP8 columns of their values."""
+        return ()
 
     @property
     def grad_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:

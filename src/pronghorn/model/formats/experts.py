@@ -1,9 +1,8 @@
-"""Stacks of experts that stay in few bits: 4 (MXFP4 as gpt-oss checkpoints store them, NF4 for the other families) or FP8,
-with one scale for each output channel of each expert.
+"""Stacks of experts that stay in few bits, in a format of the table (table.py).
 
 E = experts, D = width of a stack's input, O = of its output, S = T * K rows sorted by expert (kernels/moe/routing.py).
 
-`QuantizedExperts` replaces the family's own module. Its `gate_up_proj` and `down_proj` have the family's shape, so that PEFT
+`StoredExperts` replaces the family's own module. Its `gate_up_proj` and `down_proj` have the family's shape, so that PEFT
 finds what it adapts, but hold a single zero: PEFT adds an adapter's product to them, so what they give is what is to be added
 to the weights. The layers read `stacks` (model/experts.py); `forward`, for generation, uses the same grouped products.
 """
@@ -11,8 +10,7 @@ to the weights. The layers read `stacks` (model/experts.py); `forward`, for gene
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,27 +27,11 @@ from pronghorn.kernels.moe.moe_combine import combine
 from pronghorn.kernels.moe.moe_gated import ExpertActivation, expert_gated, expert_gated_forward
 from pronghorn.kernels.moe.moe_gather import gather_rows
 from pronghorn.kernels.moe.routing import sort_by_expert
-from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_quantize_weight
-from pronghorn.kernels.quant.mxfp4 import MXFP4Tensor, mxfp4_quantize
-from pronghorn.kernels.quant.nf4 import NF4Tensor, nf4_quantize
+from pronghorn.kernels.quant.stored import StoredTensor
+from pronghorn.model.families import FAMILIES, text_config
+from pronghorn.model.formats.table import FORMATS, Format
 
 STACKS = ("gate_up_proj", "down_proj")
-Bits = Literal[4, 8]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fp8Experts:
-    """A stack in FP8."""
-
-    q_EOD: Tensor
-    scale_EO: Tensor
-    dtype: torch.dtype  # of the weights it was made from
-
-    def to(self, device: torch.device | str) -> Fp8Experts:
-        return replace(self, q_EOD=self.q_EOD.to(device), scale_EO=self.scale_EO.to(device))
-
-
-Stored = MXFP4Tensor | NF4Tensor | Fp8Experts
 
 
 class _StackProduct(torch.autograd.Function):
@@ -65,49 +47,37 @@ class _StackProduct(torch.autograd.Function):
         return grouped_quantized_backward(grad_outputs[0].contiguous(), ctx.stack, ctx.offsets_E1), None, None
 
 
-class QuantizedExperts(nn.Module):
-    def __init__(self, own: nn.Module, *, transposed: bool, bits: Bits = 4) -> None:
-        """`own`: the family's module, on any device, also `meta`. `transposed`: it keeps [E, D, O]. Stacks come by `set`."""
+class StoredExperts(nn.Module):
+    quantized = STACKS  # its parameters in few bits
+
+    def __init__(self, own: nn.Module, storage: Format) -> None:
+        """`own`: the family's module, on any device, also `meta`. Stacks come by `set`, which may have another format than
+        `quantize` would give them: the checkpoint's."""
         super().__init__()
-        self.own_module, self.bits = (own,), bits  # not a child: its parameters are not ours
-        self.is_transposed, self.clamped = transposed, hasattr(own, "limit")
+        self.own_module, self.storage = (own,), storage  # not a child: its parameters are not ours
+        self.is_transposed = bool(getattr(own, "is_transposed", False))  # it keeps [E, D, O]
+        self.clamped = hasattr(own, "limit")
         self.limit, self.alpha = float(getattr(own, "limit", 0.0)), float(getattr(own, "alpha", 0.0))
         self.num_experts = int(own.num_experts)  # type: ignore[arg-type]
-        self.stored: dict[str, Stored] = {}
         self.stacks: dict[str, QuantizedStack] = {}
         for name in STACKS:
             self._parameters[name] = getattr(own, name)  # its shape; replaced by `set`
             self._parameters[f"{name}_bias"] = getattr(own, f"{name}_bias", None)
 
-    def set(self, name: str, stored: Stored) -> None:
+    def set(self, name: str, stored: StoredTensor) -> None:
         """The stack in few bits, as [E, O, D]."""
-        self.stored[name] = stored
-        self.stacks[name] = stack = self._stack(stored)
-        if stack.values.is_cuda and stack.shape[2] % DEPTH:
+        self.stacks[name] = stack = QuantizedStack.of(stored, self.num_experts)
+        if stored.device.type == "cuda" and stack.shape[2] % DEPTH:
             raise ModelError(what=f"{name}: experts with rows of {stack.shape[2]} values cannot be quantized",
                              why=f"the GPU kernels need a multiple of {DEPTH} values", fix="set method: lora")
         shape = self._parameters[name].shape  # type: ignore[union-attr]
-        nothing = torch.zeros((), dtype=stored.dtype, device=stack.values.device).expand(shape)
+        nothing = torch.zeros((), dtype=stored.dtype, device=stored.device).expand(shape)
         self._parameters[name] = nn.Parameter(nothing, requires_grad=False)
-
-    def _stack(self, stored: Stored) -> QuantizedStack:
-        if isinstance(stored, Fp8Experts):
-            return QuantizedStack.from_fp8(stored.q_EOD, stored.scale_EO)
-        if isinstance(stored, MXFP4Tensor):
-            return QuantizedStack.from_mxfp4(stored)
-        return QuantizedStack.from_nf4(stored, self.num_experts)
 
     def quantize(self, name: str, weight: Tensor) -> None:
         """From 16 bits in the family's own layout."""
-        weight_EOD = self._usual(weight)
-        if self.bits == 8:
-            q_EOD = torch.empty(weight_EOD.shape, dtype=E4M3, device=weight.device)
-            scales = [fp8_quantize_weight(each, out=q)[1] for each, q in zip(weight_EOD, q_EOD, strict=True)]
-            self.set(name, Fp8Experts(q_EOD, torch.stack(scales), weight.dtype))
-        elif self.clamped:  # gpt-oss: in the format of its own checkpoints
-            self.set(name, mxfp4_quantize(weight_EOD.contiguous()))
-        else:
-            self.set(name, nf4_quantize(weight_EOD.contiguous().flatten(0, 1)))
+        assert self.storage.quantize
+        self.set(name, self.storage.quantize(self._usual(weight)))
 
     @property
     def activation(self) -> ExpertActivation:
@@ -156,26 +126,29 @@ class QuantizedExperts(nn.Module):
                 setattr(own, f"{name}_bias", nn.Parameter(bias.detach().to(dtype), requires_grad=False))
         return own
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedExperts:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredExperts:
         """Moves to another device; what is in few bits stays as it is when the model is cast."""
-        aside = {name: self._parameters.pop(name) for name in self.stored}
+        aside = {name: self._parameters.pop(name) for name in self.stacks}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, placeholder in aside.items():
             assert placeholder is not None
             self._parameters[name] = placeholder
             moved = fn(placeholder.data[:1, :1, :1])
             if moved.device != placeholder.device:
-                self.set(name, self.stored[name].to(moved.device))
+                self.set(name, self.stacks[name].stored.to(moved.device))
         return self
 
 
-def few_bit_experts_(model: nn.Module, bits: Bits = 4) -> dict[str, QuantizedExperts]:
-    """Every layer's experts become such, without weights yet; by the module's name."""
-    found = {}
+def stored_experts_(model: Any, storage: Format) -> dict[str, StoredExperts]:
+    """Every layer's experts become such, without weights yet; by the module's name. Where 4 bits are asked for, in those that
+    the family is published in (families.py)."""
+    family, found = FAMILIES.get(text_config(model.config).model_type), {}
+    if storage.name == "nf4" and family and family.experts and family.experts.published_in:
+        storage = FORMATS[family.experts.published_in]
     for parent_name, parent in list(model.named_modules()):
         for name, module in list(parent.named_children()):
             if all(getattr(getattr(module, stack, None), "ndim", 0) == 3 for stack in STACKS):
-                experts = QuantizedExperts(module, transposed=bool(getattr(module, "is_transposed", False)), bits=bits)
+                experts = StoredExperts(module, storage)
                 setattr(parent, name, experts)
                 found[f"{parent_name}.{name}".lstrip(".")] = experts
     return found
@@ -202,15 +175,20 @@ def _single(shards: Shards, key: str, expert: int) -> list[str]:
     return next((names for names in each if all(one in shards for one in names)), [])
 
 
+def _stack_format(shards: Shards, key: str) -> Format | None:
+    """In which the checkpoint has this stack; None: in no format of few bits."""
+    return next((row for row in FORMATS.values() if row.stack and f"{key}{row.stack[0]}" in shards), None)
+
+
 def has_stack(shards: Shards, key: str) -> bool:
-    return key in shards or f"{key}_blocks" in shards or bool(_single(shards, key, 0))
+    return key in shards or _stack_format(shards, key) is not None or bool(_single(shards, key, 0))
 
 
-def read_stack(shards: Shards, key: str, experts: QuantizedExperts, dtype: torch.dtype) -> None:
-    """Stored in MXFP4, or quantized as it is read: never more than one stack is there in 16 bits."""
+def read_stack(shards: Shards, key: str, experts: StoredExperts, dtype: torch.dtype) -> None:
+    """As it is stored, or quantized as it is read: never more than one stack is there in 16 bits."""
     name = key.rpartition(".")[2]
-    if f"{key}_blocks" in shards:
-        experts.set(name, MXFP4Tensor(shards.get(f"{key}_blocks"), shards.get(f"{key}_scales"), dtype))
+    if (found := _stack_format(shards, key)) and found.read_stack:
+        experts.set(name, found.read_stack(*(shards.get(f"{key}{part}") for part in found.stack), dtype))
         return
     shape = tuple(experts._parameters[name].shape)  # type: ignore[union-attr]
     if key in shards:
@@ -241,14 +219,3 @@ def _checked(weight: Tensor, shape: tuple[int, ...], key: str) -> Tensor:
                          why="the weights do not belong to config.json",
                          fix="download all files of the model, in the same version")
     return weight
-
-
-def dequantize_experts_(model: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> int:
-    """The way back, also inside PEFT's wrappers. How many there were."""
-    count = 0
-    for parent in list(model.modules()):
-        for name, module in list(parent.named_children()):
-            if isinstance(module, QuantizedExperts):
-                setattr(parent, name, module.to_own(dtype).to(device))
-                count += 1
-    return count

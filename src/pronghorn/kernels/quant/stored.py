@@ -1,0 +1,84 @@
+"""Weights in few bits, whatever the format: what nf4.py, mxfp4.py, nvfp4.py and fp8_cast.py have in common.
+
+A format is a frozen dataclass: first the packed values, a tensor of bytes, then the tensors of its scales, then what is not a
+tensor. It holds one weight [O, D], or a stack of experts [E, O, D], which some formats keep as one weight [E * O, D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+
+class StoredTensor:
+    __slots__ = ()
+    name: ClassVar[str]  # of the format, in recipes and kernels
+    shared: ClassVar[tuple[str, ...]] = ()  # tensors that are the same for all weights
+
+    if TYPE_CHECKING:
+
+        @property
+        def shape(self) -> tuple[int, ...]: ...
+        @property
+        def dtype(self) -> torch.dtype: ...  # of the weight that was quantized
+
+    def dequantize(self, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """In `out`, whose rows may be strided, or in a new tensor of `dtype`."""
+        raise NotImplementedError
+
+    def dequantize_reference(self, dtype: torch.dtype) -> Tensor:
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By field; the packed values first."""
+        found = ((field.name, getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
+        return {name: value for name, value in found if isinstance(value, Tensor)}
+
+    @property
+    def kernel_parts(self) -> tuple[Tensor, ...]:
+        """Values, scales and the rest, as kernels/moe/grouped_quantized.py reads them."""
+        return tuple(self.tensors().values())
+
+    @property
+    def nested(self) -> bool:
+        """Whether the scales are quantized, too."""
+        return False
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors().values())).device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for name, tensor in self.tensors().items() if name not in self.shared)
+
+    def to(self, device: torch.device | str) -> Self:
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return replace(self, **moved)  # type: ignore[type-var]
+
+    @classmethod
+    def table(cls, jobs: Sequence[DequantizeJob]) -> DequantizeTable:
+        """What dequantizes these weights, which are all of this format."""
+        return DequantizeTable(jobs)
+
+
+class DequantizeJob(NamedTuple):
+    """target = source in 16 or 32 bits. The target's rows may be strided."""
+
+    source: Any  # a StoredTensor
+    target: Tensor
+
+
+class DequantizeTable:
+    """Weights that are dequantized together; here one after the other."""
+
+    def __init__(self, jobs: Sequence[DequantizeJob]) -> None:
+        self.jobs = list(jobs)
+
+    def run(self) -> None:
+        for source, target in self.jobs:
+            source.dequantize(target)

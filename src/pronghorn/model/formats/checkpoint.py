@@ -1,0 +1,263 @@
+"""Models out of a folder with their weights in few bits: stored so, or quantized as they are read, tensor by tensor.
+
+Never more than the result and one wide weight is on the device, and nothing on the host: each tensor is read on its own.
+Weights are cast to the compute dtype before they are quantized, as transformers with bitsandbytes does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pronghorn.errors import ModelError, counted
+from pronghorn.kernels.lora.nf4_lora import Workspace
+from pronghorn.kernels.quant.stored import StoredTensor
+from pronghorn.model.config import empty_model, generation_config, read_config
+from pronghorn.model.formats.bitsandbytes import bitsandbytes_config
+from pronghorn.model.formats.experts import STACKS, has_stack, read_stack, stored_experts_
+from pronghorn.model.formats.linear import StoredLinear
+from pronghorn.model.formats.store import linears_of, stored_modules
+from pronghorn.model.formats.table import FORMATS, Format
+from pronghorn.model.text_stack import beside_text, is_beside, set_cache, stored_names
+from pronghorn.model.wide_parts import stays_wide
+
+Progress = Callable[[str, int, int], None]
+
+
+def published_format(config: Any) -> str:
+    """What a checkpoint says that its weights are stored in: a name of the table, or another; empty: in no quantized format."""
+    found = getattr(config, "quantization_config", None)
+    if not found:
+        return ""
+    facts = found if isinstance(found, dict) else found.to_dict()
+    method = str(facts.get("quant_method", "bitsandbytes"))
+    if "bitsandbytes" not in method:
+        return method
+    if facts.get("load_in_8bit") or not facts.get("load_in_4bit"):
+        return "int8"
+    return str(facts.get("bnb_4bit_quant_type", "fp4"))
+
+
+def refuse_unreadable(config: Any, storage: Format, where: str) -> None:
+    """Checkpoints whose format is not read at all, or not with this storage."""
+    found = published_format(config)
+    if found and found not in ("nf4", "mxfp4"):
+        raise ModelError(what=f"the checkpoint is quantized as {found}", where=where,
+                         why="the only supported quantized checkpoints are bitsandbytes' NF4 and gpt-oss's MXFP4",
+                         fix="use the 16-bit model, with method: qlora if memory is short")
+    if found and storage.in_fp8:
+        raise ModelError(what="the checkpoint is stored in 4 bits", where=where,
+                         why="4-bit weights cannot be converted to FP8",
+                         fix="set method: qlora, or use the 16-bit model")
+    if found == "nf4" and storage.quantize is None:
+        raise ModelError(what="the checkpoint is stored in 4 bits", where=where, why="4-bit weights stay 4-bit in training",
+                         fix="set method: qlora (in Python: load_in_4bit=True), or use the 16-bit model")
+
+
+def save_nf4(model: PreTrainedModel, folder: Path) -> None:
+    """A 4-bit checkpoint that `load_stored`, and transformers with bitsandbytes, read."""
+    inside = [module for _, _, _, module in linears_of(model, StoredLinear)]
+    skipped = sorted({name for _, name, _, _ in linears_of(model, nn.Linear)})
+    model.save_pretrained(folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    nested = all(module.stored.nested for module in inside)
+    config["quantization_config"] = bitsandbytes_config(model.dtype, nested=nested, skip=skipped)
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+# Where a checkpoint has another name for a part of the model, as transformers renames it on loading: Mixtral's.
+OTHER_NAMES = {".mlp.": ".block_sparse_moe."}
+
+
+class Shards:
+    """The tensors of a checkpoint folder by the model's names, each read when asked for, straight to the device."""
+
+    def __init__(self, folder: Path, device: torch.device, model: PreTrainedModel) -> None:
+        self.files: dict[str, Any] = {}
+        self.file_of: dict[str, str] = {}
+        index = folder / "model.safetensors.index.json"
+        if (folder / "model.safetensors").is_file():
+            names = ["model.safetensors"]
+        elif index.is_file():
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        else:
+            names = sorted(file.name for file in folder.glob("*.safetensors"))
+        for name in names:
+            try:
+                self.files[name] = safe_open(folder / name, framework="pt", device=str(device))
+            except (OSError, SafetensorError) as error:
+                raise ModelError(what=f"cannot read {name}", where=str(folder), why=str(error).splitlines()[0][:200],
+                                 fix="download all files of the model") from error
+            self.file_of |= dict.fromkeys(self.files[name].keys(), name)
+        self.stored_as = stored_names(model, self.file_of)
+
+    def _name(self, key: str) -> str:
+        """As the files have it."""
+        key = self.stored_as.get(key, key)
+        others = (key.replace(ours, theirs) for ours, theirs in OTHER_NAMES.items())
+        return key if key in self.file_of else next((name for name in others if name in self.file_of), key)
+
+    def __contains__(self, key: str) -> bool:
+        return self._name(key) in self.file_of
+
+    def get(self, key: str) -> Tensor:
+        name = self._name(key)
+        tensor: Tensor = self.files[self.file_of[name]].get_tensor(name)
+        return tensor
+
+    def parts(self, key: str) -> dict[str, Tensor]:
+        """The weight, and what is stored beside it under names that begin as its own: `weight`, `weight.absmax`."""
+        key, _, leaf = self._name(key).rpartition(".")
+        names = (name for name in self.file_of if name.startswith((f"{key}.{leaf}.", f"{key}.{leaf}_")))
+        return {leaf: self.get(f"{key}.{leaf}")} | {name.removeprefix(f"{key}."): self.get(name) for name in names}
+
+
+def load_stored(folder: Path, storage: Format, dtype: torch.dtype, device: torch.device, *,
+                progress: Progress | None = None) -> PreTrainedModel:
+    """In a checkpoint that is stored in 4 bits, linears that are not stay in 16: whoever made it left them out."""
+    config = read_config(str(folder))
+    refuse_unreadable(config, storage, str(folder))
+    published = FORMATS.get(published_format(config))
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # it asks for bitsandbytes; `save_nf4` writes it again
+    model: Any = empty_model(str(folder), config, dtype)
+    shards, experts = Shards(folder, device, model), stored_experts_(model, storage)
+    _untie(model, shards)
+    linears, beside = {full: (parent, name) for parent, name, full, _ in linears_of(model, nn.Linear)}, beside_text(model)
+    tied, workspace = _tied(model), Workspace()
+    keys = dict.fromkeys([key for key, _ in model.named_parameters()])
+    keys |= dict.fromkeys(key for key, _ in model.named_buffers() if key in model.state_dict())
+    stacks = {f"{owner}.{name}": module for owner, module in experts.items() for name in STACKS}
+    _refuse_missing([key for key in keys if key not in tied], stacks, shards, folder)
+    for done, key in enumerate(keys):
+        owner, _, leaf = key.rpartition(".")
+        if key in stacks:
+            read_stack(shards, key, stacks[key], dtype)
+        elif key in shards and leaf == "weight" and owner in linears:
+            parent, name = linears[owner]
+            # The head's loss wants 16 bits, and text does not go through a vision tower.
+            wide = bool(set(storage.wide) & {owner, name}) or is_beside(owner, beside)
+            weight = _weight(shards.parts(key), storage, published, wide, dtype, f"{folder}: {key}")
+            if isinstance(weight, Tensor):
+                _place(model, owner, leaf, weight, dtype, folder)
+            else:
+                _require_shape(weight.shape, model.get_parameter(key).shape, key, folder)
+                module = StoredLinear(weight, workspace=workspace)
+                module.bias = getattr(parent, name).bias  # still to come, if there is one
+                setattr(parent, name, module)
+        elif key in shards:
+            _place(model, owner, leaf, shards.get(key), dtype, folder)
+        if progress:
+            progress(f"loading weights in {storage.title}", done + 1, len(keys))
+    if not any(True for _ in stored_modules(model)):
+        raise ModelError(what=f"no linear layer of this model can be stored in {storage.title}", where=str(folder),
+                         why=f"{config.model_type} has no supported linear layers",
+                         fix="set method: lora (in Python: load_in_4bit=False)")
+    model.tie_weights()
+    _fill_computed_buffers(model, device)
+    if (generation := generation_config(str(folder), folder)) is not None:
+        model.generation_config = generation
+    set_cache(model, False)
+    model.requires_grad_(False)
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _refuse_missing(keys: Collection[str], stacks: Collection[str], shards: Shards, folder: Path) -> None:
+    """`stacks`: those of the keys that are stacks of experts, which may be stored in other ways."""
+    missing = [key for key in keys if key not in shards and not (key in stacks and has_stack(shards, key))]
+    if missing:
+        others = f" (and {counted(len(missing) - 1, 'more weight')})" if len(missing) > 1 else ""
+        raise ModelError(what=f"{missing[0]} is not in its files{others}", where=str(folder),
+                         why="the weights do not belong to config.json, or have different names",
+                         fix="download all files of the model, in the same version")
+
+
+def _weight(parts: dict[str, Tensor], storage: Format, published: Format | None, wide: bool, dtype: torch.dtype, where: str
+            ) -> Tensor | StoredTensor:
+    """Of a linear, from what its files have of it; `wide`: in 16 or 32 bits."""
+    weight, read = parts["weight"], (published or storage).read
+    if len(parts) > 1 and read:
+        stored = read(parts, where)
+        return stored.dequantize() if wide else stored
+    if wide or published:
+        return weight
+    if not weight.is_floating_point():
+        raise ModelError(what=f"the weight is stored as {weight.dtype} without quantization metadata", where=where,
+                         why="its quantization format is not supported", fix="use the 16-bit model")
+    assert storage.quantize
+    return storage.quantize(weight.to(dtype))
+
+
+def _require_shape(found: Any, asked: Any, key: str, folder: Path) -> None:
+    if tuple(found) != tuple(asked):
+        raise ModelError(what=f"{key} has the shape {tuple(found)} instead of {tuple(asked)}", where=str(folder),
+                         why="the weights do not belong to config.json",
+                         fix="download all files of the model, in the same version")
+
+
+def _place(model: nn.Module, owner: str, leaf: str, tensor: Tensor, dtype: torch.dtype, folder: Path) -> None:
+    module = model.get_submodule(owner)
+    before = getattr(module, leaf)
+    _require_shape(tensor.shape, before.shape, f"{owner}.{leaf}", folder)
+    floats = torch.float32 if stays_wide(model, f"{owner}.{leaf}") else dtype
+    tensor = tensor.to(floats if before.is_floating_point() else before.dtype)
+    if leaf in module._parameters:
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        module._buffers[leaf] = tensor
+
+
+def _tied(model: PreTrainedModel) -> set[str]:
+    """Names of parameters that are the same tensor as another one."""
+    keys = getattr(model, "all_tied_weights_keys", None) or {}
+    return set(keys) if getattr(model.config, "tie_word_embeddings", False) else set()
+
+
+def _untie(model: PreTrainedModel, shards: Shards) -> None:
+    """As transformers does: where the files have two different tensors for what the config ties, the files are right."""
+    for key, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if key in shards and source in shards and not torch.equal(shards.get(key), shards.get(source)):
+            owner, _, leaf = key.rpartition(".")
+            model.config.tie_word_embeddings = False
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(torch.empty_like(model.get_parameter(key))))
+
+
+def _unset(buffer: Tensor) -> float:
+    return float("nan") if buffer.is_floating_point() else -1
+
+
+def _is_unset(buffer: Tensor) -> Tensor:
+    return torch.isnan(buffer) if buffer.is_floating_point() else buffer == -1
+
+
+def _fill_computed_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Buffers that no checkpoint holds (RoPE's frequencies) are computed by the family's own initialisation: that of the model
+    they are in, which of a vision tower is another. It would initialise weights, too, and they are put back."""
+    family = {"": model}
+    for name, module in model.named_modules():
+        above = family[name.rpartition(".")[0]]
+        family[name] = module if isinstance(module, PreTrainedModel) else above
+        empty = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+        for key, buffer in empty.items():
+            module._buffers[key] = torch.full_like(buffer, _unset(buffer), device=device)
+        if empty:
+            weights = [(parameter, parameter.detach().clone()) for parameter in module.parameters() if not parameter.is_meta]
+            family[name]._init_weights(module)
+            for parameter, value in weights:
+                parameter.data.copy_(value)
+            if any(bool(_is_unset(module._buffers[key]).any()) for key in empty):  # type: ignore[arg-type]
+                raise ModelError(what=f"{name}.{next(iter(empty))} is in no file and cannot be computed",
+                                 where=model.config.model_type,
+                                 why="this model family initializes it in an unsupported way", fix="use method: lora")
+    left = [key for key, parameter in model.named_parameters() if parameter is not None and parameter.is_meta]
+    if left:
+        raise ModelError(what=f"{left[0]} was not loaded", where=model.config.model_type,
+                         why="this model family ties its weights in an unsupported way", fix="use method: lora")
