@@ -25,6 +25,8 @@ STEPS = 2  # a second one sees what the first has changed
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {"load_in_4bit": False}, "qlora": {"load_in_4bit": True}, "fp8": {"load_in_fp8": True},
     "full": {"load_in_4bit": False, "full_finetuning": True}}
+RUNS: dict[str, dict[str, str]] = {**{method: {"method": method} for method in METHODS},
+                                   "qlora, compute fp8": {"method": "qlora", "compute": "fp8"}}
 RECIPE: dict[str, Any] = {"lora": {"r": 4}, "data": {"max_length": 128},
                           "train": {"capacity": 256, "batch_tokens": 512, "steps": 4, "lr": 1e-3, "warmup": 0}}
 
@@ -103,9 +105,8 @@ def two_steps(model: Any) -> dict[str, Any]:
 def trained_runs(checkout: Path, folder: Path, room: Path) -> dict[str, Any]:
     """`pronghorn train` of every method: the losses and gradient norms in run.jsonl."""
     found: dict[str, Any] = {}
-    for method in METHODS:
-        recipe = RECIPE | {"model": str(folder / "train" / "model"), "method": method, "precision": "fp32",
-                           "output": str(room / method)}
+    for method, keys in RUNS.items():
+        recipe = RECIPE | {"model": str(folder / "train" / "model"), "precision": "fp32", "output": str(room / method)} | keys
         recipe["data"] = RECIPE["data"] | {"train": str(folder / "train" / "rows.jsonl")}
         file = room / f"{method}.yaml"
         file.write_text(json.dumps(recipe), encoding="utf-8")  # JSON is YAML

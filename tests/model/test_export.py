@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pronghorn.errors import CommandError
 from pronghorn.model import export as export_file
-from pronghorn.model.export import adapter_files, export, merged_model, model_card, save_model, trained_model
+from pronghorn.model.export import adapter_files, export, model_card, save_model, trained_model
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS
@@ -151,9 +152,13 @@ def test_merging_rounds_once(recipe_for: RecipeFor, tmp_path: Path) -> None:
     """bf16 of the float32 sum, not a sum of bf16 numbers."""
     recipe = recipe_for(precision="bf16")
     checkpoint = checkpoint_of(recipe, tmp_path / "checkpoint-3")
-    exact = merged_model(checkpoint, recipe_for()).state_dict()
-    rounded = merged_model(checkpoint, recipe).state_dict()
-    assert all(torch.equal(rounded[name], exact[name].to(torch.bfloat16)) for name in exact)
+    exact, rounded = tmp_path / "exact", tmp_path / "rounded"
+    export(checkpoint, recipe_for(), exact, "merged", {})
+    export(checkpoint, recipe, rounded, "merged", {})
+    bf16 = load_file(rounded / "model.safetensors")
+    found = load_file(exact / "model.safetensors")
+    assert found.keys() == bf16.keys()
+    assert all(torch.equal(bf16[name], found[name].to(torch.bfloat16)) for name in found)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "auto"])
@@ -262,7 +267,7 @@ def test_of_two_exports_to_one_target_one_is_refused(recipe_for: RecipeFor, tmp_
     """The second comes while the first writes; what it says is true, and the first is whole."""
     said: list[CommandError] = []
     checkpoint = checkpoint_of(recipe_for(), tmp_path / "checkpoint")
-    write = export_file._write
+    write = export_file._copy
 
     def meanwhile(*arguments: Any) -> None:
         with pytest.raises(CommandError, match="another export is writing to this folder") as caught:
@@ -270,7 +275,7 @@ def test_of_two_exports_to_one_target_one_is_refused(recipe_for: RecipeFor, tmp_
         said.append(caught.value)
         write(*arguments)
 
-    monkeypatch.setattr(export_file, "_write", meanwhile)
+    monkeypatch.setattr(export_file, "_copy", meanwhile)
     export(checkpoint, recipe_for(), tmp_path / "out", "adapter", {"which": "first"})
     assert len(said) == 1
     assert "first" in (tmp_path / "out" / "README.md").read_text()

@@ -22,13 +22,14 @@ from pronghorn.errors import ModelError
 from pronghorn.kernels.quant.mxfp4 import MXFP4Tensor, mxfp4_dequantize_reference, mxfp4_quantize
 from pronghorn.model import experts
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.export import merged_model, save_model
+from pronghorn.model.export import export, save_model
 from pronghorn.model.formats.experts import STACKS, StoredExperts
 from pronghorn.model.formats.store import dequantize_, store_experts_
 from pronghorn.model.formats.table import FORMATS
-from pronghorn.model.hf_adapter import save_merged, with_adapter
+from pronghorn.model.hf_adapter import with_adapter
 from pronghorn.model.load import inspect_model, load_model
 from pronghorn.model.lora import add_adapter
+from pronghorn.model.merge import save_merged
 from pronghorn.recipe import Lora, Recipe
 
 CPU = torch.device("cpu")
@@ -266,10 +267,7 @@ def test_merging_adds_to_what_was_trained_on(
         truth = model.eval()(input_ids=ids, use_cache=False).logits
     recipe = Recipe.model_validate({"model": str(folder), "method": method, "precision": "fp32",
                                     "lora": LORA.model_dump(), "data": {"train": ["x.jsonl"]}})
-    merged = merged_model(tmp_path / "adapter", recipe)
-    with torch.no_grad():
-        assert apart(merged(input_ids=ids, use_cache=False).logits, truth) < 1e-5
-    save_model(merged, tmp_path / "merged")
+    export(tmp_path / "adapter", recipe, tmp_path / "merged", "merged", {})
     again = load_model(str(tmp_path / "merged"), torch.float32, CPU)
     with torch.no_grad():
         assert apart(again(input_ids=ids, use_cache=False).logits, truth) < 1e-5

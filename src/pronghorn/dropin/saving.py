@@ -10,7 +10,7 @@ from pronghorn.dropin.accepted import SAVING, check_others
 from pronghorn.dropin.arguments import check_choice
 from pronghorn.errors import CommandError, EnvironmentFault, ModelError, PronghornError
 from pronghorn.hub import hub_errors, quiet
-from pronghorn.model.hf_adapter import save_merged
+from pronghorn.model.merge import save_merged
 
 METHODS = ("merged_16bit", "lora")
 # What comes with the export, and what to do until then.

@@ -18,11 +18,10 @@ from safetensors import SafetensorError, safe_open
 from pronghorn.errors import CommandError, EnvironmentFault, ModelError
 from pronghorn.model.config import read_config
 from pronghorn.model.families import text_config
-from pronghorn.model.formats.store import dequantize_
 from pronghorn.model.load import DTYPES, load_model, pick_device, resolve_precision, without_progress_bars
 from pronghorn.model.lora import ADAPTER_WEIGHTS, PICKLED, load_adapter, require_adapter
+from pronghorn.model.merge import save_merged
 from pronghorn.model.text_stack import auto_class, copy_processor_files
-from pronghorn.model.wide_parts import cast
 from pronghorn.recipe import Recipe, named
 
 # Of the training state, nothing is of use to others.
@@ -45,9 +44,12 @@ def export(checkpoint: Path, recipe: Recipe, target: Path, to: Literal["adapter"
     with _beside(target) as beside:
         _refuse_existing(target)  # another export may just have ended
         try:
-            merged = merged_model(checkpoint, recipe) if to == "merged" and recipe.method != "full" else None
             config = read_config(recipe.model)
-            _write(merged, checkpoint, beside, model_card(recipe, to, figures, auto_class(config).__name__))
+            if merging := to == "merged" and recipe.method != "full":
+                _save_merged(checkpoint, recipe, beside)
+            _copy(checkpoint, beside, lambda name: not (merging and name.startswith("adapter_")))
+            card = model_card(recipe, to, figures, auto_class(config).__name__)
+            (beside / "README.md").write_text(card, encoding="utf-8")
             if to == "merged" and text_config(config) is not config:
                 copy_processor_files(recipe.model, beside)
             beside.replace(target)
@@ -96,14 +98,6 @@ def _beside(target: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(beside, ignore_errors=True)
         os.close(lock)
-
-
-def _write(merged: Any, checkpoint: Path, folder: Path, card: str) -> None:
-    """`merged`: the whole model; None: the checkpoint has what is wanted."""
-    if merged is not None:
-        save_model(merged, folder)
-    _copy(checkpoint, folder, lambda name: merged is None or not name.startswith("adapter_"))
-    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def save_model(model: Any, folder: Path) -> None:
@@ -181,27 +175,18 @@ def trained_model(checkpoint: Path, recipe: Recipe, dtype: torch.dtype, device: 
     return load_adapter(base, checkpoint, recipe.lora, recipe.train.seed)
 
 
-def merged_model(checkpoint: Path, recipe: Recipe) -> Any:
-    """Base weights plus adapter, added in float32; rounded once where the recipe asks for bf16 or fp16."""
-    if recipe.stored_as != "bf16":
-        return _merged_from_quantized(checkpoint, recipe)
-    model = trained_model(checkpoint, recipe, torch.float32, torch.device("cpu"))
-    assert isinstance(model, PeftModel)
-    merged = model.merge_and_unload(safe_merge=True)
-    return cast(merged, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision, torch.float32))
+def _save_merged(checkpoint: Path, recipe: Recipe, folder: Path) -> None:
+    """Base weights plus adapter, added in float32; rounded once where the recipe asks for bf16 or fp16.
 
-
-def _merged_from_quantized(checkpoint: Path, recipe: Recipe) -> Any:
-    """The adapter is added to what it was trained on: the weights out of their 4 or 8 bits, in the precision of the run.
-
-    They are quantized where the run did it, on the GPU if there is one: its reciprocals differ in the last bit, which decides
-    some of the quantized numbers.
+    A quantized base in the precision of the run, and quantized where the run did it, on the GPU if there is one: its
+    reciprocals differ in the last bit, which decides some of the quantized numbers.
     """
-    device, host = pick_device(), torch.device("cpu")
-    dtype = DTYPES[resolve_precision(recipe.precision, device)]
-    model = trained_model(checkpoint, recipe, dtype, device)
-    dequantize_(model, dtype, host)
-    return cast(model.to(host).float().merge_and_unload(safe_merge=True), dtype)
+    device, wide = torch.device("cpu"), torch.float32
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision, wide)
+    if recipe.stored_as != "bf16":
+        device = pick_device()
+        wide = dtype = DTYPES[resolve_precision(recipe.precision, device)]
+    save_merged(trained_model(checkpoint, recipe, wide, device), folder, dtype)
 
 
 def _copy(source: Path, target: Path, wanted: Any) -> None:
