@@ -103,6 +103,21 @@ def test_products_that_no_method_makes_are_refused(changes: dict[str, Any], said
         recipe(**changes)
 
 
+@table("method", ["lora", "fp8", "full"])
+def test_a_storage_format_is_for_frozen_weights_in_4_bits(method: str) -> None:
+    with pytest.raises(ValidationError, match=f"storage: nf4 cannot be combined with method: {method}; set method: qlora"):
+        recipe(method=method, storage="nf4")
+    assert recipe(method=method).stored_as == ("fp8" if method == "fp8" else "bf16")
+
+
+def test_a_resumed_run_keeps_its_storage_format() -> None:
+    one, other = recipe(method="qlora"), recipe(method="qlora", storage="nf4")
+    assert one.stored_as == other.stored_as == "nf4"
+    assert one.differences(other) == {}
+    assert recipe().differences(one) == {"method": "lora -> qlora"}
+    assert "this format" in why_fixed("storage")
+
+
 def test_both_misfits_are_told_at_once() -> None:
     with pytest.raises(ValidationError) as caught:
         recipe(train={"capacity": 1000})

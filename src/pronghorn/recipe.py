@@ -258,9 +258,11 @@ class Health(Section):
 
 class Recipe(Section):
     model: Annotated[str, Field(min_length=1)]  # Hub name or local folder
-    # lora: adapters on a frozen model; qlora: frozen linears in 4 bits (NF4; 4-bit checkpoints are supported); fp8: frozen
-    # linears in 8 bits (e4m3), multiplied in FP8; full: all weights are trained
+    # lora: adapters on a frozen model; qlora: frozen linears in 4 bits (4-bit checkpoints are supported); fp8: frozen linears
+    # in 8 bits (e4m3), multiplied in FP8; full: all weights are trained
     method: Literal["lora", "qlora", "fp8", "full"] = "lora"
+    # format of the frozen weights with method qlora (model/formats/table.py). auto: nf4
+    storage: Literal["auto", "nf4"] = "auto"
     # GEMM precision of the linears: fp8 (with method qlora, or with full, whose trained weights are quantized for each GEMM),
     # bf16: the precision in `precision`. auto: fp8 with method fp8, else bf16
     compute: Literal["auto", "bf16", "fp8"] = "auto"
@@ -294,6 +296,9 @@ class Recipe(Section):
             problems.append("eval.metrics: metrics need held-out data; set data.eval: 0.05, or a file")
         problems += self.eval.misfits
         problems += self._compute_misfits()
+        if self.storage != "auto" and self.method != "qlora":
+            problems.append(f"storage: {self.storage} cannot be combined with method: {self.method}; set method: qlora, whose"
+                            " frozen weights are in 4 bits, or remove storage")
         if problems:
             raise ValueError("\n".join(problems))  # a line each: `key: what; fix`
         return self
@@ -320,7 +325,9 @@ class Recipe(Section):
     @property
     def stored_as(self) -> str:
         """The storage format of the frozen weights (model/formats/table.py); bf16: as they are."""
-        return {"qlora": "nf4", "fp8": "fp8"}.get(self.method, "bf16")
+        if self.method == "qlora":
+            return "nf4" if self.storage == "auto" else self.storage
+        return "fp8" if self.method == "fp8" else "bf16"
 
     @property
     def fp8(self) -> bool:
@@ -330,8 +337,9 @@ class Recipe(Section):
     def differences(self, other: Recipe) -> dict[str, str]:
         """Keys whose change would make a resumed run another run, each with what changed: `0.0002 -> 0.0001`."""
         old, new = _flat(self.model_dump()), _flat(other.model_dump())
-        for flat in (old, new):  # where moments lie does not change them
-            flat["train.optimizer"] = flat["train.optimizer"].removeprefix("paged_")
+        for flat, recipe in ((old, self), (new, other)):
+            flat["train.optimizer"] = flat["train.optimizer"].removeprefix("paged_")  # where moments lie does not change them
+            flat["storage"] = recipe.stored_as if self.method == other.method else ""  # another method says enough
         return {
             key: f"{old.get(key)} -> {new.get(key)}"
             for key in sorted(old.keys() | new.keys())
@@ -350,6 +358,7 @@ MAY_CHANGE_ON_RESUME = ("checkpoint.", "eval.", "memory.", "output", "data.worke
 _ADAPTER, _PLACE = "the trained adapter has this shape and scale", "the run's position in the data would mean different rows"
 FIXED_ON_RESUME = {
     "model": "the trained weights belong to this model", "method": "the trained weights belong to this method",
+    "storage": "the adapter was trained on weights in this format",
     "lora.r": _ADAPTER, "lora.alpha": _ADAPTER, "lora.targets": _ADAPTER, "lora.rslora": _ADAPTER, "lora.dora": _ADAPTER,
     "data.": _PLACE, "train.batch_tokens": _PLACE, "train.capacity": _PLACE, "train.seed": _PLACE,
     "train.optimizer": "its moments are stored in a different format",
