@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from api_parts import LINEARS, adapted, load, step
+from nf4_checkpoints import save_nf4
 from pronghorn import FastLanguageModel
 from pronghorn.errors import CommandError, ModelError
 from pronghorn.model.causal_lm import engine_of
-from pronghorn.model.formats.checkpoint import save_nf4
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS

@@ -157,7 +157,7 @@ def check_grouped_quantized(device: str) -> None:
     x, dy = rows_of(101, width + rank, 8, dtype, device), rows_of(101, outputs + rank, 8, dtype, device)
     A, sB = torch.randn(E, rank, width).to(dtype), torch.randn(E, outputs, rank).to(dtype)
     for stack in stacks:
-        whole = stack.dequantized_reference(FP32).cpu()
+        whole = stack.dequantized(FP32).cpu()
         wide_x, wide_dy = x.cpu().float(), dy.cpu().float()
         expected = grouped_linear_reference(wide_x, torch.cat([whole, sB.float()], dim=2), offsets)
         out, space = space_of(101, outputs, 3, dtype, device), space_of(101, width, 3, dtype, device)

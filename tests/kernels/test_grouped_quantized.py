@@ -48,7 +48,7 @@ def test_products_are_as_good_as_with_the_dequantized_stack(
     S, E = bounds[-1], len(bounds) - 1
     offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
     stack = stack_of(torch.randn(E, outputs, D, device=device).to(dtype) / 16, form, nested=load != "odd")
-    weight = stack.dequantized_reference(dtype)
+    weight = stack.dequantized(dtype)
     x, dy = torch.randn(S, D, device=device).to(dtype), torch.randn(S, outputs, device=device).to(dtype)
     results = []
     for kind in (torch.float64, dtype):
@@ -77,7 +77,7 @@ def test_adapters_are_in_the_same_sum(device: str, judge: Callable[..., None], f
     for kind in (torch.float64, dtype):
         leaves = [part.to(kind, copy=True).requires_grad_() for part in (x, A, B)]
         adapter = ExpertAdapter(leaves[1], leaves[2], E, 0.5)
-        y = grouped_lora_reference(leaves[0], stack.dequantized_reference(dtype).to(kind), adapter, offsets)
+        y = grouped_lora_reference(leaves[0], stack.dequantized(dtype).to(kind), adapter, offsets)
         results.append([y.detach(), *torch.autograd.grad(y, leaves, dy.to(kind))])
     x_ext = torch.empty(S, group.input_width, dtype=dtype, device=device)
     dy_ext = torch.empty(S, group.grad_width, dtype=dtype, device=device)

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_model, save_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
+from nf4_checkpoints import bitsandbytes_config
 from pronghorn.errors import ModelError
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.formats.bitsandbytes import bitsandbytes_config
 from pronghorn.model.formats.checkpoint import load_stored
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import dequantize_, store_linears_

@@ -188,7 +188,7 @@ def test_nothing_dequantizes_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: QuantizedStack, dtype: torch.dtype) -> torch.Tensor:
         raise AssertionError("a whole stack")
 
-    monkeypatch.setattr(QuantizedStack, "dequantized_reference", refuse)
+    monkeypatch.setattr(QuantizedStack, "dequantized", refuse)
     result_of(model, batch)
     for module in model.modules():
         if isinstance(module, StoredExperts):

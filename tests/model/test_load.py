@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nf4_checkpoints import save_nf4
 from pronghorn.errors import ModelError, RecipeError
-from pronghorn.model.formats.checkpoint import save_nf4
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS

@@ -17,11 +17,12 @@ from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from nf4_checkpoints import save_nf4
 from pronghorn.errors import ModelError
 from pronghorn.kernels.quant.nf4 import nf4_dequantize, nf4_quantize
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.formats.bitsandbytes import nf4_of_state, nf4_state
-from pronghorn.model.formats.checkpoint import load_stored, save_nf4
+from pronghorn.model.formats.checkpoint import load_stored
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import count_parameters, dequantize_, store_linears_
 from pronghorn.model.formats.table import FORMATS

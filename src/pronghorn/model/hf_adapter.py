@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 
 from pronghorn.errors import CommandError, ModelError
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.families import EXPERTS
-from pronghorn.model.formats.store import is_quantized, stored_modules
-from pronghorn.model.lora import GATED, expert_stacks, linear_names, taken_for_experts, text_linears
+from pronghorn.model.formats.store import stored_modules
+from pronghorn.model.lora import GATED, attach, expert_stacks, linear_names, taken_for_experts, text_linears
 from pronghorn.model.text_stack import beside_text, not_adapted
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
@@ -23,7 +23,6 @@ TRAINED_WHOLE = ("embed_tokens", "lm_head")
 
 def with_adapter(model: Any, *, target_modules: Sequence[str] | str, modules_to_save: Sequence[str] | None,
                  layers: Sequence[int] | None, seed: int, **config: Any) -> PeftModel:
-    """PEFT's model around ours; adapter weights are float32, because small updates vanish in 8 bits of mantissa."""
     linears, other, stacks = _targets(model, target_modules)
     whole = [*other, *(name for name in modules_to_save or () if name not in other)]
     for name in whole:
@@ -42,27 +41,8 @@ def with_adapter(model: Any, *, target_modules: Sequence[str] | str, modules_to_
                            why="PEFT does not support this for experts",
                            fix=f"remove {option}, or remove experts from the targets")
     torch.manual_seed(seed)
-    adapted: PeftModel = get_peft_model(model, LoraConfig(
-        task_type="CAUSAL_LM", target_modules=targets, target_parameters=stacks or None, modules_to_save=whole or None,
-        exclude_modules=not_adapted(model),
-        layers_to_transform=None if layers is None else list(layers), **config,
-    ), autocast_adapter_dtype=True)  # fmt: skip
-    refuse_merging(adapted)
-    return adapted
-
-
-def refuse_merging(adapted: PeftModel) -> None:
-    """Where the weights are in few bits."""
-    if is_quantized(adapted):
-        for name in ("merge_adapter", "merge_and_unload"):
-            setattr(adapted.base_model, name, _refuse_to_merge)
-
-
-def _refuse_to_merge(*_: Any, **__: Any) -> None:
-    """PEFT would add to the bytes."""
-    raise ModelError(what="an adapter cannot be merged into quantized weights",
-                     why="quantizing the merged weights again would undo much of the training",
-                     fix="call model.save_pretrained_merged(folder), which writes the merged model in 16 bits")
+    return attach(model, target_modules=targets, target_parameters=stacks or None, modules_to_save=whole or None,
+                  exclude_modules=not_adapted(model), layers_to_transform=None if layers is None else list(layers), **config)
 
 
 def _targets(model: Any, asked: Sequence[str] | str) -> tuple[list[str] | str, list[str], list[str]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
@@ -12,8 +14,9 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from pronghorn.errors import CheckpointError, RecipeError
+from pronghorn.errors import CheckpointError, ModelError, RecipeError
 from pronghorn.model.families import EXPERTS
+from pronghorn.model.formats.store import is_quantized
 from pronghorn.model.text_stack import beside_text, is_beside, not_adapted
 from pronghorn.recipe import Lora
 
@@ -23,16 +26,31 @@ PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 GATED = ("gate_proj", "up_proj", "down_proj")  # of an MLP
 
 
+def attach(model: torch.nn.Module, **config: Any) -> PeftModel:
+    """PEFT's model around ours, by the keys of its config. Adapter weights are float32 whatever the base's precision, because
+    small updates vanish in 8 bits of mantissa. They are not merged in place while the base is quantized (merge.py)."""
+    adapted: PeftModel = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config), autocast_adapter_dtype=True)
+    for name in ("merge_adapter", "merge_and_unload") if is_quantized(adapted) else ():
+        setattr(adapted.base_model, name, partial(_merge, adapted, getattr(adapted.base_model, name)))
+    return adapted
+
+
+def _merge(adapted: PeftModel, merge: Callable[..., Any], *rest: Any, **options: Any) -> Any:
+    """PEFT would add to the bytes."""
+    if is_quantized(adapted):
+        raise ModelError(what="an adapter cannot be merged into quantized weights",
+                         why="quantizing the merged weights again would undo much of the training",
+                         fix="call model.save_pretrained_merged(folder), which writes the merged model in 16 bits")
+    return merge(*rest, **options)
+
+
 def add_adapter(model: torch.nn.Module, lora: Lora, seed: int) -> PeftModel:
-    """Adapter weights are float32 whatever the base's precision, because small updates vanish in 8 bits of mantissa."""
+    """The adapter of a recipe."""
     _refuse_unmatched_targets(model, lora)
     modules, parameters = _targets(model, lora)
     torch.manual_seed(seed)  # the same recipe starts from the same adapter
-    config = LoraConfig(
-        task_type="CAUSAL_LM", r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=modules,
-        target_parameters=parameters, exclude_modules=not_adapted(model), use_rslora=lora.rslora, use_dora=lora.dora,
-    )
-    return get_peft_model(model, config, autocast_adapter_dtype=True)
+    return attach(model, r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=modules,
+                  target_parameters=parameters, exclude_modules=not_adapted(model), use_rslora=lora.rslora, use_dora=lora.dora)
 
 
 def _targets(model: torch.nn.Module, lora: Lora) -> tuple[str | list[str], list[str] | None]:

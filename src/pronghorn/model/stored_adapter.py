@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft import PeftModel, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -20,8 +20,7 @@ from pronghorn import hub
 from pronghorn.errors import ModelError
 from pronghorn.folders import folder_of
 from pronghorn.model.formats.store import is_quantized
-from pronghorn.model.hf_adapter import refuse_merging
-from pronghorn.model.lora import ADAPTER_WEIGHTS, PICKLED
+from pronghorn.model.lora import ADAPTER_WEIGHTS, PICKLED, attach
 from pronghorn.model_files import ADAPTER, CONFIG, read_json
 
 HONOURED = ("r", "lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora", "target_modules", "target_parameters",
@@ -80,7 +79,7 @@ def attach_adapter(model: torch.nn.Module, folder: Path) -> PeftModel:
         kept[INIT] = began
     _require_ranks(kept, weights, folder)
     try:
-        adapted: PeftModel = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **kept), autocast_adapter_dtype=True)
+        adapted = attach(model, **kept)
         found = set_peft_model_state_dict(adapted, weights)
     except (KeyError, RuntimeError, TypeError, ValueError, AttributeError, IndexError, re.error) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -88,7 +87,6 @@ def attach_adapter(model: torch.nn.Module, folder: Path) -> PeftModel:
         raise _does_not_fit(folder, " ".join(str(error).split())[:300]) from error
     if strange := next(_misfits(found), ""):
         raise _does_not_fit(folder, strange)
-    refuse_merging(adapted)
     return adapted
 
 

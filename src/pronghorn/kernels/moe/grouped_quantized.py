@@ -51,9 +51,9 @@ class QuantizedStack(NamedTuple):
         *rows, D = stored.shape
         return QuantizedStack(stored, (experts, prod(rows) // experts, D))
 
-    def dequantized_reference(self, dtype: torch.dtype) -> Tensor:
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The whole stack, [E, O, D]: for the CPU, and for tests."""
-        return self.stored.dequantize_reference(dtype).view(self.shape)
+        return self.stored.dequantize(dtype=dtype).view(self.shape)
 
 
 class Tile(NamedTuple):
@@ -207,7 +207,7 @@ def grouped_quantized_forward(
     (E, outputs, D), S = stack.shape, len(x_ext)
     y_SO = torch.empty(S, outputs, dtype=x_ext.dtype, device=x_ext.device) if out is None else out
     if not use_triton(x_ext):
-        y = grouped_linear_forward(x_ext[:, :D], stack.dequantized_reference(x_ext.dtype), offsets_E1)
+        y = grouped_linear_forward(x_ext[:, :D], stack.dequantized(x_ext.dtype), offsets_E1)
         return y_SO.copy_(y if sB_EOR is None else y + grouped_linear_forward(x_ext[:, D:], sB_EOR, offsets_E1))
     assert D % DEPTH == 0, f"a row of {D} values is not a multiple of {DEPTH}"
     tile = _tile(S, E, x_ext.dtype, chip_of(x_ext.device))
@@ -227,7 +227,7 @@ def grouped_quantized_backward(
     (E, outputs, D), S = stack.shape, len(dy_ext)
     dx_SD = torch.empty(S, D, dtype=dy_ext.dtype, device=dy_ext.device) if out is None else out
     if not use_triton(dy_ext):
-        weight_EOD = stack.dequantized_reference(dy_ext.dtype)
+        weight_EOD = stack.dequantized(dy_ext.dtype)
         dx = grouped_linear_backward_input(dy_ext[:, :outputs].contiguous(), weight_EOD, offsets_E1)
         return dx_SD.copy_(dx if A_ERD is None else dx + grouped_linear_backward_input(dy_ext[:, outputs:], A_ERD, offsets_E1))
     assert D % DEPTH == 0, f"a row of {D} values is not a multiple of {DEPTH}"

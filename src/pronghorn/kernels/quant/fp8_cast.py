@@ -91,9 +91,6 @@ class FP8Tensor(StoredTensor):
         found = fp8_dequantize(self.values, self.scales, dtype or (torch.float32 if out is None else out.dtype))
         return found if out is None else out.copy_(found)
 
-    def dequantize_reference(self, dtype: torch.dtype) -> Tensor:
-        return fp8_dequantize(self.values, self.scales, dtype)
-
 
 def fp8_quantize_weight(weight_OD: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(q_OD in e4m3, scale_O): one scale an output channel. Done once, at loading, some rows at a time.

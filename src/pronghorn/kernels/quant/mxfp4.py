@@ -46,9 +46,6 @@ class MXFP4Tensor(StoredTensor):
     def dequantize(self, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         return mxfp4_dequantize(self, out, dtype)
 
-    def dequantize_reference(self, dtype: torch.dtype) -> Tensor:
-        return mxfp4_dequantize_reference(self, dtype)
-
 
 def _powers(scales: Tensor) -> Tensor:
     """fp32 by its bits: the exponent is the byte. 0 is 2^-127, which has no such exponent."""

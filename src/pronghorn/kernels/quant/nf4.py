@@ -94,9 +94,6 @@ class NF4Tensor(StoredTensor):
     def dequantize(self, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         return nf4_dequantize(self, out, dtype)
 
-    def dequantize_reference(self, dtype: torch.dtype) -> Tensor:
-        return nf4_dequantize_reference(self, dtype)
-
     @classmethod
     def table(cls, jobs: Sequence[DequantizeJob]) -> DequantizeTable:
         return NF4Table(jobs)

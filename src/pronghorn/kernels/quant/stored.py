@@ -30,9 +30,6 @@ class StoredTensor:
         """In `out`, whose rows may be strided, or in a new tensor of `dtype`."""
         raise NotImplementedError
 
-    def dequantize_reference(self, dtype: torch.dtype) -> Tensor:
-        raise NotImplementedError
-
     def tensors(self) -> dict[str, Tensor]:
         """By field; the packed values first."""
         found = ((field.name, getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]

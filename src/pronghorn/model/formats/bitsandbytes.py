@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -60,11 +60,3 @@ def nf4_of_state(parts: Mapping[str, Tensor], where: str) -> NF4Tensor:
                   "nested_code": shared if torch.equal(code, shared) else code,
                   "offset": torch.tensor(facts["nested_offset"], device=device)}
     return NF4Tensor(packed, absmax, (rows, columns), FLOATS[facts["dtype"]], **nested)
-
-
-def bitsandbytes_config(dtype: torch.dtype, *, nested: bool = True, skip: Collection[str] = ("lm_head",)) -> dict[str, Any]:
-    """`quantization_config` of a config.json, so that transformers with bitsandbytes reads what is saved."""
-    name = str(dtype).removeprefix("torch.")
-    return {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_use_double_quant": nested, "bnb_4bit_compute_dtype": name, "bnb_4bit_quant_storage": "uint8",
-            "llm_int8_skip_modules": list(skip)}  # fmt: skip

@@ -20,8 +20,7 @@ from pronghorn.errors import ModelError, counted
 from pronghorn.kernels.lora.nf4_lora import Workspace
 from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.model.config import empty_model, generation_config, read_config
-from pronghorn.model.formats.bitsandbytes import bitsandbytes_config
-from pronghorn.model.formats.experts import STACKS, has_stack, read_stack, stored_experts_
+from pronghorn.model.formats.experts import STACKS, StoredExperts, stored_experts_
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import linears_of, stored_modules
 from pronghorn.model.formats.table import FORMATS, Format
@@ -59,18 +58,6 @@ def refuse_unreadable(config: Any, storage: Format, where: str) -> None:
     if found == "nf4" and storage.quantize is None:
         raise ModelError(what="the checkpoint is stored in 4 bits", where=where, why="4-bit weights stay 4-bit in training",
                          fix="set method: qlora (in Python: load_in_4bit=True), or use the 16-bit model")
-
-
-def save_nf4(model: PreTrainedModel, folder: Path) -> None:
-    """A 4-bit checkpoint that `load_stored`, and transformers with bitsandbytes, read."""
-    inside = [module for _, _, _, module in linears_of(model, StoredLinear)]
-    skipped = sorted({name for _, name, _, _ in linears_of(model, nn.Linear)})
-    model.save_pretrained(folder)
-    file = folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
-    nested = all(module.stored.nested for module in inside)
-    config["quantization_config"] = bitsandbytes_config(model.dtype, nested=nested, skip=skipped)
-    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 # Where a checkpoint has another name for a part of the model, as transformers renames it on loading: Mixtral's.
@@ -127,7 +114,7 @@ def load_stored(folder: Path, storage: Format, dtype: torch.dtype, device: torch
     refuse_unreadable(config, storage, str(folder))
     published = FORMATS.get(published_format(config))
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # it asks for bitsandbytes; `save_nf4` writes it again
+        del config.quantization_config  # it asks for bitsandbytes
     model: Any = empty_model(str(folder), config, dtype)
     shards, experts = Shards(folder, device, model), stored_experts_(model, storage)
     _untie(model, shards)
@@ -140,7 +127,7 @@ def load_stored(folder: Path, storage: Format, dtype: torch.dtype, device: torch
     for done, key in enumerate(keys):
         owner, _, leaf = key.rpartition(".")
         if key in stacks:
-            read_stack(shards, key, stacks[key], dtype)
+            _read_stack(shards, key, stacks[key], dtype)
         elif key in shards and leaf == "weight" and owner in linears:
             parent, name = linears[owner]
             # The head's loss wants 16 bits, and text does not go through a vision tower.
@@ -170,9 +157,63 @@ def load_stored(folder: Path, storage: Format, dtype: torch.dtype, device: torch
     return model.eval()  # type: ignore[no-any-return]
 
 
+# What checkpoints call an expert's parts of a stack, where each has tensors of its own: Qwen's, then Mixtral's.
+PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+
+
+def _single(shards: Shards, key: str, expert: int) -> list[str]:
+    """Where the parts of one expert are; empty if they are not there."""
+    owner, _, name = key.rpartition(".")
+    each = ([f"{owner}.{expert}.{part}.weight" for part in parts] for parts in PARTS[name])
+    return next((names for names in each if all(one in shards for one in names)), [])
+
+
+def _stack_format(shards: Shards, key: str) -> Format | None:
+    """In which the checkpoint has this stack; None: in no format of few bits."""
+    return next((row for row in FORMATS.values() if row.stack and f"{key}{row.stack[0]}" in shards), None)
+
+
+def _has_stack(shards: Shards, key: str) -> bool:
+    return key in shards or _stack_format(shards, key) is not None or bool(_single(shards, key, 0))
+
+
+def _read_stack(shards: Shards, key: str, experts: StoredExperts, dtype: torch.dtype) -> None:
+    """As it is stored, or quantized as it is read: never more than one stack is there in 16 bits."""
+    name = key.rpartition(".")[2]
+    if (found := _stack_format(shards, key)) and found.read_stack:
+        experts.set(name, found.read_stack(*(shards.get(f"{key}{part}") for part in found.stack), dtype))
+        return
+    shape = tuple(experts._parameters[name].shape)  # type: ignore[union-attr]
+    if key in shards:
+        weight = _wide(shards.get(key), shape, key)
+        experts.quantize(name, weight.to(dtype))
+        return
+    whole: Tensor | None = None
+    for expert in range(shape[0]):
+        names = _single(shards, key, expert)
+        if not names:
+            raise ModelError(what=f"expert {expert} of {key} is not in its files", why="the files are not complete",
+                             fix="download all files of the model, in the same version")
+        for number, one in enumerate(names):
+            part = _wide(shards.get(one), (shape[1] // len(names), shape[2]), one)
+            if whole is None:
+                whole = torch.empty(shape, dtype=dtype, device=part.device)
+            whole[expert, number * len(part) : (number + 1) * len(part)] = part
+    assert whole is not None
+    experts.quantize(name, whole)
+
+
+def _wide(weight: Tensor, shape: tuple[int, ...], key: str) -> Tensor:
+    if not weight.is_floating_point() or weight.itemsize == 1:
+        raise ModelError(what=f"{key} is quantized, as {str(weight.dtype).removeprefix('torch.')}",
+                         why="the only supported quantized experts are gpt-oss's MXFP4", fix="use the 16-bit model")
+    _require_shape(weight.shape, shape, key)
+    return weight
+
+
 def _refuse_missing(keys: Collection[str], stacks: Collection[str], shards: Shards, folder: Path) -> None:
     """`stacks`: those of the keys that are stacks of experts, which may be stored in other ways."""
-    missing = [key for key in keys if key not in shards and not (key in stacks and has_stack(shards, key))]
+    missing = [key for key in keys if key not in shards and not (key in stacks and _has_stack(shards, key))]
     if missing:
         others = f" (and {counted(len(missing) - 1, 'more weight')})" if len(missing) > 1 else ""
         raise ModelError(what=f"{missing[0]} is not in its files{others}", where=str(folder),
@@ -196,7 +237,7 @@ def _weight(parts: dict[str, Tensor], storage: Format, published: Format | None,
     return storage.quantize(weight.to(dtype))
 
 
-def _require_shape(found: Any, asked: Any, key: str, folder: Path) -> None:
+def _require_shape(found: Any, asked: Any, key: str, folder: Path | str = "") -> None:
     if tuple(found) != tuple(asked):
         raise ModelError(what=f"{key} has the shape {tuple(found)} instead of {tuple(asked)}", where=str(folder),
                          why="the weights do not belong to config.json",

@@ -10,7 +10,7 @@ to the weights. The layers read `stacks` (model/experts.py); `forward`, for gene
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +114,7 @@ class StoredExperts(nn.Module):
 
     def dequantized(self, name: str, dtype: torch.dtype) -> Tensor:
         """In the family's own layout."""
-        return self._usual(self.stacks[name].dequantized_reference(dtype)).contiguous()
+        return self._usual(self.stacks[name].dequantized(dtype)).contiguous()
 
     def to_own(self, dtype: torch.dtype) -> nn.Module:
         """The family's module with the weights in 16 or 32 bits."""
@@ -152,70 +152,3 @@ def stored_experts_(model: Any, storage: Format) -> dict[str, StoredExperts]:
                 setattr(parent, name, experts)
                 found[f"{parent_name}.{name}".lstrip(".")] = experts
     return found
-
-
-# ---- out of a checkpoint -----------------------------------------------------------------------------------------------------
-
-
-class Shards(Protocol):
-    """A checkpoint's tensors by name."""
-
-    def __contains__(self, key: str) -> bool: ...
-    def get(self, key: str) -> Tensor: ...
-
-
-# What checkpoints call an expert's parts of a stack, where each has tensors of its own: Qwen's, then Mixtral's.
-PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-
-
-def _single(shards: Shards, key: str, expert: int) -> list[str]:
-    """Where the parts of one expert are; empty if they are not there."""
-    owner, _, name = key.rpartition(".")
-    each = ([f"{owner}.{expert}.{part}.weight" for part in parts] for parts in PARTS[name])
-    return next((names for names in each if all(one in shards for one in names)), [])
-
-
-def _stack_format(shards: Shards, key: str) -> Format | None:
-    """In which the checkpoint has this stack; None: in no format of few bits."""
-    return next((row for row in FORMATS.values() if row.stack and f"{key}{row.stack[0]}" in shards), None)
-
-
-def has_stack(shards: Shards, key: str) -> bool:
-    return key in shards or _stack_format(shards, key) is not None or bool(_single(shards, key, 0))
-
-
-def read_stack(shards: Shards, key: str, experts: StoredExperts, dtype: torch.dtype) -> None:
-    """As it is stored, or quantized as it is read: never more than one stack is there in 16 bits."""
-    name = key.rpartition(".")[2]
-    if (found := _stack_format(shards, key)) and found.read_stack:
-        experts.set(name, found.read_stack(*(shards.get(f"{key}{part}") for part in found.stack), dtype))
-        return
-    shape = tuple(experts._parameters[name].shape)  # type: ignore[union-attr]
-    if key in shards:
-        weight = _checked(shards.get(key), shape, key)
-        experts.quantize(name, weight.to(dtype))
-        return
-    whole: Tensor | None = None
-    for expert in range(shape[0]):
-        names = _single(shards, key, expert)
-        if not names:
-            raise ModelError(what=f"expert {expert} of {key} is not in its files", why="the files are not complete",
-                             fix="download all files of the model, in the same version")
-        for number, one in enumerate(names):
-            part = _checked(shards.get(one), (shape[1] // len(names), shape[2]), one)
-            if whole is None:
-                whole = torch.empty(shape, dtype=dtype, device=part.device)
-            whole[expert, number * len(part) : (number + 1) * len(part)] = part
-    assert whole is not None
-    experts.quantize(name, whole)
-
-
-def _checked(weight: Tensor, shape: tuple[int, ...], key: str) -> Tensor:
-    if not weight.is_floating_point() or weight.itemsize == 1:
-        raise ModelError(what=f"{key} is quantized, as {str(weight.dtype).removeprefix('torch.')}",
-                         why="the only supported quantized experts are gpt-oss's MXFP4", fix="use the 16-bit model")
-    if tuple(weight.shape) != shape:
-        raise ModelError(what=f"{key} has the shape {tuple(weight.shape)} instead of {shape}",
-                         why="the weights do not belong to config.json",
-                         fix="download all files of the model, in the same version")
-    return weight

@@ -91,8 +91,7 @@ class StoredLinear(nn.Linear):
 
     def to_own(self, dtype: torch.dtype) -> nn.Linear:
         """The same linear in 16 or 32 bits."""
-        with torch.device("meta"):
-            plain = nn.Linear(self.in_features, self.out_features, bias=False)
+        plain = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         plain.weight = nn.Parameter(self.dequantize(dtype), requires_grad=False)
         plain.bias = None if self.bias is None else nn.Parameter(self.bias.detach().to(dtype), requires_grad=False)  # type: ignore[assignment]
         return plain

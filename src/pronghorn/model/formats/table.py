@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pronghorn.errors import EnvironmentFault, ModelError
 from pronghorn.kernels.lora.fp8 import fp8_linear
+from pronghorn.kernels.moe.grouped_fp8 import WIDTH_MULTIPLE
 from pronghorn.kernels.quant.fp8_cast import FP8Tensor, fp8_quantize, fp8_supported
 from pronghorn.kernels.quant.mxfp4 import MXFP4Tensor, mxfp4_quantize
 from pronghorn.kernels.quant.nf4 import nf4_quantize
@@ -28,7 +29,6 @@ from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.model.formats.bitsandbytes import nf4_of_state, nf4_state
 
 Storage = Literal["bf16", "nf4", "mxfp4", "fp8"]
-WIDTH_MULTIPLE = 16  # of both dimensions of a weight, for FP8 products on a GPU
 
 
 class ToFp8(NamedTuple):
