@@ -9,11 +9,10 @@ never changes (the padding is documents of no tokens). For tokens i, j of one do
     lse_in = log(sum_j exp s_ij + exp sink_n)      the sink only where there is one (gpt-oss)
     out_in = sum_j exp(s_ij - lse_in) v_jn'
 
-Five ways to compute it, `pick_backend` chooses: our own kernel where documents are short (without flash-attn-4 on a Hopper also
-where they are not), flash-attn-4, FlashAttention-2 in torch, flex attention, plain torch.
-None of them ever builds a T x T mask. All keep `out` and `lse` for backward and nothing else, so the layer decides what
-becomes of q, k and v. q, k, v, out and their gradients may be views into wider rows (a qkv buffer, extra LoRA columns).
-On the GPU no call waits for the device as long as the backend is not "torch", so all of this captures in a CUDA graph.
+`pick_backend` chooses one of five backends: our own kernel for short documents (on Hopper without flash-attn-4 for longer ones
+too), flash-attn-4, FlashAttention-2 in torch, flex attention, plain torch. None builds a T x T mask. Backward needs only `out`
+and `lse` beside q, k and v, which the layer saves or recomputes. q, k, v, out and their gradients may be views into wider rows
+(a qkv buffer, LoRA columns). No GPU backend but "torch" synchronizes with the host, so a CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from pronghorn.kernels.runtime.dispatch import HAS_TRITON, Chip, cuda_capability
 
 MAX_FLASH_WIDTH = 256  # widest head of FlashAttention-2, and of flash-attn-4 on Hopper
 HALF = (torch.bfloat16, torch.float16)
-# Up to here documents are short, or of middle length: their mean length, each token counted. On a Hopper, forward and backward,
-# our kernel and flash-attn-4 were even at 512. FlashAttention-2, the choice where flash-attn-4 is not installed, takes 1.5
+# Documents up to SHORT are short, up to MIDDLE medium (mean length, weighted by tokens). On Hopper, forward and backward, our
+# kernel and flash-attn-4 were even at 512. FlashAttention-2, the choice where flash-attn-4 is not installed, takes 1.5
 # times as long as ours at 1,024 tokens, 1.24 times at 4,096, and as long at 32,768 (benchmarks/results/ops.json).
 SHORT, MIDDLE = 512, 16_384
 Length = Literal["short", "middle", "long"]
@@ -60,7 +59,7 @@ def attention_reference(
     softcap: float | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """The definition, document by document, for autograd to differentiate. Meant for tests."""
+    """The definition, document by document, differentiable. For tests."""
     outs = []
     group = q_TNH.shape[1] // k_TKH.shape[1]
     for start, end in pairwise(cu_seqlens.tolist()):
@@ -86,9 +85,9 @@ def pick_backend(
     device: torch.device, dtype: torch.dtype, head_width: int, *, softcap: bool = False, sinks: bool = False,
     typical: int | None = None,
 ) -> Backend:
-    """The fastest backend that computes this call, said once together with why the faster ones do not serve.
+    """The fastest backend that supports this call; a notice says once why faster ones do not.
 
-    `typical`: the documents' mean length, each token counted, where the host knows it.
+    `typical`: the documents' mean length weighted by tokens, where the host knows it.
     """
     length: Length = "long" if typical is None or typical > MIDDLE else "middle" if typical > SHORT else "short"
     return _pick(_Case(device, dtype, head_width, softcap, sinks, length), pretended())
@@ -113,13 +112,13 @@ class _Case:
 
 @cache
 def _pick(case: _Case, chip: Chip | None) -> Backend:
-    """`chip`: that of the device, where it is another than it really has."""
+    """`chip`: the one to pretend, if not the device's own."""
     reasons: list[str] = []
     for backend, why_not in REFUSALS.items():
         reason = why_not(case)
         if reason is None:
             because = f" ({'; '.join(reasons)})" if reasons and case.device.type == "cuda" else ""
-            if case.device.type == "cuda":  # on a CPU there is no choice to tell of
+            if case.device.type == "cuda":  # a CPU has no choice
                 say_once(f"attention on a GPU: {BACKENDS[backend].title} for {case}{because}")
             return backend
         reasons.append(f"{BACKENDS[backend].title}: {reason}")
@@ -184,8 +183,8 @@ REFUSALS: dict[Backend, Callable[[_Case], str | None]] = {
 
 
 class Options(TypedDict, total=False):
-    """Of a call, beside the documents. `lengths`: of the documents, on the host, which spare the plain-torch backend a wait for
-    the device. `spans_2T`: where each token's document begins and ends (attention_torch.spans)."""
+    """Options of a call. `lengths`: document lengths on the host, which save the plain-torch backend a synchronization.
+    `spans_2T`: where each token's document begins and ends (attention_torch.spans)."""
 
     scale: Required[float]
     window: int | None
@@ -199,8 +198,8 @@ def attention_forward(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, longest: int, *, typical: int | None = None,
     out: Tensor | None = None, backend: Backend | None = None, **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out_TNH, lse_NT in fp32). `longest`: no document is longer, constant over the replays of a CUDA graph. `typical`: see
-    `pick_backend`."""
+    """(out_TNH, lse_NT in fp32). `longest`: upper bound of the document lengths, constant over the replays of a CUDA graph.
+    `typical`: see `pick_backend`."""
     packed = _packed(cu_seqlens, longest, options)
     chosen = backend or _backend_for(q_TNH, packed, typical)
     with torch.no_grad():
@@ -215,8 +214,8 @@ def attention_backward(
 ) -> Grads:  # fmt: skip
     """(dq_TNH, dk_TKH, dv_TKH, dsinks_N or None), written into `grads` (dq, dk, dv) where given.
 
-    `out_TNH` and `lse_NT` are the forward's, of the same backend, as are all the other arguments. `rotated`: cos and sin by
-    which RoPE rotated q and k, where `unrotates`; dq and dk are then those of before.
+    `out_TNH`, `lse_NT` and all other arguments are the forward's; so is the backend. `rotated`: the cos and sin of RoPE, where
+    `unrotates`; dq and dk are then the gradients before RoPE.
     """
     packed = _packed(cu_seqlens, longest, options)
     chosen = backend or _backend_for(q_TNH, packed, typical)
@@ -228,27 +227,27 @@ def attention_backward(
 
 
 def gradients_in_place(backend: Backend, heads: int, kv_heads: int, head_width: int) -> bool:
-    """Whether dq, dk and dv may be written where q, k and v are. flash-attn-4 makes them out of its fp32 sums, when all is read
-    (of dk and dv it has such sums only where query heads share a key head); FlashAttention-2 has tensors of its own; plain
-    torch is done with a block, and with a document, before it writes them."""
+    """Whether dq, dk and dv may overwrite q, k and v. flash-attn-4 converts them from fp32 sums after all reads (for dk and dv
+    only where query heads share a key head); FlashAttention-2 allocates its own; plain torch writes a block, and a document,
+    after it has read it."""
     if backend == "flash4":
-        return heads > kv_heads and head_width <= 128  # Blackwell's kernel for 256 is another
+        return heads > kv_heads and head_width <= 128  # Blackwell has another kernel for 256
     return backend in ("flash2", "torch")
 
 
 def unrotates(backend: Backend, head_width: int, cos_TP: Tensor, neighbours: bool) -> bool:
-    """Whether the backend's gradients can be those before RoPE (`attention_backward`'s `rotated`)."""
+    """Whether the backend can undo RoPE on dq and dk (`attention_backward`'s `rotated`)."""
     return backend == "short" and not neighbours and attention_short.Short.unrotates(head_width, cos_TP.shape[1])
 
 
 def _packed(cu_seqlens: Tensor, longest: int, options: Options) -> Packed:
-    """A window that covers every document is none: plain causal kernels are faster and already compiled."""
+    """Drops a window that covers every document: plain causal kernels are faster and already compiled."""
     packed = Packed(cu_seqlens, longest, **options)
     return packed if packed.window is None or packed.window < longest else replace(packed, window=None)
 
 
 def _backend_for(q_TNH: Tensor, packed: Packed, typical: int | None) -> Backend:
-    """The backend for these tensors; inside a CUDA graph one that waits for the device is an error said in words."""
+    """The backend for these tensors; an error during capture if it synchronizes with the host."""
     softcap, sinks = packed.softcap is not None, packed.sinks_N is not None
     backend = pick_backend(q_TNH.device, q_TNH.dtype, q_TNH.shape[-1], softcap=softcap, sinks=sinks, typical=typical)
     if backend == "torch" and q_TNH.is_cuda and torch.cuda.is_current_stream_capturing():

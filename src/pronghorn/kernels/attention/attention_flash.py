@@ -1,14 +1,14 @@
 """Attention through flash-attn-4 and through the FlashAttention-2 kernels that torch ships (letters: attention.py).
 
-Both are called below their autograd, forward and backward, and both take grouped heads and row-strided tensors as they
-are. A window of w tokens (i - j < w) is `left = w - 1` in their terms.
+Both are called below autograd. Both take grouped heads and row-strided tensors. A window of w tokens (i - j < w) is
+`left = w - 1` in their terms.
 
 flash-attn-4 (package flash_attn.cute) is written in a Python-embedded language and compiles a kernel in about 6 s on first
 use. On an H200 it is 1.7 to 1.9 times as fast as FlashAttention-2 forward and 1.3 to 2 times backward. It writes gradients
-straight into the caller's buffers; FlashAttention-2 allocates its own, so there they are copied. Both backwards allocate
-fp32 sums for 64 or 128 rows more for every entry of `cu_seqlens`, its padding included, and flash-attn-4 zeroes those of dk
-and dv: at 16,384 tokens of an 8B model 514 entries instead of 128 are 0.8 GB more, half of it to be zeroed in every layer.
-Of 200,000 tokens the sums are 4.9 GB: such packs run their heads in several chunks, each with sums of its own.
+into the caller's buffers; FlashAttention-2 allocates its own, which are copied. Both backwards allocate fp32 sums for 64 or
+128 extra rows per entry of `cu_seqlens`, padding included, and flash-attn-4 zeroes those of dk and dv: at 16,384 tokens of 8B,
+514 entries instead of 128 take 0.8 GB more, half of it zeroed in every layer. For 200,000 tokens the sums are 4.9 GB: such
+packs run their heads in chunks, each with its own sums.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pronghorn.kernels.runtime.copy_rows import copy_rows
 
 @cache
 def _flash4() -> tuple[Any, str | None]:
-    """(the module with flash-attn-4's raw forward and backward, None) or (None, why there is none)."""
+    """(flash-attn-4's module with the raw forward and backward, None) or (None, why it is missing)."""
     try:
         module = import_module("flash_attn.cute.interface")
     except ImportError as error:
@@ -41,12 +41,12 @@ def why_no_flash4() -> str | None:
     return _flash4()[1]
 
 
-MOST_SUMS = 2 * 10**9  # bytes: what a chunk may take for them, if there are heads enough
+MOST_SUMS = 2 * 10**9  # bytes of fp32 sums per chunk, if there are enough heads
 
 
 def backward_chunks(tokens: int, heads: int, kv_heads: int, head_width: int) -> int:
-    """In how many chunks flash-attn-4's backward does the heads. Each has as many blocks of tokens as the whole, and half a
-    million tokens are thousands of them: the GPU stays busy."""
+    """Chunks of heads in flash-attn-4's backward. Each chunk has all blocks of tokens, thousands of them, so the GPU stays
+    busy."""
     sums, chunks = 4 * tokens * (heads + 2 * kv_heads) * head_width, 1
     while sums > chunks * MOST_SUMS and kv_heads % (2 * chunks) == 0:
         chunks *= 2
@@ -123,7 +123,7 @@ class Flash2:
     @staticmethod
     def backward(dout_TNH: Tensor, done: Computed, packed: Packed, grads: Parts | None) -> Grads:
         bounds, longest = packed.cu_seqlens, packed.longest
-        no_dropout = torch.empty(2, dtype=torch.uint64, device=dout_TNH.device)  # its random state: never read without
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=dout_TNH.device)  # random state, not read
         unused = torch.empty(0, device=dout_TNH.device)
         found = torch.ops.aten._flash_attention_backward(
             dout_TNH, *done, bounds, bounds, longest, longest, 0.0, packed.window is None, no_dropout, unused,

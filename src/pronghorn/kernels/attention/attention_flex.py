@@ -1,10 +1,10 @@
 """Attention through torch's flex attention: CUDA where no flash kernel applies (letters: attention.py).
 
-That is fp32, heads wider than 256, and soft-caps where flash-attn-4 is missing. The block mask is built from the
-documents' bounds at the granularity of 128-token blocks, on the device: (T / 128)^2 numbers, never a T x T mask.
+It serves fp32, heads wider than 256, and soft-caps without flash-attn-4. The block mask is built on the device from the
+documents' bounds in blocks of 128 tokens: (T / 128)^2 numbers, never a T x T mask.
 
-Flex has no backward that can be called by itself, so backward runs the forward again with autograd on: a third slower
-than it could be, and nothing but `out` and `lse` is kept in between, as with every other backend.
+Flex has no separate backward, so backward recomputes the forward with autograd on: a third slower than it could be, but it
+saves only `out` and `lse`, like every other backend.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def _flex_attention(compiled: bool) -> Callable[..., Any]:
 
 
 def block_mask(packed: Packed, tokens: int, device: torch.device) -> Any:
-    """Which 128 x 128 blocks have a pair that is seen, and the rule inside a block.
+    """The 128 x 128 blocks with at least one visible pair, and the mask inside a block.
 
-    A block of queries sees one run of key blocks: from the block with the first key that its first query sees (later
-    queries see no earlier ones, as documents and windows only move forward) up to itself.
+    A block of queries sees a contiguous run of key blocks: from the block with its first query's first key (later queries see
+    no earlier ones, as documents and windows only move forward) up to itself.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -98,7 +98,7 @@ class Flex:
 
     @staticmethod
     def backward(dout_TNH: Tensor, done: Computed, packed: Packed, grads: Parts | None) -> Grads:
-        leaves = [x.detach().requires_grad_() for x in done[:3]]  # the forward runs again
+        leaves = [x.detach().requires_grad_() for x in done[:3]]  # the forward is recomputed
         sinks = None if packed.sinks_N is None else packed.sinks_N.detach().requires_grad_()
         with torch.enable_grad():
             out, _ = _run(leaves[0], leaves[1], leaves[2], sinks, packed)

@@ -1,26 +1,26 @@
 """Attention over packed short documents in Triton (see attention.py for what is computed and for the letters).
 
-Kernels for long sequences cut each document into tiles of 128 rows and start a pipeline for each tile of each head: with
-documents of 200 tokens most of the time goes into starting and into rows that are not there. Here a tile is a piece of the
-pack itself, whatever documents its tokens belong to; it looks at the keys from the beginning of its first token's document to
-its own end, and a mask keeps documents apart. So the grid follows from T alone, there is nothing to be zeroed or converted,
-every sum has one place (the results repeat bit for bit), and many small programs an SM hide each other's latency.
+Kernels for long sequences cut each document into tiles of 128 rows and start a pipeline for each tile of each head. With
+documents of 200 tokens, start-up and empty rows take most of the time. Here a tile is a slice of the pack, across documents: it
+reads keys from the start of its first token's document to its own end, and a mask separates documents. So the grid depends on
+T alone, nothing is zeroed or converted, sums have a fixed order (results are bit-identical), and many small programs per SM
+hide each other's latency.
 
 Query heads that share a key/value head (PACK of them, a power of 2) lie side by side in a tile: its BM rows are BM / PACK
-tokens of each. The fewer tokens a tile spans, the fewer keys it looks at in vain: with documents of 200 tokens 64 rows of one
-head see 229 keys on average, 16 tokens of four heads 181, of which 165 count (computed).
+tokens of each. A tile that spans fewer tokens reads fewer masked keys: with documents of 200 tokens, 64 rows of one head read
+229 keys on average, 16 tokens of four heads 181, of which 165 are visible (computed).
 
-A program of forward can do two key/value heads for its tokens (PAIR; names that end in 2 are the second head's). What does not
-depend on the head, the mask above all, is there once: 13.6 instructions a score instead of 17.4 in its loop at width 64
-(compiled for an H200). What is computed for a head, and in which order, is the same.
+A forward program can process two key/value heads for its tokens (PAIR; names ending in 2 belong to the second). What is the
+same for both, mainly the mask, is computed once: 13.6 instructions a score instead of 17.4 in the loop at width 64 (compiled
+for an H200). The arithmetic of a head and its order stay the same.
 
     starts_T, ends_T    int32: where each token's document begins and ends, made once per batch (`spans` in attention_torch.py)
     forward             program = BM query rows; loops over key blocks; online softmax
-    backward, dq        the same programs; also delta = sum_h dout * out, which the next one reads beside lse
+    backward, dq        the same programs; also delta = sum_h dout * out, for the next kernel
     backward, dk, dv    program = BN key rows of one key/value head; loops over the query heads of its group and over query
                         blocks up to the end of its last row's document
 
-Backward can also undo RoPE on dq and dk, while it has them in fp32: one rounding and one pass less.
+Backward can also undo RoPE on dq and dk in fp32: one rounding and one pass less.
 
 Products run on tensor cores in the inputs' dtype with fp32 sums (fp32 inputs: true fp32); the softmax is in fp32, base 2.
 """
@@ -38,7 +38,7 @@ from pronghorn.kernels.runtime.add_dot import add_dot, halves
 from pronghorn.kernels.runtime.dispatch import BLACKWELL, HOPPER, Chip, chip_of, jit, tl, triton
 
 MAX_WIDTH = 128  # of a head: wider accumulators do not fit the registers
-_LEAST = tl.constexpr(-1e38)  # the largest score of a row that has seen nothing yet: below all others, but -inf - -inf is NaN
+_LEAST = tl.constexpr(-1e38)  # running maximum before the first key: below every score, and finite, since -inf - -inf is NaN
 
 
 def _padded(width: int) -> int:
@@ -51,19 +51,19 @@ class Tiles(NamedTuple):
     keys: int
     warps: int
     stages: int
-    heads: int = 8  # side by side in a tile, at most
+    heads: int = 8  # heads that share a tile, at most
     pair: bool = False  # forward: two key/value heads a program, where that is possible
 
     def pack(self, group: int) -> int:
-        """How many of a group's heads are."""
+        """Heads of a group that share a tile."""
         return min(self.heads, group & -group)
 
     def pairs(self, group: int, kv_heads: int) -> bool:
-        """Whether a program does two: there is an even number of them, and a tile holds all query heads of one."""
+        """Whether a program processes two: their number is even, and a tile holds all query heads of one."""
         return self.pair and kv_heads % 2 == 0 and self.pack(group) == group
 
     def options(self, tokens: int, pack: int, width: int) -> dict[str, Any]:
-        """Of a kernel. WHOLE: no tile reaches beyond the pack or a head's columns, so that no load needs a mask."""
+        """Compile-time options. WHOLE: no tile crosses the end of the pack or of a head, so no load needs a mask."""
         whole = tokens % max(self.rows, self.keys) == 0 and width == _padded(width)
         return {"BM": self.rows, "BN": self.keys, "PACK": pack, "STAGES": self.stages, "WHOLE": whole}
 
@@ -79,7 +79,7 @@ class Config(NamedTuple):
 # width 64 and 250 at 128, where 64 keys at a time take 182 and 280 (docs/log/2026-11-15-short-attention.md). None spills.
 # Stages are from the same entry: dk, dv at width 64 take 191 us with 4 and 197 with 3, dq at 128 353 with 2 and
 # 372 with 3. Forward by pairs takes 0.05 to 0.2 ms off a 1B step of 148 (2026-11-16 in docs/log); dq by pairs took 0.1 more,
-# though it has a fifth fewer instructions, and at width 128 pairs leave room for fewer programs.
+# though it has a fifth fewer instructions, and at width 128 pairs leave registers for fewer programs.
 CONFIGS = {
     64: [Config(Tiles(64, 32, 4, 3, pair=True), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 4)),
          Config(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
@@ -91,13 +91,12 @@ CONFIGS = {
 }  # fmt: skip
 
 
-# fp32 products are not for tensor cores: Triton unrolls them, and larger tiles spill kilobytes. A run in fp32 is for looking
-# closely, not for speed.
+# fp32 products do not use tensor cores: Triton unrolls them, and larger tiles spill kilobytes. fp32 is for debugging.
 FP32_CONFIGS = {64: Config(*[Tiles(32, 32, 8, 1)] * 3), 128: Config(*[Tiles(16, 16, 4, 1)] * 3)}
 
 
-# Small chips give an instruction of the tensor cores a tile in registers, and not in shared memory: at width 128 dk and dv need
-# more than a thread of four warps can have (compiled for 12.0: 8 to 40 bytes spilled; 180 registers with eight).
+# On small chips, tensor-core operands come from registers, not from shared memory: at width 128, dk and dv need more registers
+# than a thread of four warps can have (compiled for 12.0: 8 to 40 bytes spilled; 180 registers with eight).
 SMALL_CONFIGS = {64: CONFIGS[64][0], 128: CONFIGS[128][0]._replace(dkdv=Tiles(32, 64, 8, 2))}
 
 
@@ -111,7 +110,7 @@ def config_for(width: int, dtype: torch.dtype, chip: Chip = HOPPER) -> Config:
 
 
 # ---- Triton -------------------------------------------------------------------------------------------------
-# Parameters of kernels carry no types: Triton's compiler looks an annotation up and takes only its own names.
+# Kernel parameters have no annotations: Triton resolves them and accepts only its own types.
 
 
 @jit
@@ -122,7 +121,7 @@ def _places(pointer, token, row_stride, head, column, H: tl.constexpr):  # type:
 
 @jit
 def _rows(places, inside, column, H: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What lies there; zeros outside."""
+    """Loads rows; zeros outside."""
     if WHOLE:
         return tl.load(places)
     return tl.load(places, mask=inside[:, None] & (column < H)[None, :], other=0.0)
@@ -154,8 +153,8 @@ def _query_rows(block, first_head, BM: tl.constexpr, PACK: tl.constexpr):  # typ
 
 @jit
 def _keys_of(starts, first, T, WINDOW: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the key blocks begin and end that TOKENS tokens from the first on look at; and from which key on all of them look
-    at every key before the first of them."""
+    """The range of key blocks that TOKENS tokens starting at the first one see; and the first key from which all of them see
+    every key before the first token."""
     begin = tl.load(starts + first)
     end = tl.minimum(first + TOKENS, T)
     common = tl.load(starts + end - 1)
@@ -167,7 +166,7 @@ def _keys_of(starts, first, T, WINDOW: tl.constexpr, TOKENS: tl.constexpr, BN: t
 
 @jit
 def _way_on(step, blocks, TOKENS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many tokens and heads on the next query block lies; after the last one of some heads, it is the first of the next."""
+    """Steps to the next query block, in tokens and heads; after the last block of some heads comes the first of the next."""
     tokens, heads = TOKENS, 0
     if GROUP > PACK:
         wraps = step % blocks == blocks - 1
@@ -178,7 +177,7 @@ def _way_on(step, blocks, TOKENS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.co
 
 @jit
 def _seen(row, column, start, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which keys (columns) a query (row) looks at; `start` is where the query's document begins."""
+    """The mask of keys (columns) that a query (row) sees; `start`: first token of the query's document."""
     seen = (column <= row) & (column >= start)
     if WINDOW > 0:
         seen &= row - column < WINDOW
@@ -199,7 +198,7 @@ def _online_softmax(scores, factor, values, largest, total, result, PRECISION: t
 def _store_attention(  # type: ignore[no-untyped-def]
     out, out_row, lse, sinks, token, head, column, inside, largest, total, result, T, H: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """With the sinks, and divided by the total."""
+    """Adds the sinks, divides by the total, stores."""
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
         larger = tl.maximum(largest, sink)
@@ -250,7 +249,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
             scores2 = tl.dot(queries2, tl.trans(keys2), input_precision=PRECISION)
             scores2, _, _ = capped(scores2, scale, softcap, HAS_SOFTCAP, EXACT)
         if (first_key < common) | (first_key + BN > first + 1):
-            block = tl.arange(0, BN)  # from first_key on: nothing to be moved on where there is no mask
+            block = tl.arange(0, BN)  # from first_key on; without a mask there is nothing to advance
             seen = _seen((token - first_key)[:, None], block[None, :], (start - first_key)[:, None], WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
             if PAIR:
@@ -318,8 +317,8 @@ def _dkdv_kernel(  # type: ignore[no-untyped-def]
     HAS_SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, WHOLE: tl.constexpr, UNROTATE: tl.constexpr,
 ):  # fmt: skip
-    """Scores are transposed here, [keys, queries]: both products into the results then take their left factor as it is. One
-    loop goes over the query blocks of PACK heads of the group, then of the next PACK."""
+    """Scores are transposed, [keys, queries], so both products take their left operand as it is. One loop covers the query
+    blocks of PACK heads of the group, then of the next PACK."""
     EXACT: tl.constexpr = PRECISION == "ieee"
     TOKENS: tl.constexpr = BM // PACK
     kv_head = tl.program_id(0) % (HEADS // GROUP)
@@ -406,7 +405,7 @@ class Short:
     @staticmethod
     def backward(dout_TNH: Tensor, done: Computed, packed: Packed, grads: Parts | None,
                  rotated: tuple[Tensor, Tensor] | None = None) -> Grads:
-        """`rotated`: cos and sin, [T, H / 2], by which RoPE rotated q and k; dq and dk are then those of before."""
+        """`rotated`: RoPE's cos and sin, [T, H / 2]; dq and dk are then the gradients before RoPE."""
         q_TNH, k_TKH, v_TKH, out_TNH, lse_NT = done
         T, heads, width = q_TNH.shape
         dq, dk, dv = grads or done.empty_grads()
@@ -433,5 +432,5 @@ class Short:
 
     @staticmethod
     def unrotates(head_width: int, half: int) -> bool:
-        """Whether `backward` takes cos and sin of so many columns: a half each of heads that fill a tile."""
+        """Whether `backward` can undo RoPE: it rotates whole heads by halves, and a head fills a tile."""
         return 2 * half == head_width == _padded(head_width)

@@ -1,6 +1,6 @@
-"""The softmax of our own attention kernel (attention_short.py), score by score: powers in fp32, base 2, and the soft-cap.
+"""Softmax and soft-cap of attention_short.py: exponentials in fp32, base 2.
 
-EXACT, for fp32 inputs: as near to the truth as plain torch, where a GPU's own powers of 2 are not.
+EXACT, for fp32 inputs: as accurate as plain torch, which a GPU's exp2 instruction is not.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @jit
 def _exact_power(x):  # type: ignore[no-untyped-def]
-    """2^x to the last bit or so, for x <= 127: a GPU's own instruction is 2^-22 off, which fp32 shows. Taylor series around the
-    nearest whole number, up to the seventh power: 5e-9 off at most."""
+    """2^x for x <= 127, accurate to about the last bit; a GPU's own instruction has an error of 2^-22. Taylor series around the
+    nearest integer, up to the seventh power: error at most 5e-9."""
     near = tl.maximum(x, -126.0)
     whole = tl.floor(near + 0.5)
     part = near - whole
@@ -30,8 +30,8 @@ def _exact_power(x):  # type: ignore[no-untyped-def]
 
 @jit
 def powers(scores, scale, anchor, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """exp(scale * scores - anchor). One multiply-add before the power of 2, or, for fp32, subtracted first: what is rounded
-    then is the difference, not its terms."""
+    """exp(scale * scores - anchor). One multiply-add before exp2; for fp32 the subtraction comes first, so the difference
+    is rounded, not its terms."""
     if EXACT:
         return _exact_power((scores * scale - anchor) * LOG2E)
     return tl.exp2(scores * (scale * LOG2E) - anchor * LOG2E)
@@ -39,7 +39,7 @@ def powers(scores, scale, anchor, EXACT: tl.constexpr):  # type: ignore[no-untyp
 
 @jit
 def as_power(lse, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As `weights_by` takes it: for fp32 as it is, else as a power of 2, multiplied once here instead of in every block."""
+    """lse as `weights_by` takes it: unchanged for fp32, else in base 2, scaled once instead of in every block."""
     return lse if EXACT else lse * LOG2E
 
 
@@ -53,8 +53,8 @@ def weights_by(scores, scale, norm, EXACT: tl.constexpr):  # type: ignore[no-unt
 
 @jit
 def capped(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(scores, what they are still to be multiplied by, the soft-cap's slope). Triton's interpreter has no tanh; near 0 the
-    quotient of powers would cancel, so there it is x and an odd polynomial (minimax for fp32: 1e-7 off at most)."""
+    """(scores, their remaining factor, the soft-cap's slope). Triton's interpreter has no tanh. Near 0 the quotient of
+    exponentials would cancel, so an odd polynomial replaces it (minimax for fp32: error at most 1e-7)."""
     slope = 1.0
     if HAS_SOFTCAP:
         x = scores * (scale / softcap)

@@ -1,9 +1,8 @@
 """Attention in plain torch, document by document (see attention.py for what is computed and for the letters).
 
-Serves the CPU, and GPUs where nothing faster applies. On the CPU a document without soft-cap and without a window that
-cuts it goes through torch's own blocked kernels, forward and backward (2048 tokens, 9 heads, one core: 0.34 s instead
-of 1.7 s dense; 2 times as fast forward and 1.3 times backward as the blocks below). Everything else goes in blocks of
-query rows, so a block's scores are the most memory it ever takes.
+For the CPU, and for GPUs where nothing faster applies. On the CPU, documents without a soft-cap and without an effective window
+use torch's own blocked kernels (2048 tokens, 9 heads, one core: 0.34 s instead of 1.7 s dense; 2 times as fast forward and 1.3
+times backward as the blocks below). Everything else runs in blocks of query rows, so memory is bounded by a block's scores.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def written(grads: Parts | None, found: Sequence[Tensor], dsinks: Tensor | None)
 
 
 def spans(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """[2, T] int32: where each token's document begins, and where it ends. On the device, without asking it for anything."""
+    """[2, T] int32: where each token's document begins and ends. Computed on the device, without a synchronization."""
     place = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens, place, right=True)
     return torch.stack([cu_seqlens[document - 1], cu_seqlens[document]])
@@ -148,8 +147,8 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def _has_torch_kernel(q: Tensor, packed: Packed, length: int) -> bool:
-    """Whether torch's CPU kernel computes this document. Half types go in blocks, in fp32, rounded once at the end; so do
-    sinks, which that kernel does not know, and which put in afterwards cost queries' gradients a digit in fp32."""
+    """Whether torch's CPU kernel computes this document. Half types run in blocks, in fp32, rounded once at the end. So do
+    sinks: that kernel does not support them, and adding them afterwards costs dq a digit in fp32."""
     whole = packed.window is None or packed.window >= length
     plain = packed.softcap is None and packed.sinks_N is None
     return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and plain and whole
@@ -176,7 +175,7 @@ def _blocks(start: int, end: int, window: int | None) -> Iterator[tuple[slice, s
 
 
 def _scores(q_TNH: Tensor, k_TKH: Tensor, packed: Packed, block: slice, keys: slice) -> tuple[Tensor, Tensor]:
-    """Scores [K, G, rows, keys] of a block, soft-capped, not masked; and where they must not be seen [rows, keys]."""
+    """Scores [K, G, rows, keys] of a block, soft-capped, not masked; and the mask of invisible ones [rows, keys]."""
     dtype = _compute_dtype(q_TNH)
     q_KGRH = _heads_first(q_TNH[block], k_TKH.shape[1]).to(dtype) * packed.scale
     k_KHJ = k_TKH[keys].permute(1, 2, 0).to(dtype)
@@ -231,7 +230,7 @@ def _backward_document(
         local = slice(keys.start - start, keys.stop - start)
         dv_KLH[:, local] += probabilities.flatten(1, 2).transpose(1, 2) @ dout_KXH
         dscores = (dout_KXH @ v_TKH[keys].permute(1, 2, 0).to(dtype)).view(*scores.shape[:3], -1)
-        # The sum over the keys, which a block has all of, rather than dout . out: that one has been rounded already.
+        # The sum over all keys of the block, not dout . out, which is already rounded.
         share = dscores * probabilities
         dscores = share.addcmul_(probabilities, share.sum(-1, keepdim=True), value=-1).mul_(packed.scale)
         if packed.softcap is not None:  # d tanh = 1 - tanh^2, and scores / softcap is that tanh

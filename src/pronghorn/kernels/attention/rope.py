@@ -66,8 +66,8 @@ class Tile(NamedTuple):
 
 
 class WeightGradTile(NamedTuple):
-    """The same for the gradients of the norms' weights, where a program goes through many tokens: `stages` - 1 of them are
-    being loaded, into shared memory, while one is computed. `programs` a processor."""
+    """The same for the norm weights' gradients, where a program loops over many tokens: `stages` - 1 of them are being loaded
+    into shared memory while one is computed. `programs`: per multiprocessor."""
 
     heads: int
     warps: int
@@ -91,7 +91,7 @@ def _tile(heads: int, head_width: int) -> Tile:
 
 def _weight_grad_tile(heads: int, head_width: int) -> WeightGradTile:
     """About 1024 values, 16 a thread: with 8 key heads of 128 no lane is idle. 96 registers (sm_90), so ten programs fit a
-    processor, with 93 KB under way, from start to end. Its loop has 270 instructions; with 8 values a thread it had 188."""
+    multiprocessor, with 93 KB in flight. Its loop has 270 instructions; with 8 values a thread it had 188."""
     width = triton.next_power_of_2(head_width)
     block = max(1, min(triton.next_power_of_2(heads), 1024 // width))
     return WeightGradTile(block, warps := max(1, block * width // 512), 3, 20 // warps)
@@ -239,7 +239,7 @@ def _backward_heads(
             at = (head * H)[:, None] + other[None, :]
             rest = tl.load(grad + token * grad_row + at, mask=other_mask, other=0.0).to(tl.float32)
         if NORM:
-            # Gradients are multiplied by 1 / rms, not x: then it is done once, and the result is one multiply-add.
+            # 1 / rms multiplies the gradients, not x: once, and the result is one multiply-add.
             inverse = tl.load(rstd + token * rstd_row + head, mask=inside, other=0.0)
             x_a, x_b = _load_pairs(x + token * x_row + head * H, inside, ROWS, HALF, BLOCK, NEIGHBOURS)
             a, b = a * inverse[:, None], b * inverse[:, None]
@@ -313,7 +313,7 @@ def _backward_kernel(
 
 
 def _widths(head_width: int, cos_TP: torch.Tensor) -> dict[str, int]:
-    """Of a head: pairs, and the rest that does not rotate, with the powers of two that hold them."""
+    """Pairs of a head and its columns without RoPE, and the next powers of two."""
     half, rest = cos_TP.shape[-1], head_width - 2 * cos_TP.shape[-1]
     if rest < 0:
         raise ValueError(f"cos and sin rotate {2 * half} of {head_width} columns")
@@ -362,8 +362,8 @@ def _rotate_backward(
     q_tiles, k_tiles = triton.cdiv(N, block), triton.cdiv(K, block)
     tiles, lanes, period, held = q_tiles + 2 * k_tiles, T, T, 0
     if need_norm_grad:
-        # Processors take programs round robin. Where the tiles divide their number, one would get values only, which are fewer
-        # bytes, and be idle in the end: so the kinds move on by one with every round.
+        # Programs go to multiprocessors round robin. If the number of tiles divided theirs, one would get only value tiles,
+        # which are fewer bytes, and idle at the end: so the kinds shift by one every round.
         processors = processor_count(dq.device)
         lanes = held = min(T, triton.cdiv(programs * processors, tiles))
         period = processors // tiles if processors % tiles == 0 else T

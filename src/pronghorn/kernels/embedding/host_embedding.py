@@ -1,12 +1,12 @@
-"""Rows of a matrix that lies in pinned host memory, gathered by the GPU itself, over the link to the host.
+"""Rows of a matrix in pinned host memory, gathered by the GPU over the host link.
 
     out_TD = weight_VD[ids_T]          T = tokens, D = model width, V = vocabulary
 
 Frozen embeddings are read a few rows at a time: 16,384 tokens of an 8B model are 134 MB of 1.05 GB, 2.4 ms over a link of
-55 GB/s. So where memory is short, the matrix can wait on the host. The kernel reads it where it is (pinned memory has an
-address on the device), asks nobody, and a CUDA graph captures it.
+55 GB/s. So where memory is short, the matrix can stay on the host. The kernel reads it in place (pinned memory has a device
+address) and can be captured in a CUDA graph.
 
-`seen_by_gpu` gives pinned memory as a tensor of the GPU: every operation of torch reads it over the link.
+`seen_by_gpu` returns pinned memory as a CUDA tensor, which any torch operation reads over the link.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
 from pronghorn.kernels.runtime.host_memory import device_shift
 
-BLOCK = 4096  # columns a program: four loads of 16 bytes a thread at 4 warps, all under way before the first arrives
+BLOCK = 4096  # columns a program: four 16-byte loads a thread at 4 warps, all in flight together
 WARPS = 4
 
 
@@ -52,7 +52,7 @@ def host_embedding(weight_VD: Tensor, ids_T: Tensor) -> Tensor:
 
 
 class _Address:
-    """Memory at an address of the device, as numba's array interface describes it."""
+    """Memory at a device address, in numba's array interface."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {

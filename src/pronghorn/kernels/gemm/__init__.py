@@ -1,1 +1,1 @@
-"""Matrix products: cuBLASLt by algorithm, and our Hopper product with fused epilogues."""
+"""GEMMs: cuBLASLt by algorithm, and our Hopper kernel with fused epilogues."""

@@ -1,10 +1,10 @@
-"""Products by the one of cuBLASLt's algorithms that is fastest while the GPU is at its power limit.
+"""GEMMs by the cuBLASLt algorithm that is fastest while the GPU is at its power limit.
 
-torch.mm takes what cuBLAS's heuristics say is fastest, and they think of a GPU at full clocks. In a training step a GPU is at
-its power limit, its clocks are a quarter lower, and the algorithm that needs the least energy wins. All of cuBLASLt's own
-algorithms without split sums give the same bits (26 of each of ten shapes, seen), so which one runs is a matter of speed alone.
+torch.mm follows cuBLAS's heuristics, which assume full clocks. In a training step the GPU is at its power limit, its clocks are
+a quarter lower, and the algorithm that needs the least energy wins. All of cuBLASLt's algorithms without split-K give the same
+bits (26 for each of ten shapes, tested), so the choice affects speed only.
 
-Times as fast as torch.mm, measured in turns on an H200, LoRA's extra columns included (python -m benchmarks.products,
+Speed relative to torch.mm, measured alternately on an H200 with LoRA's extra columns (python -m benchmarks.products,
 docs/log/2026-11-15-cublaslt-algorithms.md):
 
     y = x W^T, W [O, D], O > D                    WIDE    8B 1.035 to 1.054, 14B 1.041, 1B 1.083, 0.6B 1.18; heads 1.03 to 1.12
@@ -14,9 +14,8 @@ docs/log/2026-11-15-cublaslt-algorithms.md):
                                                           (docs/log/2026-11-16-llama-1b-variants.md)
     other results of less than 3,072 columns      torch's
 
-On other GPUs than Hopper, for other dtypes than bf16, and where the library does not offer these algorithms: torch's choice.
-The library is the one that torch has loaded already; this file binds the functions needed, whose numbers have not changed since
-CUDA 11.
+Without Hopper, bf16, or a library that offers these algorithms, torch chooses. The library is the one that torch has already
+loaded; this file binds the functions it needs, whose enum values have not changed since CUDA 11.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ OFFERS = 16  # algorithms to ask for; the library knows 8 for these shapes
 
 
 def favoured(rows: int, inner: int, columns: int, *, weight_by_rows: bool) -> tuple[Algorithm, ...]:
-    """For [rows, inner] times [inner, columns], best first; empty where torch's choice is as good. `weight_by_rows`: the right
-    factor is a weight [columns, inner], transposed."""
+    """Algorithms for [rows, inner] times [inner, columns], best first; empty where torch's choice is as good.
+    `weight_by_rows`: the right factor is a weight [columns, inner], transposed."""
     if rows < FEWEST_ROWS or columns < FEWEST_LONG:
         return ()
     if columns < FEWEST_COLUMNS:
@@ -62,8 +61,8 @@ def favoured(rows: int, inner: int, columns: int, *, weight_by_rows: bool) -> tu
 
 
 def try_mm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None, alpha: float = 1.0) -> bool:
-    """out = alpha a @ b (+ add); or False, and nothing is done, where torch should. What is added lies elsewhere than `out`:
-    the library then adds in float32 and rounds once; in place it rounds twice. So any algorithm will do, for any rows."""
+    """out = alpha a @ b (+ add); False, with nothing done, where torch should do it. `add` must not be `out`: the library adds
+    in float32 and rounds once; in place it would round twice."""
     assert add is None or not a.is_cuda or add.data_ptr() != out.data_ptr()
     prepared = _prepared_for(a, b, out, add)
     return prepared is not None and prepared.run(a, b, out, add, alpha, torch.cuda.current_stream().cuda_stream)
@@ -76,7 +75,7 @@ def taken(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> Algor
 
 
 def offered(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> dict[Algorithm, Callable[[], bool]]:
-    """All that could be taken, the library's favourite first; for who measures."""
+    """All available algorithms, the library's first choice first; for measurements."""
     if not covered(a, b, out, add) or (library := _library(a.device.index)) is None:
         return {}
     plan = _Plan(library, a.shape[0], a.shape[1], b.shape[1], _strides(a, b, out, add))
@@ -91,7 +90,7 @@ def _prepared_for(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None) -> _Pre
 
 
 def covered(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> bool:
-    """Whether this file has anything to say about such operands, whatever their sizes."""
+    """Whether this file handles such operands, whatever their sizes."""
     operands = (a, b, out) if add is None else (a, b, out, add)
     if not a.is_cuda or cuda_capability(a.device) != (9, 0) or a.device.index != torch.cuda.current_device():
         return False
@@ -101,9 +100,9 @@ def covered(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> boo
 
 
 def adds_freely(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products of such numbers add rows that lie elsewhere than their result, without a copy of them. In a 1B step of
-    149 ms the residual added by the output projection instead of the norm behind it is 0.0 to 0.3 ms, 0.16 on average
-    (docs/log/2026-11-16-llama-1b-variants.md), and a rounding less."""
+    """Whether a GEMM adds the residual from another buffer without copying it. In a 1B step of 149 ms, adding it in the output
+    projection instead of in the next norm saves a rounding and 0.0 to 0.3 ms, 0.16 on average
+    (docs/log/2026-11-16-llama-1b-variants.md)."""
     if device.type != "cuda" or dtype != torch.bfloat16 or cuda_capability(device) != (9, 0):
         return False
     index = torch.cuda.current_device()
@@ -188,7 +187,7 @@ class _Library:
 def _library(device: int) -> _Library | None:
     major = (torch.version.cuda or "0").split(".")[0]
     try:
-        # Only the copy that is loaded already (RTLD_NOLOAD): a second one of another version would be worse than none.
+        # Only the copy that is already loaded (RTLD_NOLOAD): never a second one of another version.
         functions = ctypes.CDLL(f"libcublasLt.so.{major}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         with torch.cuda.device(device):
             return _Library(functions)
@@ -268,5 +267,5 @@ def _prepared(device: int, rows: int, inner: int, columns: int, strides: _Stride
         offers = plan.offers()
         chosen = choose([library.named(offer) for offer in offers], wanted, any_will_do=adds)
     except OSError:
-        return None  # a shape that the library does not take: torch knows what to do
+        return None  # the library rejects the shape: torch handles it
     return None if chosen is None else _Prepared(plan, offers[chosen])

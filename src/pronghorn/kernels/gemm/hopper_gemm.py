@@ -1,20 +1,20 @@
-"""Products x W^T on Hopper with what follows them inside (hopper_gemm.cu): the gated activation, the head's powers of 2, the
-rotary positions of queries and keys.
+"""GEMMs x W^T on Hopper with a fused epilogue (hopper_gemm.cu): the gated activation, the LM head's exponentials, or RoPE on
+queries and keys.
 
-In a step at its power limit a kernel between two products costs what its bytes cost. The gated activation reads 537 MB a layer
-of a 1B model, the softmax 525 MB for 2,048 rows of 128,256 logits and writes as many; here both are done by the warps that
-hold the result in their registers, while the other warps of the multiprocessor multiply. A product's time on an H200, in turns
-with the library's (docs/log/2026-11-16-fused-epilogues.md):
+At the power limit a kernel between two GEMMs costs what its bytes cost. The gated activation reads 537 MB a layer of a 1B
+model; the softmax reads and writes 525 MB for 2,048 rows of 128,256 logits. Here the warps that hold the result in registers do
+both, while the other warps of the multiprocessor multiply. Times on an H200, measured alternately with the library
+(docs/log/2026-11-16-fused-epilogues.md):
 
     16,384 rows, 1B's gate and up    library 1.66 ms, and with the activation and a A^T 1.82    here 1.68, with a A^T 1.74
     2,048 rows, 1B's head            library 1.56 ms, and with the softmax 1.84                 here 1.62
 
-The product itself has torch's bits. Where a GPU is no Hopper, a dtype is not bf16, or rows do not begin at multiples of 16
-bytes: False, nothing is done, and callers do the two one after the other.
+The GEMM itself has torch's bits. Without Hopper, bf16, and rows aligned to 16 bytes, functions return False, do nothing, and
+the caller runs GEMM and epilogue separately.
 
-The last terms of x may lie in a tensor of their own (`lora_TR`), where LoRA's x A^T is kept without a copy.
+The last terms of x may be a separate tensor (`lora_TR`), which saves a copy of LoRA's x A^T.
 
-T = rows, K = terms, R = terms behind x, F = width of an MLP, X = of q, k and v, V = vocabulary, C = rows of a head's chunk.
+T = rows, K = terms, R = LoRA terms, F = width of an MLP, X = of q, k and v, V = vocabulary, C = rows of a head's chunk.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from pronghorn.kernels.runtime.dispatch import HAS_TRITON, cuda_capability, proc
 
 ROWS, TERMS, HALF = 128, 64, 96  # of a tile, which has 2 HALF columns: gate and up of 96 neurons, or 192 logits
 COLUMNS = 2 * HALF
-STAGES, BUFFERS = 4, 2  # tiles under way; and pieces of a result, of 64 rows
-NARROW_CHUNK, POWERS_CHUNK = 32, 64  # columns of such a piece
+STAGES, BUFFERS = 4, 2  # tiles in flight; and output buffers of 64 rows
+NARROW_CHUNK, POWERS_CHUNK = 32, 64  # columns of an output buffer
 THREADS = 384
 # Column tiles whose weights stay in the L2 cache while all rows pass by. Of 4 to 86 of 1B's gate and up, 12 and 16 read the
 # fewest bytes from memory (725 and 689 MB; 903 with 8, 897 with 24, 3,432 with all 86).
@@ -51,7 +51,7 @@ class _Sizes(ctypes.Structure):
 
 def gated_mm(x_TK: Tensor, weight_GK: Tensor, kind: Kind, *, gu_out: Tensor, a_out: Tensor, lora_TR: Tensor | None = None
                   ) -> bool:
-    """gu_out [T, 2 F] = [x | lora] W^T, and a_out [T, F] = act(gate) up; all may be row-strided. Whether it is done."""
+    """gu_out [T, 2 F] = [x | lora] W^T, and a_out [T, F] = act(gate) up; all may be row-strided. Returns whether it ran."""
     T, F = a_out.shape
     if F % 8 or not _fit(x_TK, lora_TR, weight_GK, gu_out, a_out):
         return False
@@ -67,8 +67,7 @@ def gated_mm(x_TK: Tensor, weight_GK: Tensor, kind: Kind, *, gu_out: Tensor, a_o
 
 
 class Labelled(NamedTuple):
-    """Of each row: the anchor and the label that are read, and the place for the label's logit, which is left as it is where
-    the label is none."""
+    """For each row: anchor and label (inputs), and the label's logit (output, untouched for ignored labels)."""
 
     anchors_C: Tensor
     labels_C: Tensor
@@ -77,9 +76,9 @@ class Labelled(NamedTuple):
 
 def powers_mm(x_CK: Tensor, weight_VK: Tensor, rows: Labelled, *, out: Tensor, scale: float, sums_2NC: Tensor,
                    wanted: Tensor | None = None) -> bool:
-    """out [C, V] = 2^(x W^T scale - anchor), and of each row of each of N tiles of columns the sum of that in fp32, before it
-    is rounded, and the largest of x W^T; and x W^T at the label. `wanted`: an int on the device; where it is 0, nothing happens
-    there. Whether it is done."""
+    """out [C, V] = 2^(x W^T scale - anchor). Also, per row and per tile of columns (N tiles), the sum of that in fp32 before
+    rounding and the largest x W^T; and x W^T at the label. `wanted`: an int on the device; if it is 0, the kernel does nothing.
+    Returns whether it ran."""
     (C, K), V = x_CK.shape, weight_VK.shape[0]
     if not _fit(x_CK, None, weight_VK, out):
         return False
@@ -99,8 +98,8 @@ def powers_mm(x_CK: Tensor, weight_VK: Tensor, rows: Labelled, *, out: Tensor, s
 
 def rope_mm(x_TK: Tensor, weight_XK: Tensor, cos_TP: Tensor, sin_TP: Tensor, *, rope_heads: int, head_width: int,
                    out: Tensor, lora_TR: Tensor | None = None) -> bool:
-    """out [T, X] = [x | lora] W^T, in which the first `rope_heads` heads are rotated by halves over their whole width, in fp32,
-    and rounded once. Whether it is done."""
+    """out [T, X] = [x | lora] W^T, with RoPE on the first `rope_heads` heads (by halves, whole width), in fp32, rounded once.
+    Returns whether it ran."""
     T, X = len(x_TK), len(weight_XK)
     angles = (T, head_width // 2)
     fits = all(x.dtype == torch.float32 and x.is_contiguous() and x.shape == angles for x in (cos_TP, sin_TP))
@@ -120,7 +119,7 @@ def column_tiles(columns: int) -> int:
 
 
 def covered(*operands: Tensor) -> bool:
-    """Whether this file has anything to say about such operands."""
+    """Whether this file handles such operands."""
     first = operands[0]
     if not first.is_cuda or cuda_capability(first.device) != (9, 0) or first.device.index != torch.cuda.current_device():
         return False
@@ -135,7 +134,7 @@ def _fit(x_TK: Tensor, lora_TR: Tensor | None, *others: Tensor) -> bool:
 
 
 def _rows(x_TK: Tensor, lora_TR: Tensor | None) -> tuple[list[TensorMap], int]:
-    """x and what lies behind it; and the terms of both."""
+    """x and its LoRA columns; and the terms of both."""
     parts = [x_TK, x_TK if lora_TR is None else lora_TR]
     maps = [TensorMap(part, (part.shape[1], len(part)), (part.stride(0),), (TERMS, ROWS)) for part in parts]
     return maps, x_TK.shape[1] + (0 if lora_TR is None else lora_TR.shape[1])

@@ -1,7 +1,7 @@
-"""Frozen linears that share an input, in FP8 both ways, with their adapters in the same product: lora_linear.py's counterpart.
+"""Frozen linears that share an input, FP8 forward and backward, with their adapters in the same GEMM: lora_linear.py in FP8.
 
 T = packed tokens, D = width of the input, O = rows of all the linears together, R = ranks of all their adapters together, a
-multiple of 16, E = 3R. The frozen weight is W = q * scale, q in e4m3 [O, D], scale fp32 [O]. One buffer holds what multiplies:
+multiple of 16, E = 3R. The frozen weight is W = q * scale, q in e4m3 [O, D], scale fp32 [O]. One buffer holds all operands:
 
     M [O + E, D + E] = [ q    sB ]           sB and A as fp8_lora.py splits them
                        [ A    -  ]
@@ -9,10 +9,10 @@ multiple of 16, E = 3R. The frozen weight is W = q * scale, q in e4m3 [O, D], sc
     forward     y  = [x8 | x A^T]   M[:O]^T           * x_scale_T * scale_O      x8, x_scale = cast of x
     backward    dx = [dy8 | dy sB]  M[:, :D]          * dy_scale_T               dy8, dy_scale = cast of dy * scale_O
 
-Backward folds the weight's scales into dy before dy's own cast, so that the same bytes serve both ways. torch._scaled_mm wants
-both operands with their summed dimension side by side in memory, so backward takes M[:, :D] transposed, [D, O + E]
-(`transposed`: into a buffer that all layers share, or kept). Everything the adapters need apart from that is bf16: x, x A^T,
-dy, dy sB. Weight gradients of linears that are trained themselves are bf16 products of bf16 dy and x (`fp8_linear`).
+Backward folds the weight's scales into dy before casting dy, so the same bytes serve both passes. torch._scaled_mm needs the
+summed dimension contiguous in both operands, so backward takes M[:, :D] transposed, [D, O + E] (`transposed`: into a buffer
+that all layers share, or saved). All else that adapters need is bf16: x, x A^T, dy, dy sB. Weight gradients of trained linears
+are bf16 GEMMs of bf16 dy and x (`fp8_linear`).
 
 torch._scaled_mm, as of torch 2.11 on a GPU: a row-major, b column-major, inner and b's outer dimension multiples of 16, scales
 fp32, contiguous, [T, 1] and [1, O], output bf16, whose rows may be strided, bias bf16. On the CPU: fp32 products, for tests.
@@ -38,7 +38,7 @@ RANK_MULTIPLE = 16  # inner dimensions of FP8 products are multiples of 16
 
 @cache
 def _ones(count: int, device: torch.device) -> Tensor:
-    """Scales of the columns of dx: there are none."""
+    """Column scales of dx, which has none: ones."""
     return torch.ones(1, count, dtype=torch.float32, device=device)
 
 
@@ -47,7 +47,7 @@ def fp8_mm(
     bias_O: Tensor | None = None, out: Tensor | None = None, fast_accumulation: bool = True,
 ) -> Tensor:  # fmt: skip
     """(a8 * scale_T) (b8 * scale_O)^T + bias, rounded once. Fast accumulation keeps the sum in the tensor cores, with about 14
-    bits: less than the operands' own rounding costs."""
+    bits: a smaller error than the operands' rounding."""
     if not a8_TK.is_cuda:
         scale = scale_T[:, None] if scale_O is None else scale_T[:, None] * scale_O
         y = (a8_TK.float() @ b8_OK.float().T) * scale
@@ -62,9 +62,9 @@ def fp8_mm(
 
 
 class Fp8Group(AdapterGroup):
-    """Linears that share an input, frozen in FP8, any subset of them with an adapter, whose parameters stay the caller's.
+    """Linears that share an input, frozen in FP8, any subset of them with an adapter. The caller owns the adapters' parameters.
 
-    What a layer calls. x8 is a buffer of `input_width` columns, dy8 one of `grad_width`.
+    A layer calls this; x8 is a buffer of `input_width` columns, dy8 one of `grad_width`.
         forward     a cast of x into x8[:, :D], with `bound`, gives scale;  xa = extend(x, x8, scale);  y = forward(x8, scale)
         backward    a cast of dy into dy8[:, :O], with `scale_O` and `bound_grad`, gives scale
                     dyb = extend_grad(dy, dy8, scale);  dx = backward_input(dy8, scale, transposed(buffer))
@@ -75,8 +75,8 @@ class Fp8Group(AdapterGroup):
         self, weights: Sequence[tuple[Tensor, Tensor]], adapters: Sequence[Adapter] = (), *,
         dtype: torch.dtype = torch.bfloat16, shared: bool = False,
     ) -> None:  # fmt: skip
-        """`weights`: (q, scale) of each linear. `shared`: M is made for each use in a buffer of the caller's (`borrow`),
-        because the weights are stored in fewer bits; q then only tells the shape, and may be on torch's meta device."""
+        """`weights`: (q, scale) of each linear. `shared`: the weights are stored in fewer bits, and M is rebuilt for each use
+        in a buffer of the caller (`borrow`); q then only gives the shape, and may be on torch's meta device."""
         like = weights[0][1]
         self._lay_out([len(q) for q, _ in weights], weights[0][0].shape[1], adapters, RANK_MULTIPLE)
         self.dtype = dtype
@@ -92,7 +92,7 @@ class Fp8Group(AdapterGroup):
         self.refresh()
 
     def _place(self, weights: Sequence[tuple[Tensor, Tensor]] | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where the adapters' FP8 columns and rows are: in M, or apart."""
+        """Puts the adapters' FP8 columns and rows into M, or beside it."""
         if weights is None:
             columns_OE = torch.zeros(self.O, self.E, dtype=E4M3, device=device)
             return columns_OE, torch.zeros(self.E, self.D, dtype=E4M3, device=device)
@@ -124,13 +124,14 @@ class Fp8Group(AdapterGroup):
         return [SplitJob(self.A_RD, self.sB_OR, self.scale_O, self._columns_OE, self._rows_ED, self.factors_2R, self.bounds_2)]
 
     def refresh(self) -> None:
-        """The adapters' present values, in bf16 and in FP8. Two launches; a CUDA graph can capture them after a first run."""
+        """Copies the adapters' current values, in bf16 and FP8. Two launches; a CUDA graph can capture them after a first
+        run."""
         if self.R:
             self._copies.run()
             self._splits.run()
 
     def requantize(self, weights: Sequence[Tensor]) -> None:
-        """q and scale anew, in place, from weights that are trained: a launch for each, and one for its scales."""
+        """Recomputes q and scale in place from trained weights: one launch each."""
         assert self.M is not None
         for rows, weight in zip(self.rows, weights, strict=True):
             self.scale_O[rows] = fp8_cast_rows(weight.detach(), out=self.M[rows, : self.D])[1]
@@ -188,7 +189,7 @@ class Fp8Group(AdapterGroup):
     # ---- products ----------------------------------------------------------------------------------------------------
 
     def extend(self, x_TD: Tensor, x8_ext: Tensor, scale_T: Tensor) -> Tensor | None:
-        """x A^T [T, R], which backward needs again; fills the last E columns of x8_ext with it."""
+        """x A^T [T, R], which backward needs too; fills the last E columns of x8_ext with it."""
         if not self.R:
             return None
         xa_TR = mm(x_TD, self.A_RD.T)
@@ -232,7 +233,7 @@ def fp8_linear_forward(x_TD: Tensor, q_OD: Tensor, scale_O: Tensor, bias_O: Tens
 
 
 def fp8_linear_backward(dy_TO: Tensor, q_OD: Tensor, scale_O: Tensor, q_DO: Tensor | None = None) -> Tensor:
-    """dx_TD. `q_DO` is the transposed weight, where it is at hand."""
+    """dx_TD. `q_DO`: the transposed weight, if available."""
     dy8_TO, dy_scale_T = fp8_cast_rows(dy_TO, scale_O)
     return fp8_mm(dy8_TO, dy_scale_T, fp8_transpose(q_OD) if q_DO is None else q_DO, None, dtype=dy_TO.dtype)
 
@@ -259,7 +260,7 @@ class _Fp8Linear(torch.autograd.Function):
 def fp8_linear(
     x: Tensor, q_OD: Tensor, scale_O: Tensor, bias_O: Tensor | None = None, *, weight_OD: Tensor | None = None
 ) -> Tensor:
-    """x W^T + bias in FP8, W = q * scale. Gradients for x, the bias and, where the linear is trained, `weight_OD`, of which q
-    and scale were made: dW = dy^T x is a bf16 product."""
+    """x W^T + bias in FP8, W = q * scale. Gradients for x, the bias and, if the linear is trained, `weight_OD`, from which
+    q and scale were made: dW = dy^T x is a bf16 GEMM."""
     flat: Tensor = _Fp8Linear.apply(x.flatten(0, -2), q_OD, scale_O, bias_O, weight_OD)  # type: ignore[no-untyped-call]
     return flat.view(*x.shape[:-1], len(q_OD))

@@ -1,4 +1,4 @@
-"""Adapters inside an FP8 product, at bf16's precision: each number as the sum of two FP8 numbers.
+"""Adapters inside an FP8 GEMM at bf16 precision: each number is the sum of two FP8 numbers.
 
     v = hi + lo        hi = e4m3(v), lo = e4m3(v - hi): 3 + 1 + 4 bits together, as many as bf16 has
     u v = u_hi v_hi + u_lo v_hi + u_hi v_lo + (u_lo v_lo, at most 2^-8 of it: left out)
@@ -8,19 +8,17 @@ so the rank-R product (x A^T)(sB)^T is 3R more columns of the frozen one, [hi | 
     forward     [x8 | 3R of x A^T] . [q | 3R of sB]^T        at 8B shapes, r = 16: 1 to 4 % more columns
     backward    [dy8 | 3R of dy sB] . [q ; 3R of A]
 
-where a second product would read and write all of y again (gate and up of 8B at 16,384 tokens, H200: 0.9 ms, beside
-an FP8 product of 3 ms, computed from its rate). These columns share the scale of their row: of x's row and of the weight's
-output channel. So each of the R has a factor that is moved from one side to the other, and rows of x leave room (`bound`, see
-fp8_cast.py):
+A second GEMM would read and write all of y once more (gate and up of 8B at 16,384 tokens, H200: 0.9 ms beside an FP8 GEMM of
+3 ms, computed from its rate). These columns share the scale of their row: of x's row and of the weight's output channel. So
+each of the R has a factor that moves from one side to the other, and rows of x keep headroom (`bound`, see fp8_cast.py):
 
     forward     c_r  = max_o |sB_or| / scale_o / 448         so that sB / (scale c) fits; within [1/16, 64]
                 bound = max_r c_r |A_r|_2                     so that x A^T c fits, whatever x is
     backward    c'_r = 1 / (4 |sB_r / scale|_2)               within max_d |A_rd| / [448, 16], so that A / c' fits
                 bound' = max_r c'_r |sB_r / scale|_2          at most 16, so that dy sB c' fits
 
-Everything is a floating-point number, so room costs nothing until values fall below 2^-6 of their scale: at the limits 64 and
-16 a typical value of x or dy is still eight times that. Adapters larger than those limits allow, with values 64 times the
-largest of the weight they sit on, saturate.
+Headroom costs no precision until values fall below 2^-6 of their scale: at the limits 64 and 16 a typical value of x or dy is
+still eight times that. Larger adapters, with values 64 times the weight's largest, saturate.
 
 T = packed tokens, O = output width, D = input width, R = rank, a multiple of 16, E = 3R.
 """
@@ -38,10 +36,10 @@ from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
 
 LEAST, MOST = 1 / 16, 64.0  # of the forward factor
 MOST_BOUND = 16.0  # of the backward pass
-REACH = 0.25  # what bound' is to be, if A lets it
-A_LEAST = 16.0  # where A's largest value goes at least, and 448 at most
+REACH = 0.25  # target of bound', if A allows it
+A_LEAST = 16.0  # least place of A's largest value; 448 is the most
 TINY = 2.0**-60
-TILE = 4096  # values of A or sB a program has in registers at a time
+TILE = 4096  # values of A or sB that a program holds in registers
 
 
 # ---- plain torch -----------------------------------------------------------------------------------------------------------
@@ -56,7 +54,7 @@ def split_reference(values: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitJob:
-    """One group of linears: from A and sB (what the adapters' own products use) to their columns and rows in FP8."""
+    """One group of linears: from A and sB in bf16 to their columns and rows in FP8."""
 
     A_RD: Tensor
     sB_OR: Tensor
@@ -95,9 +93,9 @@ def _extend_torch(xa_TR: Tensor, scale_T: Tensor, factor_R: Tensor, out_TE: Tens
 def _split(values: tl.tensor, like: tl.tensor) -> tl.tensor:
     """NaN stays NaN: it compares as neither too large nor too small.
 
-    hi is rounded to e4m3's three bits (steps of 2^-9 at least) in float32, by adding and taking away 1.5 * 2^23 steps. Casting
-    it and back again would say the same, but ptxas (CUDA 12.9, sm_90) then merges the casts of two pairs and reads the first
-    one's result from a register that nothing wrote.
+    hi is rounded to e4m3's three bits (steps of 2^-9 at least) in float32, by adding and subtracting 1.5 * 2^23 steps. A cast
+    to e4m3 and back gives the same value, but ptxas (CUDA 12.9, sm_90) then merges the casts of two pairs and reads the first
+    result from an unwritten register.
     """
     values = tl.where(values > 448.0, 448.0, values)
     values = tl.where(values < -448.0, -448.0, values)
@@ -197,7 +195,7 @@ def _split_kernel(
 
 
 def fp8_extend(xa_TR: Tensor, scale_T: Tensor, factor_R: Tensor, out_TE: Tensor) -> None:
-    """Fills the columns behind x8 (or dy8): [hi | lo | hi] of xa * factor / scale."""
+    """Fills the LoRA columns of x8 (or dy8): [hi | lo | hi] of xa * factor / scale."""
     T, R = xa_TR.shape
     if not use_triton(xa_TR):
         _extend_torch(xa_TR, scale_T, factor_R, out_TE)
@@ -212,8 +210,8 @@ def fp8_extend(xa_TR: Tensor, scale_T: Tensor, factor_R: Tensor, out_TE: Tensor)
 class SplitTable:
     """The jobs of one group, or of all the groups of a model, run together: after each refresh of A and sB (multi_copy.py).
 
-    As there, the table holds addresses, is built anew if one moved, and is copied to the device on its first run, which
-    therefore comes before a CUDA graph is captured.
+    As there, the table holds addresses, is rebuilt if one moved, and is copied to the device on its first run, which must come
+    before a CUDA graph is captured.
     """
 
     def __init__(self, jobs: Sequence[SplitJob]) -> None:

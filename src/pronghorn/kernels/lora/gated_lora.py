@@ -1,19 +1,19 @@
-"""The product between an MLP's gate and up projections (gated_mlp.py), together with the adapters' products that read it.
+"""The gated activation of an MLP (gated_mlp.py), fused with the adapters' GEMMs that read it.
 
     forward     a = act(gate) * up                       out = [a | a A^T]
     backward    dgu = [da up act'(gate) | da act(gate)], and, added to sums in fp32,
-                dA of down     += dyb^T a                a is made again here and never written
+                dA of down     += dyb^T a                a is recomputed and never written
                 dB^T of gate   += xa_gate^T dgate
                 dB^T of up     += xa_up^T dup
-                and, where it is asked for, dgu sB (gated_lora_thin.py)
+                and optionally dgu sB (gated_lora_thin.py)
 
-Gate and up stand side by side in a row: gu = [gate | up]. dyb = dy sB is the gradient behind down's B, xa = x A^T what the
-gate's and the up's A made of their input. T = packed tokens, F = MLP width, G = 2F, R = rank, at most `MOST_RANK`. Rows may be
-strided (last dimension contiguous). a, dgate and dup are rounded to gu's dtype before they are multiplied, as products of their
-own would find them, and the sums are fp32.
+Gate and up stand side by side in a row: gu = [gate | up]. dyb = dy sB is the gradient of down's a A^T, xa = x A^T
+of gate and up. T = packed tokens, F = MLP width, G = 2F, R = rank, at most `MOST_RANK`. Rows may be
+strided (last dimension contiguous). a, dgate and dup are rounded to gu's dtype before they are multiplied, as for separate
+GEMMs; the sums are fp32.
 
-Bound by memory: backward moves 5 F values a token, where the activation's backward and two products on their own move 9 F, and
-forward 3 F instead of 4 F. Sums are in a fixed order: a program adds up its rows, a second kernel adds what the programs found.
+Bound by memory: backward moves 5 F values a token, the activation's backward and two separate GEMMs 9 F; forward 3 F instead of
+4 F. Sums have a fixed order: each program sums its rows, a second kernel sums the programs.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ MOST_RANK = 64  # of each adapter: the sums of three are in registers
 
 
 def why_not(*ranks: int) -> str:
-    """Why adapters of these ranks go by products of their own; empty if they can go this way."""
+    """Why adapters of these ranks need separate GEMMs; empty if they can be fused."""
     largest = max(ranks, default=0)
     return f"rank {largest} exceeds {MOST_RANK}" if largest > MOST_RANK else ""
 
 
 def why_not_thin(gu_TG: Tensor, down_rank: int, gate: slice | None, up: slice | None) -> str:
-    """Why dgu sB is a product of its own; empty if the kernel that makes dgu can make it as well. `gate` and `up`: columns of
+    """Why dgu sB needs a separate GEMM; empty if the kernel that makes dgu can make it too. `gate` and `up`: columns of
     their adapters in sB."""
     if _thin_tile() is None:
         return "it is not requested"
@@ -77,9 +77,9 @@ def gated_lora_reference(gu_TG: Tensor, kind: Kind, A_RF: Tensor) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """Rows and columns of one step of a program, its warps, the stages of its loads (all but one are under way while one is
-    computed), and how many programs a multiprocessor is to hold, which sets the registers of each. `ranks_first`: the way round
-    in which the tensor cores are given a sum, [R, columns] or [columns, R]."""
+    """Rows and columns of one step of a program, its warps, the stages of its loads (all but one are in flight while one is
+    computed), and programs per multiprocessor, which sets the registers of each. `ranks_first`: whether the tensor cores
+    accumulate [R, columns] or [columns, R]."""
 
     rows: int
     columns: int
@@ -90,7 +90,7 @@ class Tile(NamedTuple):
 
     @property
     def registers(self) -> int | None:
-        """The most a thread may have; None where it may have all there are."""
+        """Limit per thread; None: no limit."""
         most = 65536 // (self.programs * self.warps * 32) // 8 * 8
         return most if most < 255 else None
 
@@ -129,7 +129,7 @@ def _backward_tile(rank: int, itemsize: int, chip: Chip = HOPPER) -> Tile:
 
 
 def _thin_tile() -> Tile | None:
-    """For the kernel that makes dgu sB as well; None: that is a product of its own."""
+    """For the kernel that also makes dgu sB; None: a separate GEMM does."""
     return THIN_CONFIGS[0]
 
 
@@ -146,12 +146,11 @@ def _forward_tile(rank: int, itemsize: int, chip: Chip = HOPPER) -> Tile:
 
 @jit
 def _short_sigmoid(power: tl.tensor) -> tl.tensor:
-    """1 / (1 + 2^power), 0 or 1 at the ends. Exp and a division that mind the smallest and the largest numbers are nine
-    instructions more a value, for digits that 16 bits do not show.
+    """1 / (1 + 2^power), 0 or 1 at the ends. Exact exp and division take nine more instructions a value, for digits that 16
+    bits do not show.
 
-    Said to be impure, so that the compiler keeps it once: it would else compute everything a second time, in the order in which
-    the products take it, to spare itself a way through shared memory (43 instructions a value backward instead of 28, and 33
-    instead of 14 forward).
+    Declared impure, so that the compiler computes it once: it would otherwise recompute everything in the layout of the GEMM
+    operands to avoid shared memory (43 instructions a value backward instead of 28, and 33 instead of 14 forward).
     """
     return tl.inline_asm_elementwise(
         "{ .reg .f32 t; ex2.approx.ftz.f32 t, $1; add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }",
@@ -230,11 +229,11 @@ def _backward_kernel(
     UP_BLOCK: tl.constexpr, THIN: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr, GELU: tl.constexpr, NARROW: tl.constexpr, RANKS_FIRST: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program goes down `rows` rows of its columns, ROWS at a time. Its sums go to partial [programs, DOWN + GATE + UP, F],
-    and what its columns add to dgu sB, if THIN > 0, to thin_sums [blocks of columns, T, THIN] and thin_powers.
+    """A program loops over `rows` rows of its columns, ROWS at a time. It writes its sums to partial [programs, DOWN + GATE +
+    UP, F] and, if THIN > 0, its columns' part of dgu sB to thin_sums [blocks of columns, T, THIN] and thin_powers.
 
-    DOWN, GATE, UP are the adapters' ranks, 0 for one that is not there. Neighbouring programs take neighbouring columns, so
-    that whole rows of memory are read at about the same time.
+    DOWN, GATE, UP: the adapters' ranks, 0 for none. Neighbouring programs take neighbouring columns, so that whole rows are
+    read at about the same time.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
@@ -274,7 +273,7 @@ def _backward_kernel(
         if UP > 0:
             thin_up = _adapter_rows(xa_up + at * xa_row, xa_row, row, left, UP, UP_BLOCK)
             total_up = _mm_add(thin_up, dup, total_up, RANKS_FIRST, NARROW)
-        if THIN > 0:  # last, so that the wait for it is the only one: before the others it is 1.3 instructions a value more
+        if THIN > 0:  # last, so that there is only one wait; earlier, it takes 1.3 more instructions a value
             total_thin = _thin_mm(dgate, dup, sB_gate, sB_up, NARROW)
             _give_thin(thin_sums + start * THIN, thin_powers + start, total_thin, row, left, THIN)
     partial += tl.program_id(1).to(tl.int64) * (DOWN + GATE + UP) * F
@@ -345,8 +344,8 @@ def _forward_kernel(
 
 
 def _narrow(dtype: torch.dtype) -> bool:
-    """Whether 16-bit numbers are multiplied as they are, and made by shorter formulas, whose difference they do not show. The
-    interpreter knows neither PTX nor products of bf16."""
+    """Whether to multiply in 16 bits, with shorter formulas whose error 16 bits do not show. The interpreter has neither PTX
+    nor bf16 products."""
     return dtype != torch.float32 and not KERNELS_ARE_INTERPRETED
 
 
@@ -406,10 +405,10 @@ def gated_lora_backward(
         sums_down      += dyb^T a
         sums_gate_up   += xa^T dgu, in the gate's ranks and columns and in the up's only
 
-    `gate_columns` and `up_columns` say which columns of xa, and so rows of its sums, are the gate's and the up's; they are the
-    same for one linear that makes both. An adapter that is not there: None for its columns, or for dyb and its sums.
+    `gate_columns` and `up_columns`: the columns of xa, and rows of its sums, of gate and of up; the same for one linear that
+    makes both. None for an adapter that does not exist; dyb and its sums likewise.
 
-    With sB, whose columns are those of xa, the next R columns of dgu_out become dgu sB. Only where `why_not_thin` allows it.
+    With sB (columns as xa's), the next R columns of dgu_out become dgu sB, where `why_not_thin` allows it.
     """
     F = da_TF.shape[1]
     down = _part(dyb_TR, sums_down_RF, slice(None), slice(0, F))
@@ -443,7 +442,7 @@ def _launch_backward(
     rows = _rows_of_a_program(T, F, tile, processor_count(gu_TG.device))
     programs = max(1, triton.cdiv(T, rows))
     partial = torch.empty(programs, max(1, sum(ranks)), F, dtype=torch.float32, device=gu_TG.device)
-    nothing = _Part(da_TF, partial[0])  # stands for an adapter that is not there, and is not looked at
+    nothing = _Part(da_TF, partial[0])  # placeholder for a missing adapter, not read
     down, gate, up = down or nothing, gate or up or nothing, up or gate or nothing
     across = triton.cdiv(F, tile.columns)
     thin = None if sB_GR is None else ThinSums.empty(across, T, gu_TG.device)
@@ -469,8 +468,8 @@ def _launch_backward(
 
 
 def _rows_of_a_program(T: int, F: int, tile: Tile, processors: int) -> int:
-    """So many that two to four rounds of programs fill the GPU best: 99 % of 132 multiprocessors at F = 14,336, 97 % at 8,192.
-    More rounds would make the partial sums larger, 19 and 13 MB there, which are written and read again."""
+    """Chosen so that two to four rounds of programs fill the GPU best: 99 % of 132 multiprocessors at F = 14,336, 97 % at
+    8,192. More rounds would need larger partial sums, which are 19 and 13 MB there."""
     columns, places = triton.cdiv(F, tile.columns), processors * tile.programs
     rounds = max((2, 3, 4), key=lambda rounds: rounds * places // columns / rounds)  # the first of equals
     least = triton.cdiv(T, max(1, rounds * places // columns))

@@ -1,14 +1,14 @@
-"""dgu sB, the gradient behind the B of gate and of up, as a by-product of the kernel that makes dgu (gated_lora.py).
+"""dgu sB, the gradient of x A^T of gate and up, as a by-product of the kernel that makes dgu (gated_lora.py).
 
-A product of its own reads all of dgu again, 537 MB at T = 16,384 and F = 8192, for a result of 2 MB. A program of that kernel
-has ROWS rows of one block of columns in hand, of gate and of up, and finds what these columns add to dgu sB: [ROWS, WIDTH].
-That is written, and a second kernel adds up the blocks, in their order:
+A separate GEMM reads all of dgu, 537 MB at T = 16,384 and F = 8192, for a result of 2 MB. A program of that kernel holds ROWS
+rows of one block of columns, of gate and of up, and computes their part of dgu sB: [ROWS, WIDTH]. A second kernel adds the
+blocks in order:
 
     sums [blocks, T, WIDTH] in fp16, powers [blocks, T] in one byte, dgu sB = the sum over blocks of 2^(power - 141) sums
 
-In fp32 they would be half of what the product reads, in bf16 a gradient would be rounded twice. fp16 has three bits more, and
-a power of two for each row and block puts the row's largest at 2^14 to 2^15, whatever its size: everything down to 2^-28 of it
-keeps 11 bits. Their sum, rounded to bf16, is at most a twentieth further from the truth than if it were rounded once
+In fp32 the parts would be half of what the GEMM reads; in bf16 a gradient would be rounded twice. fp16 has three more bits, and
+a power of two per row and block scales the row's largest value to 2^14 to 2^15, so everything down to 2^-28 of it keeps 11
+bits. Rounded to bf16, the sum's error is at most a twentieth larger than with one rounding
 (tests/kernels/test_gated_lora_thin.py).
 
 T = packed tokens, F = MLP width, G = 2F, R = columns of sB: gate's adapter has rows 0 to F, up's F to 2F, each in columns of
@@ -26,11 +26,11 @@ from pronghorn.kernels.runtime.dispatch import jit, tl, triton
 
 WIDTH = 32  # two adapters' ranks, each at most 16
 COLUMNS = 64  # of a block, as gated_lora.py takes them
-ROWS, TOGETHER = 8, 8  # of the kernel that adds up
+ROWS, TOGETHER = 8, 8  # of the second kernel
 
 
 class ThinSums(NamedTuple):
-    """What the blocks of columns add to dgu sB."""
+    """The parts of dgu sB, one for each block of columns."""
 
     sums_BTW: Tensor
     powers_BT: Tensor
@@ -42,7 +42,7 @@ class ThinSums(NamedTuple):
                    torch.empty(blocks, T, dtype=torch.uint8, device=device))  # fmt: skip
 
     def add_up(self, out_TR: Tensor) -> None:
-        """dgu sB; columns behind WIDTH become zero."""
+        """dgu sB; columns from WIDTH on become zero."""
         blocks, T = self.powers_BT.shape
         R = out_TR.shape[1]
         _add_blocks_kernel[(triton.cdiv(T, ROWS),)](
@@ -63,8 +63,7 @@ def _thin_weight(
 
 @jit
 def _thin_mm(dgate: tl.tensor, dup: tl.tensor, sB_gate: tl.tensor, sB_up: tl.tensor, NARROW: tl.constexpr) -> tl.tensor:
-    """One sum for both: where one has its columns, the other's sB is zero. So there is one row to find the largest of, and one
-    to write."""
+    """One sum for both adapters: in the columns of one, the other's sB is zero."""
     if not NARROW:
         dgate, dup = dgate.to(tl.float32), dup.to(tl.float32)
         sB_gate, sB_up = sB_gate.to(tl.float32), sB_up.to(tl.float32)
@@ -76,9 +75,8 @@ def _thin_mm(dgate: tl.tensor, dup: tl.tensor, sB_gate: tl.tensor, sB_up: tl.ten
 def _give_thin(
     sums: tl.tensor, powers: tl.tensor, total: tl.tensor, row: tl.tensor, left: tl.tensor, WIDTH: tl.constexpr
 ) -> None:
-    """Rows times 2^(141 - power), power being the exponent's bits of the row's largest: 127 for a number from 1 to 2. At least
-    15, so that both factors are numbers that fp32 has, neither 0 nor subnormal: a row of zeros stays one, and what is infinite
-    or no number, whose bits are 255, stays so too."""
+    """Rows times 2^(141 - power). power: exponent bits of the row's largest value, 127 for 1 to 2; at least 15, so that both
+    factors are normal fp32 numbers: zeros stay zeros, inf and NaN (255) stay what they are."""
     rank = tl.arange(0, WIDTH)
     largest = tl.max(tl.abs(total), axis=1)
     power = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
@@ -93,9 +91,8 @@ def _add_blocks_kernel(
     sums: tl.tensor, powers: tl.tensor, out: tl.tensor, out_row: tl.tensor, T: tl.tensor, COUNT: tl.constexpr, R: tl.constexpr,
     R_BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program adds up all COUNT blocks of ROWS rows, TOGETHER at a time: their loads are all under way at once, 8 of 16 bytes
-    a thread, where the program is one warp (of four warps the compiler gives a thread 40 registers instead of 64, and lets it
-    wait after every second)."""
+    """A program adds all COUNT blocks of ROWS rows, TOGETHER at a time: their loads are in flight together, 8 of 16 bytes a
+    thread, if the program is one warp (with four, a thread gets 40 registers instead of 64 and waits after every second)."""
     row, rank, every = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, R_BLOCK)
     total = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in tl.range(0, COUNT, TOGETHER):

@@ -1,14 +1,13 @@
-"""The gradients of adapters: products of a thin tensor with a wide one over all tokens, added to fp32 sums.
+"""Gradients of LoRA adapters: GEMMs of a thin tensor with a wide one over all tokens, accumulated in fp32.
 
     total_SD += thin_TS^T wide_TD              dA: thin = dy sB, wide = x          dB^T: thin = x A^T, wide = dy
     total_SD += (rstd_T thin_TS)^T wide_TD     dA where x = norm(h) and wide is h (lora_linear.py)
 
-T = packed tokens, S = ranks of a group's adapters, at most `MOST_RANKS`, D = width. Inputs have 16 bits, their rows may be
-strided (last dimension contiguous). rstd thin is rounded to thin's dtype, as if it were written back, and is not.
+T = packed tokens, S = ranks of a group's adapters, at most `MOST_RANKS`, D = width. Inputs have 16 bits; rows may be
+strided (last dimension contiguous). rstd * thin is rounded to thin's dtype, but not written back.
 
-Bound by memory: the wide tensor is read once, 64 MB at T = 16,384 and D = 2048, and that is all there is to do. dA and dB of a
-group go in one launch, so that their beginnings and ends are those of one. Sums are in a fixed order: a program adds up its
-rows, a second kernel adds what the programs found.
+Bound by memory: the wide tensor is read once, 64 MB at T = 16,384 and D = 2048. dA and dB of a group share one launch, and so
+its ramp-up and tail. Sums have a fixed order: each program sums its rows, a second kernel sums the programs.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ class LoraGradJob(NamedTuple):
 
 
 def lora_grad_gemm_reference(job: LoraGradJob) -> Tensor:
-    """What is added to the total, in its dtype."""
+    """The increment of the total, in its dtype."""
     thin_TS = job.thin_TS if job.rstd_T is None else (job.thin_TS * job.rstd_T[:, None]).to(job.thin_TS.dtype)
     return thin_TS.to(job.total_SD.dtype).T @ job.wide_TD.to(job.total_SD.dtype)
 
 
 def covered(job: LoraGradJob) -> bool:
-    """Whether `lora_grad_gemm` takes it. Few tokens too: before a step is captured its kernels are compiled on few."""
+    """Whether `lora_grad_gemm` supports it. Any number of tokens: before capture, kernels are compiled on few."""
     kinds = (job.thin_TS.dtype, job.wide_TD.dtype)
     if kinds not in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)) or job.total_SD.dtype != torch.float32:
         return False
@@ -61,8 +60,8 @@ def covered(job: LoraGradJob) -> bool:
 
 
 class Tile(NamedTuple):
-    """Rows and columns of one step of a program, its warps, the stages of its loads (all but one are under way while one is
-    multiplied), and how many times the programs fill the GPU: more rounds, more partial sums to write and read again."""
+    """Rows and columns of one step of a program, its warps, the stages of its loads (all but one are in flight while one is
+    multiplied), and how many times the programs fill the GPU: more rounds write and read more partial sums."""
 
     rows: int
     columns: int
@@ -71,12 +70,12 @@ class Tile(NamedTuple):
     rounds: int
 
     def fitted(self, chip: Chip) -> Tile:
-        """Where the wide tile goes through registers (see `programs`), four stages are more than there are."""
+        """Small chips pass the wide tile through registers (see `programs`), which do not hold four stages."""
         return self if chip.large else self._replace(stages=min(3, self.stages))
 
     def programs(self, ranks: int, chip: Chip = HOPPER) -> int:
-        """That a multiprocessor has room for. Two at least: where there is little shared memory the wide tile goes through
-        registers instead (33 KB in all at most, compiled for 8.6 and 12.0 at 16 to 64 ranks)."""
+        """Programs per multiprocessor, at least two: with little shared memory the wide tile goes through registers instead (33
+        KB in all at most, compiled for 8.6 and 12.0 at 16 to 64 ranks)."""
         bytes_each = self.stages * self.rows * (self.columns + ranks) * 2 + 2048
         return max(2, min(chip.warps // self.warps, chip.all_shared // bytes_each))
 
@@ -94,9 +93,9 @@ CONFIGS = [Tile(*config) for config in (
 
 
 def _tile(ranks: int) -> Tile:
-    """Three programs on a multiprocessor, 144 or 96 KB of the wide tensor under way. A tile is multiplied by eight instructions
-    of the tensor cores, and takes a warp 127 in all at 16 ranks, 153 at 48, and 290 where thin is scaled; memory delivers it in
-    some 900 cycles, in which a multiprocessor gives each of four warps as many."""
+    """Three programs per multiprocessor, 144 or 96 KB of the wide tensor in flight. A tile takes eight tensor-core
+    instructions, 127 instructions of a warp in all at 16 ranks, 153 at 48, and 290 where thin is scaled. Memory delivers a tile
+    in some 900 cycles, in which a multiprocessor issues as many for each of four warps."""
     return CONFIGS[1] if ranks > 16 else CONFIGS[0]
 
 
@@ -109,8 +108,8 @@ def _sum_rows(
     T: tl.tensor, rows: tl.tensor, D: tl.tensor, S: tl.tensor, S_BLOCK: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr, NARROW: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """A program's `rows` rows of a block of columns, ROWS at a time. As [columns, ranks]: the tensor cores' 64-row instruction
-    takes the wide tile as it lies in shared memory, where it came without passing registers."""
+    """A program's `rows` rows of a block of columns, ROWS at a time. As [columns, ranks]: the 64-row tensor-core instruction
+    reads the wide tile from shared memory, without registers."""
     row, rank = tl.arange(0, ROWS).to(tl.int64), tl.arange(0, S_BLOCK)
     first = tl.program_id(1).to(tl.int64) * rows
     count = tl.minimum(rows, T - tl.program_id(1) * rows)
@@ -138,7 +137,7 @@ def _sums_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, NARROW: tl.constexpr,
 ) -> None:  # fmt: skip
     """program_id(0): a block of columns, the first job's and then the second's (D_2 is 0 where there is none), so that
-    neighbours read whole rows of memory at about the same time; program_id(1): a share of the rows. partial: for each share the
+    neighbours read whole rows at about the same time; program_id(1): a share of the rows. partial: for each share the
     first job's [S, D], then the second's."""
     block, blocks = tl.program_id(0), (D + COLUMNS - 1) // COLUMNS
     rank, column = tl.arange(0, S_BLOCK), block * COLUMNS + tl.arange(0, COLUMNS)
@@ -146,14 +145,14 @@ def _sums_kernel(
     width, ranks = D, S
     if D_2 > 0 and block >= blocks:
         column, partial, width, ranks = column - blocks * COLUMNS, partial + S * D, D_2, S_2
-    if (rstd is None) != (rstd_2 is None):  # two loops, as thin that is not scaled goes past the registers
+    if (rstd is None) != (rstd_2 is None):  # two loops: unscaled thin bypasses the registers
         if block < blocks:
             total = _sum_rows(wide, wide_row, thin, thin_row, rstd, column, T, rows, D, S, S_BLOCK, ROWS, COLUMNS, STAGES,
                               NARROW)  # fmt: skip
         else:
             total = _sum_rows(wide_2, wide_2_row, thin_2, thin_2_row, rstd_2, column, T, rows, D_2, S_2, S_BLOCK, ROWS, COLUMNS,
                               STAGES, NARROW)  # fmt: skip
-    else:  # one loop: for two that are alike Triton 3.6 would take twice the shared memory
+    else:  # one loop: for two equal ones Triton 3.6 would take twice the shared memory
         if D_2 > 0 and block >= blocks:
             wide, wide_row, thin, thin_row, rstd = wide_2, wide_2_row, thin_2, thin_2_row, rstd_2
         total = _sum_rows(wide, wide_row, thin, thin_row, rstd, column, T, rows, width, ranks, S_BLOCK, ROWS, COLUMNS, STAGES,
@@ -168,8 +167,8 @@ def _add_partial_kernel(
     rows: tl.tensor, D: tl.constexpr, S: tl.constexpr, D_2: tl.constexpr, S_2: tl.constexpr, COLUMNS: tl.constexpr,
     SHARES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Adds the partial sums of some columns of one rank (program_id(1)), SHARES at a time, to the total they belong to. Their
-    number follows from T and rows: given as such, Triton would compile the kernel anew for some numbers."""
+    """Adds the partial sums of some columns of one rank (program_id(1)), SHARES at a time, to their total. Their number
+    follows from T and rows: as an argument, some values would make Triton recompile."""
     rank, column = tl.program_id(1), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     place, width, before = total + rank.to(tl.int64) * total_row, D, rank * D
     if rank >= S:
@@ -213,12 +212,12 @@ def lora_grad_gemm(jobs: Sequence[LoraGradJob]) -> None:
     _add_partial_kernel[(triton.cdiv(max(D, D_2), 512), S + S_2)](
         partial, first.total_SD, first.total_SD.stride(0), second.total_SD, second.total_SD.stride(0), T, rows, D=D, S=S,
         D_2=D_2, S_2=S_2, COLUMNS=512, SHARES=16, num_warps=4,
-        maxnreg=128,  # of which it takes 86; not told, ptxas keeps to 32, and only two of the 16 loads are under way at a time
+        maxnreg=128,  # it needs 86; by default ptxas limits it to 32, with only two of the 16 loads in flight
     )  # fmt: skip
 
 
 def _rows_of_a_program(T: int, columns: int, tile: Tile, places: int) -> int:
-    """So many that the blocks of columns, each in as many shares, fill the places in `rounds` turns: at D = 2048 12 shares of
-    two jobs or 24 of one are 97 % of 132 multiprocessors."""
+    """Chosen so that all programs fill the GPU in `rounds` rounds: at D = 2048, 12 shares of two jobs or 24 of one fill 97 % of
+    132 multiprocessors."""
     shares = max(1, tile.rounds * places // columns)
     return int(max(1, triton.cdiv(triton.cdiv(T, shares), tile.rows)) * tile.rows)

@@ -1,4 +1,4 @@
-"""Frozen linears that share an input, with their adapters, as one matrix product each way.
+"""Frozen linears that share an input, with their adapters, as one GEMM forward and one backward.
 
 T = packed tokens, D = width of the input, O = rows of all the linears together (q, k, v one under the other), R = ranks of
 all their adapters together, padded. One buffer M [O + R, D + R] holds everything:
@@ -10,11 +10,11 @@ all their adapters together, padded. One buffer M [O + R, D + R] holds everythin
     backward    dy_ext = [dy | dy sB]       dx = dy_ext M[:, :D]  = dy W  + (dy sB) A
                 dA = (dy sB)^T x            dB_i = s_i dy_i^T (x A_i^T), only for the rows of linear i
 
-Where x = norm(h), x need not be computed again for dA: with x = rstd_T h w_D it is ((rstd dy sB)^T h) w, and h is there.
+Where x = norm(h), dA needs no recomputed x: with x = rstd_T h w_D it is ((rstd dy sB)^T h) w, and h is saved.
 
-The callers own x_ext and dy_ext: row-strided buffers whose last R columns are filled here. At 16k x 28,672 the extra
-columns cost 3 % of the frozen product, where LoRA as a second product costs 17 % (H200). `nn.Linear.weight.data` can be a
-view of M (`weight_view`), so the weights are there once. Gradients are summed in fp32 and have the parameters' dtype.
+The caller owns x_ext and dy_ext, row-strided buffers whose last R columns are filled here. At 16k x 28,672 the extra columns
+cost 3 % of the frozen GEMM; LoRA as a second GEMM costs 17 % (H200). `nn.Linear.weight.data` can be a view of M
+(`weight_view`), so the weights exist once. Gradients are summed in fp32 and have the parameters' dtype.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def lora_linear_reference(
 
 
 def linear_backward_weight(dy_TO: Tensor, x_TD: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-    """dW_OD of a linear that is trained itself, in `dtype` (default: x's)."""
+    """dW_OD of a trained linear, in `dtype` (default: x's)."""
     return mm(dy_TO.T, x_TD, dtype, out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NormOf:
-    """Says of an x that it is the norm's input, not its output."""
+    """Marks an x as the norm's input, not its output."""
 
     rstd_T: Tensor
     weight_D: Tensor
@@ -76,14 +76,13 @@ class Adapter:
 
 
 def default_padding(adapters: Sequence[Adapter]) -> int:
-    """R is a multiple of this. One adapter of rank 16 as 16 columns is faster than as 64 (8B down forward: 2.91 ms), several
-    together go to whole tiles of 64 (8B gate and up: 5.63 ms; H200, 16,384 tokens)."""
+    """R is a multiple of this. One adapter of rank 16 is faster as 16 columns than as 64 (8B down forward: 2.91 ms); several
+    are padded to whole tiles of 64 (8B gate and up: 5.63 ms; H200, 16,384 tokens)."""
     return 16 if len(adapters) <= 1 else 64
 
 
 class AdapterGroup:
-    """Where the linears of a group and their adapters stand among each other, and the adapters' gradients: the same whatever
-    their frozen weights are stored in."""
+    """Layout of a group's linears and adapters, and the adapters' gradients: independent of the storage format."""
 
     def _lay_out(self, widths: Sequence[int], D: int, adapters: Sequence[Adapter], padding: int | None) -> None:
         ranks = sum(adapter.rank for adapter in adapters)
@@ -101,21 +100,21 @@ class AdapterGroup:
         for adapter in adapters:
             self.columns.append(slice(used, used + adapter.rank))
             used += adapter.rank
-        self.sums: tuple[Tensor, Tensor] | None = None  # dA and dB^T of a step (`grad_shapes`); None: gradients are handed out
+        self.sums: tuple[Tensor, Tensor] | None = None  # dA and dB^T of a step (`grad_shapes`); None: gradients are returned
 
     @property
     def used(self) -> int:
-        """All ranks, to the next 16: the columns behind these are zero."""
+        """All ranks, rounded up to 16; later columns are zero."""
         return min(self.R, -(-sum(adapter.rank for adapter in self.adapters) // 16) * 16)
 
     @property
     def grad_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of dA [S, D] and dB^T [S, O]. S: the columns that are used; R is padded further where that makes products faster, and
-        would make these sums half as large again."""
+        """Of dA [S, D] and dB^T [S, O]. S: the used columns. R may be padded further for speed, which would make these
+        sums 1.5 times as large."""
         return (self.used, self.D), (self.used, self.O)
 
     def load(self) -> None:
-        """Before M is used: nothing to do for a group that owns it."""
+        """Call before M is used. A group that owns M has nothing to do."""
 
     def forget(self) -> None:
         """The next `load` makes M anew, where M is shared."""
@@ -123,7 +122,7 @@ class AdapterGroup:
     def adapter_grads(
         self, dy_TO: Tensor, dyb_TR: Tensor, x_TD: Tensor, xa_TR: Tensor, norm: NormOf | None = None
     ) -> list[AdapterGrads]:
-        """dA of all adapters is one product; dB is one product an adapter, over its own columns of dy only. With `norm`, x is
+        """dA of all adapters is one GEMM; dB is one GEMM an adapter, over its own columns of dy. With `norm`, x is
         that norm's input; dyb is then scaled in place."""
         if not self.adapters:
             return []
@@ -136,7 +135,7 @@ class AdapterGroup:
         grads = []
         for adapter, columns in zip(self.adapters, self.columns, strict=True):
             dy_TO_i = dy_TO[:, self.rows[adapter.linear]]
-            # As [r, O], not [O, r]: the long side goes to the tensor cores' 64-row side. The scale's pass turns it round.
+            # As [r, O], not [O, r]: the long side on the tensor cores' 64-row side. The scaling pass transposes it.
             dB_RO = mm(xa_TR[:, columns].T, dy_TO_i, adapter.B_OR.dtype)
             grads.append((dA_RD[columns], torch.mul(dB_RO.T, adapter.scale, out=torch.empty_like(adapter.B_OR))))
         return grads
@@ -145,9 +144,9 @@ class AdapterGroup:
         self, dy_TO: Tensor, dyb_TR: Tensor, x_TD: Tensor, xa_TR: Tensor, norm: NormOf | None = None,
         without: Part | None = None,
     ) -> None:
-        """The same gradients, added to `sums` by two products: dB of all adapters together, blocks that belong to no adapter
-        included (dy is read once either way). The norm's weight is left for `gather_jobs`. dyb is scaled in place where
-        lora_grad_gemm.py does not cover them."""
+        """The same gradients, accumulated in `sums` by two GEMMs: dB of all adapters together, including blocks of no adapter
+        (dy is read once either way). `gather_jobs` applies the norm's weight. dyb is scaled in place where lora_grad_gemm.py
+        does not cover them."""
         assert self.sums is not None
         dA_SD, dB_SO = self.sums
         jobs = []
@@ -164,7 +163,7 @@ class AdapterGroup:
             mm_accumulate_(job.total_SD, job.thin_TS.T, job.wide_TD)
 
     def gather_jobs(self, norm: NormOf | None = None) -> list[GatherJob]:
-        """What takes A.grad and B.grad out of `sums`. `norm`: as `add_adapter_grads` is given it; its rstd is not looked at."""
+        """Jobs that copy A.grad and B.grad out of `sums`. `norm`: as in `add_adapter_grads`; its rstd is not read."""
         assert self.sums is not None
         dA_SD, dB_SO = self.sums
         jobs = []
@@ -179,7 +178,8 @@ class AdapterGroup:
 
 
 class LoraGroup(AdapterGroup):
-    """Linears that share an input, any subset of them with an adapter. Owns M; the adapters' parameters stay the caller's.
+    """Linears that share an input, any subset of them with an adapter. Owns M; the caller owns the adapters'
+    parameters.
 
     Without adapters M is the weights alone, R is 0, and x_ext, dy_ext are plain x and dy.
     """
@@ -202,7 +202,7 @@ class LoraGroup(AdapterGroup):
         return joined
 
     def _jobs(self) -> list[tuple[CopyJob, CopyJob]]:
-        """What a refresh copies, for each adapter: A into its rows, sB into its block."""
+        """Copies of a refresh, for each adapter: A into its rows, sB into its block."""
         jobs = []
         for adapter, columns in zip(self.adapters, self.columns, strict=True):
             A_RD = self.M[self.O + columns.start : self.O + columns.stop, : self.D]
@@ -216,8 +216,8 @@ class LoraGroup(AdapterGroup):
         return self._table.jobs
 
     def refresh(self) -> None:
-        """Copies A and sB into M. Always: torch's version counters do not tell of a change, since its fused optimizers leave
-        them as they are. A CUDA graph can capture it."""
+        """Copies A and sB into M, always: torch's fused optimizers do not bump version counters. A CUDA graph can capture
+        it."""
         self._table.run()
 
     def weight_view(self, linear: int) -> Tensor:
@@ -251,13 +251,13 @@ class LoraGroup(AdapterGroup):
     def forward(
         self, x_ext: Tensor, *, bias_O: Tensor | None = None, out: Tensor | None = None, extended: bool = False
     ) -> Tensor:
-        """y_TO. `extended`: the last R columns are filled already (by a kernel that made x)."""
+        """y_TO. `extended`: the kernel that made x already filled the last R columns."""
         if not extended:
             self.extend(x_ext)
         weight = self.M[: self.O].T
         if bias_O is None:
             return mm(x_ext, weight, out=out)
-        if out is None or x_ext.is_cuda:  # one kernel there: the bias is added in the product's epilogue
+        if out is None or x_ext.is_cuda:  # one kernel: the bias is added in the GEMM's epilogue
             return torch.addmm(bias_O, x_ext, weight) if out is None else torch.addmm(bias_O, x_ext, weight, out=out)
         return mm(x_ext, weight, out=out).add_(bias_O)
 
@@ -266,7 +266,7 @@ class LoraGroup(AdapterGroup):
     ) -> tuple[Tensor | None, list[AdapterGrads]]:
         """(dx_TD or None, [(dA, dB)] of each adapter). Fills dy_ext's last R columns.
 
-        Without `xa_TR`, x_ext is the forward's. With it, x_ext may be a plain x [T, D] that was computed again.
+        Without `xa_TR`, x_ext is the forward's. With it, x_ext may be a recomputed plain x [T, D].
         """
         dyb_TR = self.extend_grad(dy_ext)
         xa_TR = x_ext[:, self.D :] if xa_TR is None else xa_TR

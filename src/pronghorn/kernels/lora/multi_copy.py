@@ -1,7 +1,7 @@
-"""Copies many fp32 matrices, each times a number, into half-precision matrices with wide rows, in one launch.
+"""Copies many fp32 matrices, each scaled, into half-precision matrices with strided rows, in one launch.
 
 After an optimizer step the adapters' A and sB go into the buffers of lora_linear.py: 448 small matrices for a 32-layer model
-with seven adapters a layer. One copy each is 448 launches; here a table on the device says what goes where.
+with seven adapters a layer. Separate copies would be 448 launches; here a table on the device lists them.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _copy_kernel(
 class CopyTable:
     """The jobs of one group, or of all the groups of a model, run together.
 
-    The table holds addresses. They are compared on every run (0.1 ms of host time for 448 jobs) and the table is built anew
-    if a parameter moved, so loading a checkpoint or reassigning `.data` is safe; a captured CUDA graph keeps the old ones.
+    The table holds addresses. Every run compares them (0.1 ms of host time for 448 jobs) and rebuilds the table if a
+    parameter moved, so loading a checkpoint or reassigning `.data` is safe; a captured CUDA graph keeps the old ones.
     """
 
     def __init__(self, jobs: Sequence[CopyJob]) -> None:

@@ -1,12 +1,12 @@
-"""The adapters' gradients out of the sums they were added up in, into the parameters' own layout, all in one launch.
+"""Gathers the adapters' gradients from their accumulation buffers into the parameters' own layout, all in one launch.
 
-While the micro-batches of a step run, the products of lora_linear.py add to dA [R, D] and dB^T [R, O] of a whole group of
-linears. Before the update each adapter's share is taken out:
+During a step, the GEMMs of lora_linear.py accumulate dA [R, D] and dB^T [R, O] of a whole group of linears. Before the update
+each adapter's part is copied out:
 
     target = scale * source        A.grad from its rows of dA; columns times the norm's weight where x = norm(h) and h was used
     target = scale * source^T      B.grad from its block of dB^T
 
-At r=16 on all linears of a 16-layer model that is 224 jobs: one launch instead of a transposing and an adding one for each
+At r=16 on all linears of a 16-layer model that is 224 jobs in one launch, instead of a transpose and an addition for each
 adapter and micro-batch.
 """
 

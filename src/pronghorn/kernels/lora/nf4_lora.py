@@ -1,14 +1,15 @@
-"""Frozen linears in few bits with their adapters: the products of lora_linear.py, M dequantized into shared memory before use.
+"""Frozen quantized linears with their adapters: the GEMMs of lora_linear.py, with M dequantized into a shared buffer before
+use.
 
-A matrix M of its own for every layer would be the 16-bit weights again. Instead all layers of a model share one buffer for
-each kind of group (q, k, v; o; gate, up; down), as large as the largest of them, and whichever layer is at work owns it:
+An M for every layer would take as much memory as 16-bit weights. Instead all layers share one buffer for each kind of group
+(q, k, v; o; gate, up; down), as large as the largest of them. The layer at work owns it:
 
     owner -> W from its bits (kernels/quant/stored.py; NF4 in one launch); A and sB from the adapters' parameters, another
 
-A group that owns the buffer finds its weights there, so one load serves a layer's recomputed forward and its backward, and
-the last layer's forward and backward. Who owns it follows from the order of calls alone, never from the device. A CUDA graph
-therefore holds every load that its own calls need, provided that they begin with `forget`: what stands in the buffer when
-the graph is replayed, and adapters as they were before an update, must not count.
+The owner's weights stay in the buffer, so one load serves a layer's recomputed forward and its backward, and the last layer's
+forward and backward. The order of calls determines the owner, never the device. So a CUDA graph captures every load that its
+calls need, provided that they begin with `forget`: the buffer's contents before a replay, and adapters from before an update,
+must not be used.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pronghorn.kernels.quant.stored import DequantizeJob, DequantizeTable, Store
 
 
 class Scratch:
-    """One buffer, allocated when it is first used, and who owns it."""
+    """One buffer, allocated on first use, and its owner."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -44,11 +45,11 @@ class Scratch:
         return self._buffer[: rows * columns].view(rows, columns)
 
     def forget(self) -> None:
-        """The next user loads, whoever it is."""
+        """The next user loads its weights."""
         self.owner = self.layout = None
 
     def __deepcopy__(self, memo: Any) -> Scratch:
-        """A copied model has its own; nothing in it is worth copying."""
+        """A copied model gets an empty one."""
         copy = Scratch(self.dtype, self.device)
         copy.reserve(self._values)
         return copy
@@ -68,8 +69,8 @@ class Workspace:
 
 
 class StoredLoraGroup(LoraGroup):
-    """A `LoraGroup` whose M is there after `load`, until another group loads. Some of its weights may be in 16 bits: they are
-    copied in. R may be 0: M is then the weights alone."""
+    """A `LoraGroup` whose M is valid from `load` until another group loads. 16-bit weights among its linears are copied in. R
+    may be 0: M is then the weights alone."""
 
     def __init__(self, weights: Sequence[StoredTensor | Tensor], adapters: Sequence[Adapter], scratch: Scratch, *,
                  padding: int | None = None) -> None:
@@ -91,7 +92,7 @@ class StoredLoraGroup(LoraGroup):
         self.scratch.forget()
 
     def load(self) -> None:
-        """Before M is used. The tables of addresses go to the device on first use, so a capture needs a run before it."""
+        """Call before M is used. The address tables are copied to the device on first use, so run once before a capture."""
         scratch = self.scratch
         if scratch.owner is self:
             return

@@ -1,14 +1,14 @@
-"""The head's loss and its gradient where the first product writes powers of 2 itself (hopper_gemm.py): no pass over logits.
+"""Loss and gradient of the LM head where the first GEMM writes the exponentials itself (hopper_gemm.py): no pass over logits.
 
     anchor   = the label's logit / ln 2, rounded up
-    power    = 2^(logit / ln 2 - anchor)               by the product, with the sum and the largest of each tile's rows
-    gradient = factor * (power - [v is the label] sum)  the label's own and the factor are put there afterwards
+    power    = 2^(logit / ln 2 - anchor)               by the GEMM, with the sum and the maximum of each tile's rows
+    gradient = factor * (power - [v is the label] sum)  the label's term and the factor follow afterwards
 
-As in cross_entropy_rows.py a row's factor, 1 / sum among it, is left to whoever reads the product of the gradient with the
-head's weight. The anchor has to be known before the product. Where the largest logit lies more than `_RISE` powers above the
-label's (whose probability is under 1e-18 then), the anchor is the largest instead, and the chunk's product is done once more:
-whether that is needed is found out on the device, so a second launch, which else does nothing, is always there (20 us). The
-label's logit that counts is the product's own: a sum in another order may differ by more than what is left of 1 - p.
+As in cross_entropy_rows.py, the consumer of the next GEMM applies a row's factor, which contains 1 / sum. The anchor must be
+known before the GEMM. If the largest logit exceeds the label's by more than `_RISE` powers (the label's probability is then
+under 1e-18), the anchor becomes the largest logit, and the chunk's GEMM runs a second time. The device decides that: the second
+launch is always there, and usually does nothing (20 us). The label's logit is the GEMM's own: a sum in another order may differ
+by more than 1 - p.
 
 C = rows of a chunk, D = model width, V = vocabulary, N = tiles of columns.
 """
@@ -25,7 +25,7 @@ from pronghorn.kernels.loss.cross_entropy_rows import _IGNORED, _LN_2, _LOG2_E, 
 from pronghorn.kernels.runtime.dispatch import jit, tl, triton
 
 LOG2_E = math.log2(math.e)
-ROWS = 16  # of a program that adds up what the tiles have
+ROWS = 16  # of the program that sums the tiles
 
 
 @jit
@@ -33,8 +33,7 @@ def _anchor_kernel(  # type: ignore[no-untyped-def]
     hidden_ptr, hidden_stride, weight_ptr, weight_stride, labels_ptr, label_logits_ptr, anchors_ptr, logit_scale, width,
     vocabulary, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of one row: the label's logit, until the product has it, and the anchor; an endless one, and so powers of 0, where the
-    row is ignored."""
+    """A row's preliminary label logit and its anchor; infinite, so that the exponentials are 0, for ignored rows."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row)
     target = tl.where((label >= 0) & (label < vocabulary), label, 0).to(tl.int64)
@@ -55,8 +54,8 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
     grad_scale_ptr, redo_ptr, rows, vocabulary, logit_scale,
     HAS_WEIGHTS: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows: their losses and factors, and the label's own in the powers. The first time rows that have risen too far get
-    another anchor and ask for the product once more; AGAIN: after that, if it was asked for."""
+    """Losses, factors, and the label's gradient of ROWS rows. In the first pass, rows whose maximum is too far above the anchor
+    get a new anchor and request a second GEMM; AGAIN: the pass after that."""
     wanted = 1
     if AGAIN:
         wanted = tl.load(redo_ptr)
@@ -97,7 +96,7 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
 
 
 class Powers:
-    """The first product and the loss of a head, chunk by chunk."""
+    """The first GEMM and the loss of a head, chunk by chunk."""
 
     def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, terms: Terms, chunk: int) -> None:
         self.hidden, self.weight, self.labels, self.logit_scale = hidden_ND, weight_VD, labels_N, terms.logit_scale
@@ -115,7 +114,7 @@ class Powers:
 
     def loss_and_gradient(self, part: slice, out_CV: Tensor, weights_C: Tensor | None, losses_C: Tensor, grad_scale: Tensor,
                           factors_C: Tensor) -> bool:
-        """Fills a chunk's losses, factors, and the logits' gradient but for those. Whether it is done."""
+        """Fills a chunk's losses, factors, and the logits' gradient without the factors. Returns whether it ran."""
         hidden, redo = self.hidden[part], self._redo[part.start // self._chunk :]
         of_rows = Labelled(self._anchors[part], self.labels[part], self._label_logits[part])
         rows, vocabulary = out_CV.shape
@@ -135,7 +134,7 @@ class Powers:
 
 def powers_for(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, terms: Terms, chunk: int, out_CV: Tensor
                ) -> Powers | None:
-    """None where the product and the loss are two steps: under a softcap, and where hopper_gemm.py has nothing to say."""
+    """None where GEMM and loss stay separate: with a softcap, or where hopper_gemm.py does not apply."""
     if terms.softcap or not terms.scaled_later or not covered(hidden_ND, weight_VD, out_CV):
         return None
     return Powers(hidden_ND, weight_VD, labels_N, terms, chunk)

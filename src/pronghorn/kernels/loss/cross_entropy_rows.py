@@ -1,14 +1,14 @@
-"""The step between the two products of a language-model head: the loss of each row of logits, and their gradient in place.
+"""The step between the two GEMMs of an LM head: the loss of each row of logits, and their gradient in place.
 
     lse      = log sum_v exp(logits_v)
     gradient = factor * (exp(logits_v - lse) - [v is the label])        see linear_cross_entropy.py for the terms beside these
 
-The factor of a row, and so exp(-lse) too, may be left to whoever reads the product of the gradient with the head's weight. Then
-what is written is 2^(logit / ln 2 - anchor), which needs no sum, and the row is read once: 8.4 instead of 12.6 GB at 16,384
-rows of 128,256. The label's own is written last, less the sum: the difference is rounded, not its terms, and by how much is
-put right in the factor, since it outweighs each of the others. A row has its anchor from its first block of columns, a whole
-number near the largest logit there; a later block that rises by more than `_RISE` powers above moves it, and what was written
-before is multiplied by a power of 2, which is exact.
+The consumer of the gradient's GEMM may apply a row's factor, which contains exp(-lse). Then this step writes
+2^(logit / ln 2 - anchor), which needs no sum, and reads the row once: 8.4 instead of 12.6 GB at 16,384 rows of 128,256. The
+label's term, less the sum, is written last: the difference is rounded, not its terms, and the factor corrects the rounding,
+since this term outweighs all others. The anchor is an integer near the largest logit of the first block of columns. A later
+block that exceeds it by more than `_RISE` powers raises it, and what was written before is multiplied by a power of 2, which is
+exact.
 
 C = rows of a chunk, V = vocabulary. One program a row.
 """
@@ -25,12 +25,12 @@ from pronghorn.kernels.runtime.dispatch import BLACKWELL, chip_of, jit, tl, trit
 IGNORED = -100
 _IGNORED = tl.constexpr(IGNORED)
 _LOG2_E, _LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
-_RISE = tl.constexpr(60.0)  # 2^60 times a vocabulary and a weight are far from the largest number, 2^127
-_LOWEST = tl.constexpr(-3.0e38)  # the anchor of a row that has been nowhere yet
+_RISE = tl.constexpr(60.0)  # 2^60 times vocabulary and weight stays far below 2^127
+_LOWEST = tl.constexpr(-3.0e38)  # anchor before the first block
 
 
 class Tile(NamedTuple):
-    """How a program goes through its row: `block` columns at a time, `stages` - 1 more blocks being loaded meanwhile."""
+    """A program reads its row in `block` columns at a time, with `stages` - 1 more blocks in flight."""
 
     block: int
     warps: int
@@ -46,7 +46,7 @@ CONFIG = CONFIGS[0]
 
 
 class Terms(NamedTuple):
-    """What the loss is made of, beside logits and labels; and, where memory is short, how much smaller a chunk is."""
+    """Terms of the loss beside logits and labels; and, where memory is short, how much smaller a chunk is."""
 
     softcap: float = 0.0  # 0: none
     logit_scale: float = 1.0
@@ -56,13 +56,13 @@ class Terms(NamedTuple):
 
     @property
     def scaled_later(self) -> bool:
-        """Whether a row's gradient is its powers of 2 but for a factor: smoothing takes a constant from each, and z_loss asks
-        for lse in the label's own."""
+        """Whether a row's gradient is its exponentials times one factor: smoothing subtracts a constant from each, and z_loss
+        needs lse in the label's term."""
         return not (self.label_smoothing or self.z_loss)
 
 
 # ---- Triton -------------------------------------------------------------------------------------------------
-# Parameters of kernels carry no types: Triton's compiler looks an annotation up and takes only its own names.
+# Kernel parameters have no annotations: Triton resolves them and accepts only its own types.
 
 
 @jit
@@ -99,7 +99,7 @@ def _block_sums(  # type: ignore[no-untyped-def]
     HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, WHOLE: tl.constexpr, WRITES: tl.constexpr,
     BLOCK_V: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A block's part in `_row_sums`. WHOLE: all of it lies in the vocabulary, so that no value is asked where it is."""
+    """A block's part of `_row_sums`. WHOLE: it lies within the vocabulary, so no mask is needed."""
     columns = index * BLOCK_V + tl.arange(0, BLOCK_V)
     if WHOLE:
         raw = tl.load(row_ptr + columns)
@@ -127,9 +127,9 @@ def _row_sums(  # type: ignore[no-untyped-def]
     HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, WRITES: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(anchor, the sum of 2^(logit / ln 2 - anchor), the sum of logits where smoothing needs it) of one row. WRITES: those
-    powers times the slope take the logits' place. Of a value, exp takes six instructions (it looks after numbers under 1e-38),
-    exp2 of a multiply-add two."""
+    """(anchor, the sum of 2^(logit / ln 2 - anchor), the sum of logits where smoothing needs it) of one row. WRITES: these
+    powers times the slope overwrite the logits. exp takes six instructions a value (it handles numbers under 1e-38), exp2 of a
+    multiply-add two."""
     GROUP: tl.constexpr = 8  # columns of one thread: a sum for each group, and no reduction of them in the loop
     number = tl.arange(0, BLOCKS)
     sums = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
@@ -158,7 +158,7 @@ def _row_sums(  # type: ignore[no-untyped-def]
 
 @jit
 def _lower(row_ptr, row_stride, anchors, anchor, BLOCK_V: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Blocks that were written with a lower anchor, as if with the last one."""
+    """Rescales blocks that were written with a lower anchor to the last one."""
     block = tl.arange(0, BLOCK_V)
     for index in range(0, tl.cdiv(row_stride, BLOCK_V)):
         of_block = tl.max(tl.where(tl.arange(0, BLOCKS) == index, anchors, float("-inf")), 0)
@@ -175,7 +175,7 @@ def _loss_and_gradient_kernel(  # type: ignore[no-untyped-def]
     HAS_WEIGHTS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
     NEED_GRAD: tl.constexpr, ONCE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One row: its loss, and d(loss * grad_scale) / d(product) over the logits, in place; ONCE: but for the row's factor.
+    """One row: its loss, and d(loss * grad_scale) / d(product) over the logits, in place; ONCE: without the row's factor.
 
     Loads and stores go up to the row's stride, which is a multiple of 64, so that they stay vectors for an odd vocabulary;
     what lies between is scratch, read as minus infinity.
@@ -223,7 +223,7 @@ def _loss_and_gradient_kernel(  # type: ignore[no-untyped-def]
                 tl.store(factors_ptr + row, factor / total * kept)
             else:
                 share = (1.0 + 2.0 * z_loss * lse) / total * factor
-                for index in tl.range(0, blocks, num_stages=STAGES):  # backwards: what was read last is still in the cache
+                for index in tl.range(0, blocks, num_stages=STAGES):  # backwards: the last blocks are still in the cache
                     columns = (blocks - 1 - index) * BLOCK_V + block
                     raw = tl.load(row_ptr + columns, mask=columns < row_stride, other=0.0, eviction_policy="evict_first")
                     logits, slope = _logits(raw, logit_scale, softcap, inverse_softcap, HAS_SCALE, HAS_SOFTCAP)
@@ -232,7 +232,7 @@ def _loss_and_gradient_kernel(  # type: ignore[no-untyped-def]
                         each -= smoothing / vocabulary * factor
                     tl.store(row_ptr + columns, (each * slope).to(dtype), mask=columns < row_stride)
                 gradient = power * share - (1.0 - smoothing + smoothing / vocabulary) * factor
-            # The target's once more: cheaper than asking every column whether it is the one.
+            # The label's column last: cheaper than a comparison in every column.
             tl.debug_barrier()  # whichever warp wrote it in the loop is done
             tl.store(row_ptr + target, (gradient * target_slope).to(dtype))
 
@@ -241,7 +241,7 @@ def _loss_and_gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 def takes_factors(dtype: torch.dtype, terms: Terms, logits: Tensor) -> bool:
-    """Whether `loss_and_gradient` can leave a row's factor to others. fp16 has no room for powers up to 2^60."""
+    """Whether `loss_and_gradient` can leave a row's factor to its consumer. fp16 cannot hold powers up to 2^60."""
     return use_triton(logits) and dtype in (torch.bfloat16, torch.float32) and terms.scaled_later
 
 
@@ -249,8 +249,8 @@ def loss_and_gradient(
     logits_CV: Tensor, labels_C: Tensor, weights_C: Tensor | None, losses_C: Tensor, grad_scale: Tensor, terms: Terms,
     need_grad: bool, factors_C: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Writes losses_C and, with need_grad, the logits' gradient over logits_CV: with `factors_C` that gradient is still to be
-    multiplied by them, row by row, and they are written here."""
+    """Writes losses_C and, with need_grad, the gradient over logits_CV. With `factors_C`, it writes them too, and the consumer
+    multiplies each row of the gradient by its factor."""
     if not use_triton(logits_CV) or logits_CV.dtype == torch.float64:
         loss_and_gradient_torch(logits_CV, labels_C, weights_C, losses_C, grad_scale, terms, need_grad)
         return

@@ -1,4 +1,4 @@
-"""Cross-entropy of a language-model head without ever holding the logits.
+"""Cross-entropy of an LM head without materializing the logits.
 
     logits_NV = (hidden_ND @ weight_VDᵀ + bias_V) * logit_scale        then softcap * tanh(logits / softcap), if asked for
     lse_n     = log sum_v exp(logits_nv)
@@ -9,13 +9,12 @@ The rows are those that carry a loss, already gathered and padded to a static co
 IGNORED nor inside [0, V) gives a NaN loss and NaN gradients, so that a run stops; nothing is read out of bounds.
 
 The gradient is computed in the forward pass, chunk of rows by chunk of rows, because the logits exist only there:
-product -> loss and gradient of each row, over the logits (cross_entropy_rows.py) -> product(s). With a frozen head a row's
-factor, 1 / sum of exponentials among it, is left for the pass that multiplies by the incoming gradient, and on Hopper the
-first product writes the exponentials itself, so that nothing is done between the two (cross_entropy_powers.py).
-Other products run in cuBLAS with fp32 accumulation. The chunk is kept in the inputs' dtype: plain torch rounds its logits and
-their gradient to that dtype, too, so the error is the same, and the chunk is half of what fp32 would take. fp32 inputs are
-computed in fp32 throughout (unless TF32 was switched on in torch for all products).
-Products counted: 4·N·D·V floating-point operations with a frozen head, 6·N·D·V with a trained one.
+GEMM -> loss and gradient of each row, over the logits (cross_entropy_rows.py) -> GEMM(s). With a frozen head, the pass that
+multiplies by the incoming gradient also applies each row's factor (it contains 1 / sum of exponentials), and on Hopper the
+first GEMM writes the exponentials itself, with no step between the two (cross_entropy_powers.py). Other GEMMs run in cuBLAS
+with fp32 accumulation. The chunk has the inputs' dtype: plain torch rounds logits and their gradient to it too, so the error is
+the same, and the chunk takes half of what fp32 would. fp32 inputs are computed in fp32 (unless TF32 is on in torch).
+GEMMs: 4·N·D·V floating-point operations with a frozen head, 6·N·D·V with a trained one.
 
 Legend: N = rows that carry a loss, C = rows of one chunk, D = model width, V = vocabulary.
 """
@@ -33,7 +32,7 @@ from pronghorn.kernels.loss.cross_entropy_powers import powers_for
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED, Terms, loss_and_gradient, takes_factors
 from pronghorn.kernels.runtime.dispatch import jit, keeps_graph, tl, triton, use_triton
 
-# The logits' chunk, at most; the outputs aside it is all the scratch there is. 2,048 rows at V = 128,256: 525 MB, products
+# Largest chunk of logits, the only scratch memory beside the outputs. 2,048 rows at V = 128,256: 525 MB, products
 # of 2.15 TFLOP each (about 3 ms) beside some 0.3 ms of softmax, and 16 x 16 tiles of 128 x 256 for the hidden gradient at
 # D = 4096, which is 1.94 waves of 132 multiprocessors. Twice the rows would be over 1 GB.
 GPU_SCRATCH_BYTES = 640_000_000
@@ -47,8 +46,8 @@ class HeadLoss(NamedTuple):
     d_hidden: torch.Tensor | None  # [N, D], hidden's dtype
     d_weight: torch.Tensor | None  # [V, D], fp32
     d_bias: torch.Tensor | None  # [V], fp32
-    factors: torch.Tensor | None = None  # [N] fp32: each row of d_hidden is still to be multiplied by its own
-    most: torch.Tensor | None = None  # [N]: the largest gradient of a row's logits, which is of another than the label
+    factors: torch.Tensor | None = None  # [N] fp32: the caller multiplies each row of d_hidden by its factor
+    most: torch.Tensor | None = None  # [N]: the largest gradient of a row's logits, the label's excepted
 
 
 def linear_cross_entropy_reference(
@@ -77,8 +76,8 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
 def _scale_kernel(  # type: ignore[no-untyped-def]
     x_ptr, row_stride, width, scale_ptr, factors_ptr, HAS_FACTORS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """x *= scale, and each row by its factor. A scale of one, the usual case without factors, is found out here: no bytes move,
-    and the host is not asked."""
+    """x *= scale, and each row by its factor. With a scale of one and no factors, the usual case, no bytes move; the host is
+    not involved."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(scale_ptr)
     if HAS_FACTORS or scale != 1.0:
