@@ -1,11 +1,11 @@
-"""The product between an MLP's gate and up projections (gated_mlp.py), with its rows, and its gradient's, in FP8 as well.
+"""The gated activation of an MLP (gated_mlp.py), with its output and its gradient also in FP8.
 
     forward     a = act(gate) * up           rounded to gu's dtype; a8, scale = fp8_cast_rows(a, bound=...)
-    backward    dgu, and a again             as gated_activation_backward; dgu8, scale = fp8_cast_rows(dgu, column_scale, ...)
+    backward    dgu, and a recomputed        as gated_activation_backward; dgu8, scale = fp8_cast_rows(dgu, column_scale, ...)
 
 Gate and up stand side by side in a row: gu = [gate | up]. T = packed tokens, F = MLP width, G = 2F. Rows may be strided.
-A program does one row: it writes the 16-bit rows, and reads them again, out of the caches, once it knows the largest value.
-The 16-bit rows stay: the adapters' products read them.
+One row a program: it writes 16-bit values, finds the largest, and rereads them from the cache for the cast. The 16-bit rows
+stay for the adapters' GEMMs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CONFIGS = [Tile(1024, 4), Tile(2048, 4), Tile(2048, 8), Tile(4096, 8), Tile(4096
 
 
 def _forward_tile() -> Tile:
-    """8 values a thread of gate and of up, in few enough registers for several rows a processor to be under way."""
+    """8 values a thread of gate and of up: few enough registers for several rows in flight per multiprocessor."""
     return Tile(2048, 8)
 
 
@@ -69,7 +69,7 @@ def _forward_kernel(
         largest, squares = tl.maximum(largest, tl.abs(value)), squares + value * value
     row_scale, inverse = _row_scale(tl.max(largest, 1), tl.sum(squares, 1), bound, HAS_BOUND)
     tl.store(scale + row + tl.arange(0, 1), row_scale)
-    tl.debug_barrier()  # what is read below was written above, perhaps by another thread of the program
+    tl.debug_barrier()  # another thread of the program may have written what is read below
     for first in range(0, F, BLOCK):
         value = _wide_part(a + row * a_row, scale, first, F, BLOCK, False)
         _give_part(a8 + row * a8_row, value * inverse[:, None], first, F, BLOCK)
@@ -81,7 +81,7 @@ def _backward_kernel(
     a_row: tl.tensor, dgu8: tl.tensor, dgu8_row: tl.tensor, column_scale: tl.tensor, bound: tl.tensor, scale: tl.tensor,
     F: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, NEED_A: tl.constexpr, HAS_BOUND: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Each part of a row is read before it is written, so dgu may lie on gu and a on da."""
+    """Each part of a row is read before it is written, so dgu may overwrite gu, and a may overwrite da."""
     row = tl.program_id(0).to(tl.int64)
     largest, squares = tl.zeros([1, BLOCK], tl.float32), tl.zeros([1, BLOCK], tl.float32)
     for first in range(0, F, BLOCK):

@@ -1,9 +1,9 @@
-"""The product between an MLP's gate and up projections: a = act(gate) * up, act = SiLU or GELU (tanh form).
+"""The gated activation of an MLP: a = act(gate) * up, act = SiLU or GELU (tanh form).
 
-Gate and up come from one matrix product, side by side in a row: gu = [gate | up].
+Gate and up come from one GEMM, side by side in a row: gu = [gate | up].
 T = packed tokens, F = MLP width, G = 2F. Rows may be strided (last dimension contiguous). Computed in fp32, rounded once.
-Bound by memory: forward reads gu and writes a; backward reads da and gu, and writes dgu and, where it is asked for, a
-again, which costs less than keeping it.
+Bound by memory: forward reads gu and writes a; backward reads da and gu, and writes dgu and, on request, a
+recomputed, which costs less than saving it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
 Kind = Literal["silu", "gelu_tanh"]
 # GELU's tanh form is g * (1 + tanh(z)) / 2 = g * sigmoid(2z), z = sqrt(2 / pi) * (g + 0.044715 g^3), with
 # 2 * sqrt(2 / pi) = 1.5957691216057308. Beyond |g| = 10 the sigmoid is 0 or 1 in fp32 (2z = 87.3, exp(87.3) = 9e37), so g is
-# held there: neither exp nor g^2 overflows, and 1 - sigmoid = sigmoid * exp(-2z) keeps its digits where g is large.
+# clamped: neither exp nor g^2 overflows, and 1 - sigmoid = sigmoid * exp(-2z) keeps its digits where g is large.
 
 
 def gated_activation_reference(gu_TG: torch.Tensor, kind: Kind) -> torch.Tensor:
@@ -46,7 +46,7 @@ def _forward_tile(F: int) -> Tile:
 
 
 def _backward_tile(F: int) -> Tile:
-    """8 values a thread: three loads in flight, and few enough registers for 16 programs a processor."""
+    """8 values a thread: three loads in flight, and few enough registers for 16 programs per multiprocessor."""
     return Tile(min(1024, triton.next_power_of_2(F)), 4)
 
 
@@ -86,7 +86,7 @@ def _backward_kernel(
     da: tl.tensor, da_row: tl.tensor, gu: tl.tensor, gu_row: tl.tensor, dgu: tl.tensor, dgu_row: tl.tensor, a: tl.tensor,
     a_row: tl.tensor, F: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, NEED_A: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program reads all it needs before it writes, so dgu may lie on gu and a on da."""
+    """A program reads all it needs before it writes, so dgu may overwrite gu, and a may overwrite da."""
     TILES: tl.constexpr = (F + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     row = (program // TILES).to(tl.int64)

@@ -1,1 +1,1 @@
-"""Mixtures of experts: routing, grouped products, gather and combine."""
+"""Mixtures of experts: routing, grouped GEMMs, gather and combine."""

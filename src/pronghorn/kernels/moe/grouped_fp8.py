@@ -1,17 +1,17 @@
-"""Grouped products in FP8 both ways, with frozen experts in e4m3: fp8.py's counterpart for stacks of experts.
+"""Grouped GEMMs in FP8, forward and backward, with frozen experts in e4m3: fp8.py for stacks of experts.
 
 T = tokens, K = experts a token, S = T * K rows sorted by expert, E = experts. The stack is W = q * scale, q in e4m3 [E, O, D],
-scale fp32 [E, O]. What a layer calls:
+scale fp32 [E, O]. A layer calls:
 
     forward     x8, xs = fp8_gather_rows(x, ...)  or  fp8_cast_rows(a)   y  = fp8_grouped_mm(x8, xs, q, scale, offsets)
     backward    d8, ds = fp8_cast_grad_rows(dy, scale, ...)              dx = fp8_grouped_mm(d8, ds, transposed, None, offsets)
 
-Backward folds the scales of a row's own expert into dy before dy's cast, so that the same bytes serve both ways; `transposed`
-is the stack with its last two dimensions changed in memory, as FP8 products want it (`fp8_transposed_stack`: into a buffer that
-layers share, or kept). Adapters stay bf16, in a thin product that adds to y or dx (`Fp8ExpertGroup`).
+Backward folds the scales of a row's expert into dy before casting dy, so the same bytes serve both passes. `transposed` is the
+stack with its last two dimensions transposed in memory, as FP8 GEMMs need it (`fp8_transposed_stack`: into a buffer that layers
+share). Adapters stay bf16, in a thin GEMM that adds to y or dx (`Fp8ExpertGroup`).
 
 torch._scaled_grouped_mm, as of torch 2.11: Hopper and datacenter Blackwell; scales fp32, [S] and [E, O]; output bf16; widths
-multiples of 16. On the CPU: fp32 products, for tests.
+multiples of 16. On the CPU: fp32, for tests.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _cast_grad_kernel(
     dy: tl.tensor, dy_row: tl.tensor, column_scale: tl.tensor, ids: tl.tensor, order: tl.tensor, out: tl.tensor,
     out_row: tl.tensor, scale: tl.tensor, K: tl.tensor, D: tl.constexpr, BLOCK: tl.constexpr, GATHER: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One row a program, read twice: the second time out of the caches."""
+    """One row a program, read twice, the second time from the cache."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(order + row).to(tl.int64)
     source = row
@@ -139,7 +139,7 @@ def fp8_grouped_mm(
 
 
 class Fp8ExpertGroup(AdaptedBesideExperts):
-    """`grouped_lora.ExpertGroup` with frozen experts in FP8, multiplied so both ways: its products take rows that are cast."""
+    """`grouped_lora.ExpertGroup` with frozen experts in FP8: its GEMMs take rows that are already cast."""
 
     def __init__(
         self, q_EOD: Tensor, scale_EO: Tensor, adapter: ExpertAdapter | None = None, dtype: torch.dtype = torch.bfloat16
@@ -151,7 +151,7 @@ class Fp8ExpertGroup(AdaptedBesideExperts):
 
     @property
     def transposed_bytes(self) -> int:
-        """Of the buffer that `backward_input` turns the stack round in."""
+        """Of the buffer in which `backward_input` transposes the stack."""
         return self.q_EOD.numel()
 
     def forward(self, x8_SD: Tensor, scale_S: Tensor, xa_SR: Tensor | None, offsets_E1: Tensor) -> Tensor:

@@ -1,18 +1,18 @@
-"""Products of rows with the weights of their own expert, all experts in one launch.
+"""Grouped GEMM: rows times the weights of their expert, all experts in one launch.
 
 S = rows, sorted by expert; E = experts, D = width of the input, O = rows of an expert's weight. `offsets_E1` (int32, on the
-device) says that rows offsets[e] to offsets[e + 1] are expert e's; experts may have none.
+device): rows offsets[e] to offsets[e + 1] belong to expert e, perhaps none.
 
     forward            y_s = W_e x_s + bias_e                x may be unsorted: row s is then x[order[s] // K] (routing.py)
     backward, input    dx_s = W_e^T dy_s
     backward, weight   dW_e = sum of dy_s x_s^T              summed in fp32, rounded once; zero for an expert without rows
 
-W is [E, O, D] with any strides: gpt-oss stores [E, D, O], which is `.transpose(1, 2)`. The host never learns the offsets: the
-grid is what the shapes can need at most, S / tile + E tiles, and a program finds its own expert.
+W is [E, O, D] with any strides: gpt-oss stores [E, D, O], which is `.transpose(1, 2)`. The host never reads the offsets: the
+grid is an upper bound from the shapes, S / tile + E tiles, and each program finds its expert.
 
-torch._grouped_mm (bf16 on Hopper and datacenter Blackwell, 16-byte rows; other chips and types loop over the host there) does
-the dense ones; on Blackwell it leaves garbage in the gradient of an expert without rows (pytorch issue 172439), so that one
-is Triton's outside Hopper. Triton does fp16 and fp32, other chips, gathered rows, biases, and thin products (LoRA).
+torch._grouped_mm computes the dense ones (bf16 on Hopper and datacenter Blackwell, 16-byte rows; otherwise it loops on the
+host). On Blackwell it leaves garbage in the gradient of an expert without rows (pytorch issue 172439), so Triton computes that
+one outside Hopper. Triton also does fp16 and fp32, other chips, gathered rows, biases, and thin GEMMs (LoRA).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch.autograd.function import once_differentiable
 from pronghorn.kernels.runtime.add_dot import EXACT_INNER, add_dot
 from pronghorn.kernels.runtime.dispatch import HOPPER, Chip, chip_of, cuda_capability, jit, tl, triton, use_triton
 
-THIN = 64  # outputs up to here are a product bound by memory
+THIN = 64  # up to so many outputs the GEMM is bound by memory
 
 
 def grouped_linear_reference(x_SD: Tensor, weight_EOD: Tensor, offsets_E1: Tensor, bias_EO: Tensor | None = None) -> Tensor:
-    """A loop over the experts. Asks the host."""
+    """A loop over the experts; synchronizes with the host."""
     parts = []
     for expert, (start, stop) in enumerate(pairwise(offsets_E1.tolist())):
         bias = None if bias_EO is None else bias_EO[expert]
@@ -40,7 +40,7 @@ def grouped_linear_reference(x_SD: Tensor, weight_EOD: Tensor, offsets_E1: Tenso
 
 
 class Tile(NamedTuple):
-    """Rows and columns a program makes, what it sums at a time, warps, and loads in flight."""
+    """Rows and columns of a program, terms per step, warps, and loads in flight."""
 
     rows: int
     columns: int
@@ -58,7 +58,7 @@ CONFIGS = [Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 4), Tile(128, 128, 64
 def _tile(S: int, E: int, outputs: int, dtype: torch.dtype, chip: Chip) -> Tile:
     if dtype == torch.float32:
         return Tile(64, 64, EXACT_INNER, 4, 2)
-    if outputs <= THIN:  # reads x once: long pieces of its rows
+    if outputs <= THIN:  # reads x once, in long runs
         return Tile(64, max(16, triton.next_power_of_2(outputs)), 128, 4, 4 if chip.large else 2)
     rows = 128 if S > 64 * E else 64
     if chip == HOPPER and outputs > 128:
@@ -81,7 +81,7 @@ def _weight_tile(outputs: int, D: int, dtype: torch.dtype, chip: Chip) -> Tile:
 def expert_tile(
     offsets: tl.tensor, program: tl.tensor, columns: tl.tensor, E: tl.constexpr, E_BLOCK: tl.constexpr, ROWS: tl.constexpr
 ) -> tl.tensor:
-    """(expert, its first row here, the end of its rows, tile of columns); no rows where there is nothing to do.
+    """(expert, its first row here, the end of its rows, tile of columns); no rows if there is nothing to do.
 
     The row tiles of an expert follow each other, then its next columns: programs that run together share W in L2.
     """
@@ -109,7 +109,7 @@ def _product_kernel(
     if first >= end:
         return
     row = first + tl.arange(0, ROWS)
-    source = tl.minimum(row, end - 1)  # rows beyond are read again, and not written
+    source = tl.minimum(row, end - 1)  # rows beyond the end repeat the last one and are not written
     if GATHER:
         source = tl.load(order + source) // K
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -195,7 +195,7 @@ def precision_of(dtype: torch.dtype) -> str | None:
 
 
 def _aligned(matrix: Tensor) -> bool:
-    """As torch._grouped_mm wants it: rows or columns contiguous and apart, 16 bytes at the start and from one to the next."""
+    """Whether torch._grouped_mm accepts it: rows or columns contiguous, start and stride aligned to 16 bytes."""
     (rows, columns), (row, column) = matrix.shape[-2:], matrix.stride()[-2:]
     apart = row if column == 1 and row >= columns else column if row == 1 and column >= rows else 0
     steps = (apart, *matrix.stride()[:-2])
@@ -204,7 +204,7 @@ def _aligned(matrix: Tensor) -> bool:
 
 
 def _torch_can(a: Tensor, b: Tensor, chips: tuple[int, ...]) -> bool:
-    """Whether torch's grouped product runs its kernel here, and not its loop with the host in it."""
+    """Whether torch's grouped GEMM runs its kernel here, not its loop on the host."""
     if not a.is_cuda or a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16 or cuda_capability(a.device)[0] not in chips:
         return False
     return min(*a.shape[-2:], *b.shape[-2:]) > 0 and _aligned(a) and _aligned(b)
@@ -251,7 +251,7 @@ def grouped_linear_forward(
 def grouped_linear_backward_input(
     dy_SO: Tensor, weight_EOD: Tensor, offsets_E1: Tensor, *, out: Tensor | None = None
 ) -> Tensor:
-    """dx_SD, sorted. `moe_combine.py` adds up a token's rows."""
+    """dx_SD, sorted. `moe_combine.py` sums a token's rows."""
     return grouped_linear_forward(dy_SO, weight_EOD.transpose(1, 2), offsets_E1, out=out)
 
 
@@ -259,8 +259,8 @@ def grouped_linear_backward_weight(
     dy_SO: Tensor, x_SD: Tensor, offsets_E1: Tensor, *, dtype: torch.dtype | None = None, out: Tensor | None = None,
     add: bool = False,
 ) -> Tensor:  # fmt: skip
-    """dW_EOD in `dtype` (default: x's), or in `out`, which may have any strides, or added to what is there. The narrower of
-    the two should be x: for dA [E, R, D] of an adapter hand over `out.transpose(1, 2)`."""
+    """dW_EOD in `dtype` (default: x's), or in `out` (any strides), or added to it. The narrower operand should be x: for
+    dA [E, R, D] of an adapter pass `out.transpose(1, 2)`."""
     E, outputs, D = len(offsets_E1) - 1, dy_SO.shape[1], x_SD.shape[1]
     dtype = (dtype or x_SD.dtype) if out is None else out.dtype
     if out is None and dtype == torch.bfloat16 and min(outputs, D) > THIN and _torch_can(dy_SO, x_SD, (9,)):
@@ -286,7 +286,7 @@ def grouped_linear_backward_bias(
     dy_SO: Tensor, offsets_E1: Tensor, *, weights_TK: Tensor | None = None, order_S: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """dbias_EO: the sum of an expert's rows, each times its routing weight where dy was not weighted yet."""
+    """dbias_EO: the sum of an expert's rows, each times its routing weight if dy is not weighted yet."""
     E, outputs = len(offsets_E1) - 1, dy_SO.shape[1]
     dbias_EO = torch.empty(E, outputs, dtype=dtype or dy_SO.dtype, device=dy_SO.device)
     if not use_triton(dy_SO):

@@ -1,19 +1,19 @@
-"""An expert's frozen weight with its adapter in the same grouped product: lora_linear.py's counterpart for stacks of experts.
+"""An expert's frozen weight and its adapter in one grouped GEMM: lora_linear.py for stacks of experts.
 
 E = experts, D = width of the input, O = rows of an expert's weight, r = rank of an expert's adapter, R = r to the next 16,
 S = rows sorted by expert (routing.py). PEFT keeps the adapters of a stack (`target_parameters`) as two matrices:
 
     lora_A.weight  [E r, D]    expert after expert                lora_B.weight  [O, r E]    the experts fastest
 
-One buffer M [E, O + R, D + R] holds, for each expert, what multiplies:
+One buffer M [E, O + R, D + R] holds the operands of each expert:
 
     M_e = [ W_e   s B_e ]      forward     x_ext  = [x  | x A_e^T]      y  = x_ext  M_e[:O]^T
           [ A_e     0   ]      backward    dy_ext = [dy | dy s B_e]     dx = dy_ext M_e[:, :D]
                                dA_e = sum of (dy s B_e)^T x             dB_e = s * sum of dy^T (x A_e^T)
 
-so that the adapters cost R more columns, and not a second pass over y. Gradients are summed in fp32, over as many micro-batches
-as a step has, as [E, r, D] and [E, r, O], and turned into PEFT's layout once. `weight_view` lets the model's parameter be a
-view of M, so the weights are there once.
+So adapters cost R more columns, not a second pass over y. Gradients are summed in fp32 over a step's micro-batches, as
+[E, r, D] and [E, r, O], and converted to PEFT's layout once. With `weight_view` the model's parameter is a view of M, so the
+weights exist once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pronghorn.kernels.moe.grouped_gemm import (
     grouped_linear_reference,
 )
 
-RANK_MULTIPLE = 16  # rows of M stay multiples of 32 bytes, and 16 is the narrowest tile of a product
+RANK_MULTIPLE = 16  # rows of M stay multiples of 32 bytes; 16 is the narrowest GEMM tile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,29 +54,29 @@ class ExpertAdapter:
 def grouped_lora_reference(
     x_SD: Tensor, weight_EOD: Tensor, adapter: ExpertAdapter, offsets_E1: Tensor, bias_EO: Tensor | None = None
 ) -> Tensor:
-    """As PEFT computes it: the adapter's product is added to the weight. Differentiable."""
+    """As PEFT computes it: B A is added to the weight. Differentiable."""
     A_ErD, B_EOr = adapter.by_expert()
     return grouped_linear_reference(x_SD, weight_EOD + torch.bmm(B_EOr, A_ErD) * adapter.scale, offsets_E1, bias_EO)
 
 
 class ExpertLoraGrads:
-    """The 16-bit copies of a stack's adapter that products take, and its gradients, whatever its weight is stored in."""
+    """16-bit copies of a stack's adapter for the GEMMs, and its gradients: independent of the storage format."""
 
     def __init__(self, adapter: ExpertAdapter, A_ERD: Tensor, sB_EOR: Tensor) -> None:
-        """The two tensors are filled by `refresh`; what the rank does not need must be zero."""
+        """`refresh` fills the two tensors; columns beyond the rank must be zero."""
         self.adapter = adapter
         self.A_ERD, self.sB_EOR = A_ERD, sB_EOR
         self.sums: tuple[Tensor, Tensor] | None = None  # dA [E, r, D], dB^T [E, r, O]: made by the first gradient
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """The adapter's present values, after each optimizer step. A CUDA graph can capture it."""
+        """Copies the adapter's current values, after each optimizer step. A CUDA graph can capture it."""
         A_ErD, B_EOr = self.adapter.by_expert()
         self.A_ERD[:, : self.adapter.rank].copy_(A_ErD)
         torch.mul(B_EOr, self.adapter.scale, out=self.sB_EOR[..., : self.adapter.rank])
 
     def make_sums(self) -> tuple[Tensor, Tensor]:
-        """Before a CUDA graph is captured: they must not be in its memory. The caller zeroes them after each step."""
+        """Call before a CUDA graph is captured: they must not be in its memory pool. The caller zeroes them after each step."""
         if self.sums is None:
             E, outputs, _ = self.sB_EOR.shape
             widths, wide = (self.A_ERD.shape[2], outputs), torch.promote_types(self.A_ERD.dtype, torch.float32)
@@ -85,14 +85,15 @@ class ExpertLoraGrads:
         return self.sums
 
     def add_grads(self, dy_SO: Tensor, dyb_SR: Tensor, x_SD: Tensor, xa_SR: Tensor, offsets_E1: Tensor) -> None:
-        """sums += the batch's. Where dy lacks the routing weights, x and xa carry them (`expert_gated_backward`: w * a)."""
+        """sums += gradients of the batch. Where dy lacks the routing weights, x and xa carry them (`expert_gated_backward`: w *
+        a)."""
         dA_ErD, dB_ErO = self.make_sums()
         rank = self.adapter.rank
         for sums, thin, wide in ((dA_ErD, dyb_SR, x_SD), (dB_ErO, xa_SR, dy_SO)):
             grouped_linear_backward_weight(wide, thin[:, :rank], offsets_E1, out=sums.transpose(1, 2), add=True)
 
     def grads(self) -> tuple[Tensor, Tensor]:
-        """(dA, dB) in PEFT's layout and the parameters' dtypes, of all that was added."""
+        """(dA, dB) in PEFT's layout and the parameters' dtypes, of everything added so far."""
         dA_ErD, dB_ErO = self.make_sums()
         dB_OrE = torch.empty(self.adapter.B.shape, dtype=self.adapter.B.dtype, device=dB_ErO.device)
         torch.mul(dB_ErO.permute(2, 1, 0), self.adapter.scale, out=dB_OrE.unflatten(1, (self.adapter.rank, -1)))
@@ -100,7 +101,7 @@ class ExpertLoraGrads:
 
 
 class AdaptedExperts:
-    """What the stack of one projection does with its adapter, whatever its weights are stored in. R is 0 without one."""
+    """The adapter's side of one projection's stack: independent of the storage format. R is 0 without an adapter."""
 
     outputs: int
     D: int
@@ -141,7 +142,7 @@ class AdaptedExperts:
 
 
 class AdaptedBesideExperts(AdaptedExperts):
-    """The adapter has tensors of its own, because the weights are in few bits."""
+    """The adapter has separate tensors, because the weights are quantized."""
 
     E: int
 
@@ -179,7 +180,7 @@ class ExpertGroup(AdaptedExperts):
             self.refresh()
 
     def weight_view(self) -> Tensor:
-        """[E, O, D], for the parameter's `.data` (its transpose where the model keeps [E, D, O])."""
+        """[E, O, D], for the parameter's `.data` (its transpose if the model stores [E, D, O])."""
         return self.M[:, : self.outputs, : self.D]
 
     @property

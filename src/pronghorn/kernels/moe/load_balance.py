@@ -6,7 +6,7 @@ T = packed tokens, E = experts, K = experts a token, L = layers. Over the tokens
     loss     = E * sum over e of (counts_e / rows) * (sums_e / rows)
     dlogits  = (E / rows^2) * p * (counts - counts . p), for each token; times the loss's coefficient
 
-The counts have no gradient. They are known when all layers have run, so a layer adds its own to one buffer [2, E] in forward
+The counts have no gradient. They are complete when all layers have run, so a layer adds its own to one buffer [2, E] in forward
 and reads it in backward. fp32; sums are in a fixed order: each program its rows, then all programs.
 """
 

@@ -1,13 +1,13 @@
-"""What a token's experts made of it, put together: each token takes its K rows, so nothing is added by atomics.
+"""Sums the outputs of each token's experts: a token gathers its K rows, so no atomics are needed.
 
 T = tokens, D = width, K = experts a token, S = T * K rows sorted by expert, E = experts (see routing.py).
 
     forward            out_t = sum over k of weights[t, k] * (y[inverse[t, k]] + bias[ids[t, k]]) + add_t
     backward, input    dx_t  = sum over k of dx[inverse[t, k]] + add_t              the same without weights and bias
 
-`add` is the residual, a shared expert's output, or another gradient. The sum is fp32 and rounded once. The gradient of y goes
-to the experts unweighted, by `gather_rows(dout)`: the activation's backward (moe_gated.py) finds the routing weights' gradient
-on its way, so y need not be saved; the layer adds the bias' share of it. Bound by memory: S + 2 T rows.
+`add` is the residual, a shared expert's output, or another gradient. The sum is fp32 and rounded once. The experts get
+the gradient of y unweighted, by `gather_rows(dout)`: the activation's backward (moe_gated.py) computes the routing weights'
+gradient too, so y need not be saved; the layer adds the bias' part. Bound by memory: S + 2 T rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from pronghorn.kernels.runtime.dispatch import HOPPER, chip_of, jit, tl, triton, use_triton
 
 BLOCK = 1024  # columns a program: 8 a thread with 4 warps, K rows of them
-REGISTERS = 64  # not told, ptxas for 12.0 keeps to 48 and spills
+REGISTERS = 64  # by default ptxas for 12.0 uses 48 and spills
 
 
 def combine_reference(
@@ -64,7 +64,7 @@ def combine(
     y_SD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None = None, *, bias_ED: Tensor | None = None,
     ids_TK: Tensor | None = None, add_TD: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """out_TD. `bias_ED` goes with `ids_TK`; `out` may be `add_TD`. No autograd: the layer's hand-written passes use it."""
+    """out_TD. `bias_ED` goes with `ids_TK`; `out` may be `add_TD`. Without autograd."""
     (T, K), D = inverse_TK.shape, y_SD.shape[1]
     out_TD = torch.empty(T, D, dtype=y_SD.dtype, device=y_SD.device) if out is None else out
     if not use_triton(y_SD):

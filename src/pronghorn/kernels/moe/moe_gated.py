@@ -1,17 +1,17 @@
-"""The activation between an expert's two products, on rows sorted by expert, with the expert's bias and the routing weights.
+"""The gated activation of experts, on rows sorted by expert, with the expert's bias and the routing weights.
 
 S = T * K sorted rows, F = an expert's width, G = 2F, E = experts (see routing.py). gu + bias_e holds gate and up:
 
     kind "silu"       gate and up side by side                  a = silu(gate) * up
-    kind "clamped"    gate and up in turns, column by column    g = min(gate, limit), u = up held within +-limit
+    kind "clamped"    gate and up interleaved by columns        g = min(gate, limit), u = clamp(up, +-limit)
                       (gpt-oss)                                 a = g * sigmoid(alpha * g) * (u + 1)
 
-Backward is given da, the gradient behind the down product, without the routing weight w of its row (`gather_rows(dout)` has
-none), and gives back, with w where it belongs:
+Backward takes da, the gradient of a without the routing weight w of its row (`gather_rows(dout)` has none), and returns, with w
+where it belongs:
 
     dgu_s = w_s * (gradient of gate and up)        dweights[slot] = a_s . da_s        w_s * a_s, for the weights' gradients
 
-so the down product's output need not be kept for dweights. Computed in fp32, rounded once; a product bound by memory.
+So the down projection's output need not be saved for dweights. Computed in fp32, rounded once; bound by memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ExpertKind = Literal["silu", "clamped"]
 
 @dataclass(frozen=True, slots=True)
 class ExpertActivation:
-    """Which, and gpt-oss's numbers (transformers: swiglu_limit, swiglu_alpha)."""
+    """Kind, and gpt-oss's constants (transformers: swiglu_limit, swiglu_alpha)."""
 
     kind: ExpertKind = "silu"
     limit: float = 7.0
@@ -104,7 +104,7 @@ def _gate_and_up(
 
 @jit
 def _pieces(gate: tl.tensor, up: tl.tensor, limit: tl.tensor, alpha: tl.tensor, CLAMPED: tl.constexpr) -> tl.tensor:
-    """(a, da/dgate, da/dup). `where` and not min and max, which would hide NaN."""
+    """(a, da/dgate, da/dup). `where` instead of min and max, which would hide NaN."""
     if CLAMPED:
         held = tl.where(gate > limit, limit, gate)
         factor = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
@@ -141,7 +141,7 @@ def _backward_kernel(
     limit: tl.tensor, alpha: tl.tensor, F: tl.constexpr, BLOCK: tl.constexpr, CLAMPED: tl.constexpr, BIAS: tl.constexpr,
     WEIGHTED: tl.constexpr, NEED_A: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program a row: it sums a . da. A block is read before it is written: dgu may lie on gu, and a on da."""
+    """One program a row: it sums a . da. A block is read before it is written, so dgu may overwrite gu, and a da."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(order + row).to(tl.int64)
     weight = 1.0
@@ -261,6 +261,6 @@ class _ExpertGated(torch.autograd.Function):
 
 
 def expert_gated(gu_SG: Tensor, activation: ExpertActivation) -> Tensor:
-    """Differentiable, without bias and weights: for use apart from a layer's hand-written passes."""
+    """Differentiable, without bias and weights."""
     a_SF: Tensor = _ExpertGated.apply(gu_SG, activation)  # type: ignore[no-untyped-call]
     return a_SF

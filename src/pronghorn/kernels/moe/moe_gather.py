@@ -1,11 +1,11 @@
-"""Rows of tokens in the order of their experts, and, beside them, what the experts' adapters make of them.
+"""Token rows sorted by expert, and beside them the adapters' x A^T.
 
 T = tokens, D = width, K = experts a token, S = T * K sorted rows, E = experts, R = rank (see routing.py, grouped_lora.py).
 
     out[s] = [ x_t | x_t A_e^T ]       t = order[s] // K, e = the expert of row s; without A: [ x_t ]
 
-Backward adds up the rows of a token: moe_combine.py without weights. Bound by memory: a row is read where its token lies, K
-times over all, mostly from L2, and written once; the adapter's product reads it on the way.
+Backward sums a token's rows: moe_combine.py without weights. Bound by memory: each token is read K times, mostly from L2, and
+each row written once; the adapter's GEMM is fused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, with what weight, and the tokens sorted by expert. Nothing here asks the host.
+"""Routing: the experts of each token, their weights, and the tokens sorted by expert. Nothing synchronizes with the host.
 
 T = packed tokens, E = experts, K = experts a token, S = T * K slots: slot t * K + k is token t's k-th choice.
 
@@ -8,17 +8,17 @@ T = packed tokens, E = experts, K = experts a token, S = T * K slots: slot t * K
 A softmax over all experts, its K largest divided by their sum (Mixtral, Qwen3-MoE with norm_topk_prob) is the softmax over the
 chosen logits (gpt-oss): one formula. Qwen2-MoE and DeepSeek-V2 do not divide; DeepSeek-V2 has a scale.
 
-`Sigmoid` (DeepSeek-V3, GLM-4.5, dots.llm1, MiniMax-M2): scores are sigmoids of the logits, each expert's by itself. What is
-chosen by is the score plus a bias that no gradient reaches; the weights are of the scores alone, divided by their sum or not:
+`Sigmoid` (DeepSeek-V3, GLM-4.5, dots.llm1, MiniMax-M2): scores are sigmoids of the logits. The choice adds a bias without
+gradient to the scores; the weights are the scores alone, divided by their sum or not:
 
     choice_TE = score_TE + bias_E, of the experts of the `kept` groups whose two largest choices have the largest sum
 
     order_S      slots sorted by expert, those of an expert in their own order     inverse_TK   where a slot stands in it
     offsets_E1   rows offsets[e] to offsets[e + 1] of the sorted ones are expert e's
 
-A counting sort makes all three at once: each program counts the experts of its slots, a second kernel adds up, a third says
-where each slot goes. No atomics: the result is always the same. NaN logits choose valid experts with NaN weights, so that they
-are seen downstream and nothing reads out of bounds.
+A counting sort makes all three: each program counts the experts of its slots, a second kernel computes prefix sums, a third
+places each slot. No atomics, so the result is deterministic. NaN logits choose valid experts with NaN weights: the NaN shows
+downstream, and nothing reads out of bounds.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from torch import Tensor
 
 from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
 
-SLOTS = 128  # of one program of the sort: it compares each of them with each
-LOWEST = -3.0e38  # what a logit counts as at least: columns beside the experts are below it
+SLOTS = 128  # slots per program of the sort, compared pairwise
+LOWEST = -3.0e38  # lower bound of a logit; columns that are no experts are below it
 _LOWEST = tl.constexpr(LOWEST)
-TINY = 1e-20  # beside a sum of sigmoids that is divided by, as transformers has it
+TINY = 1e-20  # added to the sum of sigmoids before the division, as in transformers
 _TINY = tl.constexpr(TINY)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sigmoid:
-    """Scores that do not share a sum. `bias_E`: of the choice. `groups` of equally many experts, of which `kept` are chosen."""
+    """Sigmoid scores. `bias_E`: added for the choice. `groups`: groups of equal size, of which `kept` are chosen."""
 
     bias_E: Tensor | None = None
     groups: int = 1
@@ -48,7 +48,7 @@ class Sigmoid:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """Of one layer and batch. int32, and fp32 weights; all on the device, of sizes that T, E and K say."""
+    """Of one layer and batch: int32, weights fp32, all on the device, with sizes that follow from T, E and K."""
 
     ids_TK: Tensor
     weights_TK: Tensor
@@ -67,7 +67,7 @@ class Routing:
 
 def route_reference(logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0, sigmoid: Sigmoid | None = None
                     ) -> tuple[Tensor, Tensor]:
-    """(weights_TK, ids_TK), in transformers' order: softmax over all, the K largest, their sum divided out."""
+    """(weights_TK, ids_TK), in transformers' order: softmax over all, the K largest, divided by their sum."""
     if sigmoid is not None:
         return _sigmoid_reference(logits_TE, K, normalise, scale, sigmoid)
     probabilities_TE = torch.softmax(logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32)), dim=-1)
@@ -140,7 +140,7 @@ def _without_lesser_groups(
     choice: tl.tensor, expert: tl.tensor, E: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
     GROUPS_BLOCK: tl.constexpr, KEPT: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """choice [ROWS, E_BLOCK], -inf in the groups whose two largest have not one of the KEPT largest sums."""
+    """choice [ROWS, E_BLOCK], -inf outside the KEPT groups with the largest sum of two largest choices."""
     group = tl.where(expert < E, expert // (E // GROUPS), -1)
     number = tl.arange(0, GROUPS_BLOCK)
     sums = tl.full((ROWS, GROUPS_BLOCK), float("-inf"), tl.float32)
