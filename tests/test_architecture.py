@@ -158,6 +158,12 @@ def test_transformers_and_triton_stay_in_their_rooms() -> None:
     assert wrong == []
 
 
+def test_ranks_talk_in_one_place() -> None:
+    """What ranks must agree on goes through a World (train/world.py), and several of them through torch.distributed."""
+    users = [short(file) for file in FILES if any(name.startswith("torch.distributed") for name in imports(file))]
+    assert users == ["train/ranks.py"]
+
+
 def test_files_and_functions_stay_small() -> None:
     long = []
     for file in FILES:

@@ -69,6 +69,14 @@ class EnvironmentFault(PronghornError):
     exit_code = 3
 
 
+class EndedElsewhere(EnvironmentFault):
+    """Another rank of the run failed, and this one ends with it. `told`: that one has shown its message."""
+
+    def __init__(self, what: str, *, why: str = "", exit_code: int = EnvironmentFault.exit_code, told: bool = False) -> None:
+        super().__init__(what, why=why or "a run needs all of its ranks", fix="fix the cause, then run the same command again")
+        self.exit_code, self.told = exit_code, told
+
+
 class HealthStop(PronghornError):
     """The run would have trained on broken numbers; the last good checkpoint is kept."""
 

@@ -40,6 +40,12 @@ def set_defaults() -> None:
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
 
 
+def started_as() -> tuple[int, int]:
+    """(rank, ranks) as torchrun, Slurm's srun with torchrun, or Kubernetes started this process; (0, 1): alone."""
+    rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return (int(rank), int(ranks)) if rank.isdecimal() and ranks.isdecimal() else (0, 1)
+
+
 @contextmanager
 def importing() -> Iterator[None]:
     """Around imports of torch and transformers: the garbage collector rests. What modules make stays for good, and it would

@@ -10,7 +10,7 @@ import errno
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,8 @@ from pronghorn.cli.output import (
     show_error,
 )
 from pronghorn.cli.words import require_verb, unknown_words
-from pronghorn.errors import CommandError, EnvironmentFault, Interrupted, PronghornError, counted
-from pronghorn.process import importing, offline_without_hub, set_defaults
+from pronghorn.errors import CommandError, EndedElsewhere, EnvironmentFault, Interrupted, PronghornError, counted
+from pronghorn.process import importing, offline_without_hub, set_defaults, started_as
 
 if TYPE_CHECKING:
     from pronghorn.recipe import Recipe
@@ -54,7 +54,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except PronghornError as error:
         if isinstance(error, Interrupted):
             ignore_ctrl_c(words)
-        show_error(error, as_json=getattr(arguments, "json", False))
+        if not (isinstance(error, EndedElsewhere) and error.told):
+            show_error(error, as_json=getattr(arguments, "json", False))
         return error.exit_code
     except KeyboardInterrupt:
         ignore_ctrl_c(words)
@@ -261,14 +262,16 @@ def train(arguments: argparse.Namespace) -> None:
     recipe = _recipe(arguments)
     from pronghorn.report.stages import Stages
 
-    stages = Stages()
-    with displaying(arguments, stages) as display:
+    stages, (rank, ranks) = Stages(), started_as()
+    with displaying(arguments, stages, quiet=rank > 0) as display:
         with stages("imports"), _importing(recipe.model):
             from pronghorn.train.loop import train as run
+            from pronghorn.train.ranks import join
         display.progress(*STARTED)
-        result = run(recipe, display=display, stages=stages, fresh=arguments.fresh, allow=arguments.allow_change,
-                     metric_file=arguments.metric_file)
-    if not arguments.json:
+        with join() if ranks > 1 else nullcontext() as world:
+            result = run(recipe, display=display, stages=stages, fresh=arguments.fresh, allow=arguments.allow_change,
+                         metric_file=arguments.metric_file, world=world)
+    if not arguments.json and rank == 0:
         _show_summary(result.folder)
 
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -137,18 +138,21 @@ def _padded(values: npt.NDArray[Any], size: int, fill: int) -> npt.NDArray[Any]:
 def build_batch(table: TokenRows, rows: npt.NDArray[np.int64], capacity: int, pad_id: int = 0,
                 shapes: Shapes | None = None) -> PackedBatch:
     """Padding at the end is one more document, or several of the longest's length, without labels: attention needs no special
-    case for it. Without `shapes` the loss rows are not padded, and `longest` is this pack's own.
+    case for it. Without `rows`, all of it is padding. Without `shapes` the loss rows are not padded, and `longest` is this
+    pack's own.
     """
     documents = tuple(int(row) for row in rows)
     lengths = table.lengths[rows].astype(np.int64)
     tokens = int(lengths.sum())
     ids = np.full(capacity, pad_id, dtype=np.int64)
-    ids[:tokens] = np.concatenate([table.ids(row) for row in documents])
     trained = np.zeros(capacity, dtype=np.bool_)
-    trained[:tokens] = np.concatenate([table.loss(row) for row in documents])
+    if documents:
+        ids[:tokens] = np.concatenate([table.ids(row) for row in documents])
+        trained[:tokens] = np.concatenate([table.loss(row) for row in documents])
 
     padding = np.arange(tokens, capacity, shapes.longest if shapes else capacity)  # where each piece of it begins
-    bounds = np.concatenate([[0], np.cumsum(lengths)[:-1], padding, [capacity]]).astype(np.int32)
+    begins = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if documents else lengths
+    bounds = np.concatenate([begins, padding, [capacity]]).astype(np.int32)
     trained[bounds[:-1]] = False  # a document's first token has nothing before it that could predict it
     labels = np.full(capacity, IGNORED, dtype=np.int64)
     labels[:-1][trained[1:]] = ids[1:][trained[1:]]
@@ -190,20 +194,21 @@ class Cursor:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The micro-batches of one optimizer step."""
+    """The micro-batches of one optimizer step; with several ranks, those of this one. Counts are of all ranks."""
 
     batches: tuple[PackedBatch, ...]
     after: Cursor  # where the loader stands once this step is done
     epoch: float  # progress after this step, in epochs
+    elsewhere: tuple[int, int] = (0, 0)  # tokens and loss tokens of other ranks
 
     @property
     def tokens(self) -> int:
-        return sum(batch.tokens for batch in self.batches)
+        return sum(batch.tokens for batch in self.batches) + self.elsewhere[0]
 
     @property
     def loss_tokens(self) -> int:
         """What the step's summed loss is divided by, however its tokens fell into micro-batches."""
-        return sum(batch.loss_tokens for batch in self.batches)
+        return sum(batch.loss_tokens for batch in self.batches) + self.elsewhere[1]
 
 
 Complete = Callable[[PackedBatch, TokenRows], PackedBatch]  # adds what the run's objective knows of the rows
@@ -214,14 +219,18 @@ class BatchLoader:
 
     Threads rather than processes: building 16,384 tokens of 79 documents takes 0.3 ms, nearly all of it in numpy, so a
     thread never holds the step up, starts at once, and can pin memory. The order does not depend on how many there are.
+
+    With several ranks (`deal`: this one's number, and how many there are) the packs of a step are dealt out in turn. So a step
+    trains on the same packs for any number of ranks, and each rank knows the counts of all. One that gets none has an empty
+    pack.
     """
 
     def __init__(self, table: TokenRows, *, capacity: int, packs_per_step: int, seed: int, workers: int,
                  start: Cursor | None = None, pad_id: int = 0, pin: bool = False, shapes: Shapes | None = None,
-                 together: int = 1, complete: Complete | None = None) -> None:
+                 together: int = 1, complete: Complete | None = None, deal: tuple[int, int] = (0, 1)) -> None:
         self._table, self._capacity, self._packs_per_step = table, capacity, packs_per_step
         self._seed, self._workers, self._pad_id, self._pin, self._shapes = seed, workers, pad_id, pin, shapes
-        self._together, self._complete = together, complete
+        self._together, self._complete, self._deal = together, complete, deal
         self._start = start or Cursor()
         self.first_epoch = self._pack(self._start.epoch)
 
@@ -230,13 +239,17 @@ class BatchLoader:
 
     def _build(self, packs: Packs, at: Cursor) -> StepBatch:
         stop = min(at.pack + self._packs_per_step, len(packs))
-        batches = [build_batch(self._table, packs[i], self._capacity, self._pad_id, self._shapes)
-                   for i in range(at.pack, stop)]
+        rank, ranks = self._deal
+        mine = [packs[i] for i in range(at.pack + rank, stop, ranks)] or [packs.order[:0]]
+        others = [packs[i] for i in range(at.pack, stop) if (i - at.pack) % ranks != rank]
+        batches = [build_batch(self._table, rows, self._capacity, self._pad_id, self._shapes) for rows in mine]
         if self._complete is not None:
             batches = [self._complete(batch, self._table) for batch in batches]
         if self._pin:
             batches = [batch.map(torch.Tensor.pin_memory) for batch in batches]
-        return StepBatch(tuple(batches), after=self._next(packs, at), epoch=at.epoch + stop / len(packs))
+        elsewhere = (sum(int(self._table.lengths[rows].sum()) for rows in others),
+                     sum(int(self._table.loss_counts[rows].sum()) for rows in others))
+        return StepBatch(tuple(batches), self._next(packs, at), epoch=at.epoch + stop / len(packs), elsewhere=elsewhere)
 
     def _next(self, packs: Packs, at: Cursor) -> Cursor:
         stop = at.pack + self._packs_per_step
@@ -277,7 +290,8 @@ def steps_per_epoch(packs: int, packs_per_step: int) -> int:
     return -(-packs // packs_per_step)
 
 
-def evaluation_batches(table: TokenRows, capacity: int, pad_id: int = 0, together: int = 1) -> Iterator[PackedBatch]:
-    """Every document once, in the table's order as far as packing allows."""
-    for rows in pack_in_order(table.lengths, capacity, together):
+def evaluation_batches(table: TokenRows, capacity: int, pad_id: int = 0, together: int = 1,
+                       deal: tuple[int, int] = (0, 1)) -> Iterator[PackedBatch]:
+    """Every document once, in the table's order as far as packing allows; with several ranks, dealt out to them in turn."""
+    for rows in islice(pack_in_order(table.lengths, capacity, together), deal[0], None, deal[1]):
         yield build_batch(table, rows, capacity, pad_id)

@@ -38,7 +38,7 @@ def evaluate(model: Any, table: TokenRows, *, capacity: int, device: torch.devic
     model.eval()
     objective.prepare(model, table, device, autocast)
     total, count, tokens, seen = torch.zeros((), dtype=torch.float64, device=device), 0, 0, 0
-    for batch in evaluation_batches(table, capacity, pad_id, objective.together):
+    for batch in evaluation_batches(table, capacity, pad_id, objective.together, (world.rank, world.size)):
         with autocast():
             total += objective.loss_sum(model, objective.complete(batch, table).to(device)).double()
         count += int(objective.count(batch))

@@ -224,7 +224,8 @@ class _Run:
 
     def _lower_memory(self, step: int, why: str) -> None:
         session = self.session
-        if session.memory is None or session.take_step.updating:
+        alone = session.world.size == 1  # other ranks are in the middle of this step, and do not repeat it
+        if session.memory is None or session.take_step.updating or not alone:
             raise out_of_memory(step, str(self.folder), why, session.recipe)
         before = session.memory.plan
         try:
@@ -392,13 +393,13 @@ class _Run:
         model = session.model
         self.log.write(
             "start", run=self.folder.resolve().name, recipe=session.recipe.model_dump(mode="json"), versions=_versions(),
-            device=_device_name(session.device), threads=torch.get_num_threads(), precision=session.precision,
-            resumed_from=session.resumed_from, steps=session.data.total_steps,
+            device=_device_name(session.device, session.world.size), threads=torch.get_num_threads(), ranks=session.world.size,
+            precision=session.precision, resumed_from=session.resumed_from, steps=session.data.total_steps,
             parameters={"total": count_parameters(model),
                         "trainable": sum(p.numel() for p in trainable(model).values())},
             data=session.data.summary(session.recipe.train.capacity),
             eval_documents=len(session.data.evaluation) if session.data.evaluation is not None else 0,
-            **_price(session.device),
+            **_price(session.device, session.world.size),
         )
         self._tell()
         self._log_plan()
@@ -463,15 +464,16 @@ def _versions() -> dict[str, str]:
             **{name: version(name) for name in ("torch", "transformers", "peft")}}
 
 
-def _price(device: torch.device) -> dict[str, Any]:
-    """What an hour of this GPU costs, for the report; nothing where we know no price."""
+def _price(device: torch.device, ranks: int) -> dict[str, Any]:
+    """What an hour of these GPUs costs, for the report; nothing where we know no price."""
     gpu = local_gpu(device)
     if gpu is None or gpu.price is None:
         return {}
-    return {"price": {"usd_an_hour": gpu.price, "note": f"a list price of {PRICES_AS_OF}"}}
+    return {"price": {"usd_an_hour": gpu.price * ranks, "note": f"a list price of {PRICES_AS_OF}"}}
 
 
-def _device_name(device: torch.device) -> str:
+def _device_name(device: torch.device, ranks: int) -> str:
+    several = f"{ranks} x " if ranks > 1 else ""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU ({platform.machine()}, {counted(os.cpu_count() or 1, 'core')})"
+        return several + torch.cuda.get_device_name(device)
+    return f"{several}CPU ({platform.machine()}, {counted(os.cpu_count() or 1, 'core')})"

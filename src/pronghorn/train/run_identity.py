@@ -9,13 +9,17 @@ rows and the tokens of a thousand of them; it is compared by that, and the user 
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from importlib.metadata import version
 from typing import Any, TypeVar
 
+from pronghorn import __version__
 from pronghorn.data.tokens import TokenTable
 from pronghorn.errors import CheckpointError, PronghornError
+from pronghorn.recipe import Recipe
 
 T = TypeVar("T")
 
@@ -56,6 +60,14 @@ def _changed(what: str, key: str, checkpoint: str, where: str, why: str) -> Chec
         what=f"the {what} changed since {checkpoint}", where=where, why=why,
         fix=f"restore the files of {key}, the model's tokenizer and the chat template, or start over with --fresh (the old "
             "folder is renamed, not deleted)")
+
+
+def run_facts(recipe: Recipe, keys: dict[str, str]) -> dict[str, str]:
+    """What ranks that train together have in common."""
+    versions = {name: version(name) for name in ("torch", "transformers", "peft", "numpy")}
+    text = json.dumps(recipe.model_dump(mode="json"), sort_keys=True)
+    return {"recipe": hashlib.sha256(text.encode()).hexdigest()[:12], "pronghorn": __version__,
+            **versions, **{name: key[-12:] for name, key in keys.items()}}
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:

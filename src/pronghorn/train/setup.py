@@ -47,7 +47,7 @@ from pronghorn.train.memory import RunMemory, plan_memory
 from pronghorn.train.objectives import Objective, objective_of
 from pronghorn.train.optim import make_optimizer, restore_optimizer
 from pronghorn.train.resume import find_checkpoint, require_allowable
-from pronghorn.train.run_identity import data_key, in_background, require_same_data
+from pronghorn.train.run_identity import data_key, in_background, require_same_data, run_facts
 from pronghorn.train.spikes import Spikes, losses_of
 from pronghorn.train.step import StageTimer, Step, autocast, no_graph
 from pronghorn.train.world import World
@@ -167,6 +167,20 @@ def packs_per_step(recipe: Recipe) -> int:
     return recipe.train.batch_tokens // recipe.train.capacity
 
 
+def agreed(recipe: Recipe, keys: dict[str, str], world: World) -> list[str]:
+    """All ranks train the same run, and a step has a pack for each. Returns what should be told."""
+    world.require_same(run_facts(recipe, keys))
+    packs, capacity = packs_per_step(recipe), recipe.train.capacity
+    if packs < world.size:
+        raise RecipeError(what=f"train.batch_tokens: a step has {counted(packs, 'pack')} for {world.size} ranks",
+                          why=f"each rank trains on whole packs of train.capacity: {capacity} tokens",
+                          fix=f"set train.batch_tokens: {world.size * capacity} or more, or start {counted(packs, 'rank')}")
+    if packs % world.size:
+        return [f"a step has {packs} packs for {world.size} ranks, so some ranks wait for others; set train.batch_tokens: "
+                f"{-(-packs // world.size) * world.size * capacity}"]
+    return []
+
+
 def look_ahead(recipe: Recipe) -> tuple[torch.device, Precision, ModelFacts, Any]:
     """Refuses what can be refused before data is read and weights are loaded, for `train` and `check` alike. Returns device,
     precision, what is known of the model, and the tokenizer."""
@@ -217,7 +231,7 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer, allo
         world.on_writer(lambda: before_loading(facts, tokenizer))
     with world.writer_first():  # it fills the cache of tokens
         data = prepare_data(recipe, tokenizer, report=report, stage=stage)
-    keys, told = data.keys, list[str]()
+    told = agreed(recipe, keys := data.keys, world)
     if found:
         told += require_same_data(found[1].values, keys, data.train, found[0].name, str(run))
     shapes = Shapes.planned(data.train, data.first_epoch, recipe.train.capacity)
@@ -258,12 +272,11 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer, allo
         loader = BatchLoader(data.train, capacity=recipe.train.capacity, packs_per_step=packs_per_step(recipe),
                              seed=recipe.train.seed, workers=recipe.data.workers, start=cursor, pad_id=data.pad_id,
                              pin=device.type == "cuda", shapes=shapes, together=objective.together,
-                             complete=objective.complete)
+                             complete=objective.complete, deal=(world.rank, world.size))
     session = Session(recipe, data, tokenizer, model, optimizer, step, loader, device, precision, notices=said,
                       keys=keys, base=base, objective=objective, world=world, memory=memory if planned else None, cursor=cursor,
                       spikes=Spikes(recipe.health.spike), progress=Progress(recipe.eval.best))
-    if found:
-        _restore(session, found[1])
+    _restore(session, found[1] if found else None)
     return session
 
 
@@ -298,7 +311,14 @@ def _require_fp8_layers(model: Any, why_own_layers: str) -> None:
                           fix="remove compute to multiply in 16 bits")
 
 
-def _restore(session: Session, state: TrainState) -> None:
+def _restore(session: Session, state: TrainState | None) -> None:
+    if state is not None:
+        _put_back(session, state)
+    if session.world.rank:  # dropout of its own
+        torch.manual_seed(session.recipe.train.seed + 1_000_003 * session.world.rank + session.step)
+
+
+def _put_back(session: Session, state: TrainState) -> None:
     values = state.values
     restore_optimizer(session.optimizer, session.model, state.tensors)
     if session.take_step.scaler.is_enabled() and values["scaler"]:  # none, where the run was not in fp16 until now

@@ -143,6 +143,9 @@ class EagerStep(Step):
             finally:
                 finish_backward(self.model)
             total += loss.detach()
+        if self.world.size > 1:  # they must be of one shape on all ranks
+            for parameter in self._parameters:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         self.world.add_up([total, *gradients])
         self.scaler.unscale_(self.optimizer)

@@ -1,4 +1,5 @@
-"""The ranks that train together, as a run sees them. Here: one rank, for which every reduction is what it already has.
+"""The ranks that train together, as a run sees them. Here: one rank, for which every reduction is what it already has;
+several are in ranks.py.
 
 Everything that ranks must agree on goes through a `World`: sums of losses, counts and flat gradient buffers, signals to stop,
 what only one rank may do. Rank 0 is the writer: run.jsonl, checkpoints, reports, answers and caches are written by it alone.
@@ -7,7 +8,7 @@ With one rank nothing is copied, sent or waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -43,6 +44,9 @@ class World:
 
     def wait(self) -> None:
         """Until every rank is here."""
+
+    def require_same(self, facts: Mapping[str, str]) -> None:
+        """Refuses ranks for which one of these is not what it is for the writer."""
 
     # ---- what one rank does ----------------------------------------------------------------------------------------------
 

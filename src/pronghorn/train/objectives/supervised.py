@@ -28,4 +28,4 @@ class Supervised(Objective):
         return loss if balance is None else loss + balance * batch.loss_tokens
 
     def divisor(self, step_batch: StepBatch, world: World) -> float:
-        return world.total(step_batch.loss_tokens)[0]  # as the loader counted them
+        return step_batch.loss_tokens  # as the loader counted them, of all ranks

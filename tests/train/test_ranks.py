@@ -1,0 +1,232 @@
+"""Two processes train one run over gloo: the same losses as one process, one of them writes, and none outlives the other."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from ast import literal_eval
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pronghorn.data.batches import BatchLoader, Shapes
+from pronghorn.data.packing import pack
+from pronghorn.errors import PronghornError, RecipeError
+from pronghorn.model.causal_lm import install
+from pronghorn.model.lora import add_adapter
+from pronghorn.recipe import Lora, Recipe
+from pronghorn.report.run_log import read_log
+from pronghorn.train.fused_adamw import FusedAdamW
+from pronghorn.train.graphed_step import GraphedStep
+from pronghorn.train.loop import train
+from pronghorn.train.objectives import Supervised
+from pronghorn.train.ranks import join
+from pronghorn.train.setup import agreed
+from pronghorn.train.world import World
+from samples import make_model, random_table
+
+DEADLINE = 120.0  # seconds, so that nothing hangs
+
+
+class Silent:
+    def handle(self, event: dict[str, Any]) -> None: ...
+    def progress(self, *_: Any) -> None: ...
+
+
+def _rank(rank: int, size: int, port: int, work: Callable[[World], Any], report: Path) -> None:
+    """In a process of its own, forked: what this process has imported it has, too."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    code, what = 0, ""
+    try:
+        with join() as world:
+            what = str(work(world))
+    except PronghornError as error:
+        code, what = error.exit_code, f"{type(error).__name__}: {error.what}"
+    (report / f"rank-{rank}.json").write_text(json.dumps([code, what]), encoding="utf-8")
+    sys.stdout.flush()
+    os._exit(0)  # nothing of pytest's own end
+
+
+def in_ranks(work: Callable[[World], Any], folder: Path, size: int = 2) -> list[tuple[int, str] | None]:
+    """Exit code and result or error of each rank; None of one that was killed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder.mkdir(exist_ok=True)
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_rank, args=(rank, size, port, work, folder)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(DEADLINE)
+        if process.is_alive():
+            process.kill()
+            raise AssertionError("a rank hangs")
+    files = [folder / f"rank-{rank}.json" for rank in range(size)]
+    return [tuple(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None for file in files]
+
+
+def losses_of(run: str | Path) -> list[float]:
+    return [event["loss"] for event in read_log(Path(run)) if event["event"] == "step"]
+
+
+def apart(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
+
+
+# Three packs a step for two ranks, and one in the last step of an epoch: a rank has an empty pack there.
+CHANGES: dict[str, Any] = {"train": {"epochs": 1, "capacity": 256, "batch_tokens": 768, "lr": 1e-2},
+                           "data": {"max_length": 128, "workers": 0}, "eval": {"every": 2, "generations": 0},
+                           "checkpoint": {"every": 3, "keep": 9}}
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_two_ranks_train_as_one(method: str, recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe = recipe_for(**CHANGES, method=method)
+    two = recipe.model_copy(update={"output": recipe.output + "-two"})
+    found = in_ranks(lambda world: train(two, display=Silent(), world=world).step, tmp_path / "told")
+    alone = train(recipe, display=Silent())
+    assert found == [(0, str(alone.step))] * 2
+    assert len(losses_of(recipe.output)) == alone.step > 2
+    assert apart(losses_of(two.output), losses_of(recipe.output)) < 1e-6
+    events = [[event for event in read_log(Path(run)) if event["event"] in ("step", "eval")]
+              for run in (recipe.output, two.output)]
+    for one, other in zip(*events, strict=True):
+        assert [one.get(key) for key in ("event", "step", "tokens", "loss_tokens", "epoch")] == [
+            other.get(key) for key in ("event", "step", "tokens", "loss_tokens", "epoch")]
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    assert sorted(path.name for path in Path(two.output).glob("checkpoint-*")) == sorted(
+        path.name for path in Path(recipe.output).glob("checkpoint-*"))
+    if method == "lora":
+        name = f"checkpoint-{alone.step}/adapter_model.safetensors"
+        one, other = (load_file(Path(run) / name) for run in (recipe.output, two.output))
+        assert all(torch.allclose(other[key], one[key], rtol=1e-4, atol=1e-6) for key in one)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
+    """Stopped by a signal to rank 1 after some steps on two ranks, finished on one: the same packs in the same order."""
+    recipe = recipe_for(**CHANGES)
+    whole = recipe.model_copy(update={"output": recipe.output + "-whole"})
+
+    def stopped(world: World) -> None:
+        class AtStep3(Silent):
+            def handle(self, event: dict[str, Any]) -> None:
+                if event["event"] == "step" and event["step"] == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        train(recipe, display=AtStep3(), world=world)
+
+    found = in_ranks(stopped, tmp_path / "told")
+    assert found[0] is not None
+    assert found[0][0] == 143
+    assert "Stopped after step" in found[0][1]
+    assert found[1] is not None
+    assert found[1][0] == 143
+    train(recipe, display=Silent())
+    train(whole, display=Silent())
+    assert [event["event"] for event in read_log(Path(recipe.output))].count("start") == 2
+    assert apart(losses_of(recipe.output), losses_of(whole.output)) < 1e-6
+
+
+def test_a_rank_that_ends_takes_the_others_along(recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe = recipe_for(**CHANGES)
+
+    def killed(world: World) -> None:
+        real, calls = Supervised.loss_sum, [0]
+
+        def dies(self: Supervised, *arguments: Any) -> Any:
+            calls[0] += 1
+            if world.rank == 1 and calls[0] == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(self, *arguments)
+
+        Supervised.loss_sum = dies  # type: ignore[method-assign]  # in this process, which ends
+        train(recipe, display=Silent(), world=world)
+
+    found = in_ranks(killed, tmp_path / "killed")
+    assert found[1] is None
+    assert found[0] is not None
+    assert found[0][0] == 3
+    assert "another rank ended without a message" in found[0][1]
+
+    def refused(world: World) -> None:
+        changed = recipe.model_copy(update={"train": recipe.train.model_copy(update={"lr": 1.0})}) if world.rank else recipe
+        train(changed, display=Silent(), world=world, fresh=True)
+
+    found = in_ranks(refused, tmp_path / "refused")
+    assert [code for code, _ in found if code] == [2, 2]  # type: ignore[misc]
+    assert "the ranks of this run differ" in found[0][1]  # type: ignore[index]
+
+    def broken(world: World) -> None:
+        if world.rank == 1:
+            raise RecipeError(what="only here")
+        train(recipe, display=Silent(), world=world, fresh=True)
+
+    found = in_ranks(broken, tmp_path / "broken")
+    assert found == [(2, "EndedElsewhere: rank 1 ended: only here"), (2, "RecipeError: only here")]
+
+
+def test_the_captured_step_is_summed_between_its_graphs(tmp_path: Path) -> None:
+    """Its functions, as they run where nothing is captured: gradients go to one flat buffer, which is summed once a step."""
+    table = random_table(40)
+    shapes = Shapes.planned(table, pack(table.lengths, 256, seed=1, epoch=0), 256)
+
+    def taken(world: World) -> list[tuple[float, float]]:
+        model = add_adapter(make_model(), Lora(r=4), seed=1)
+        assert install(model) == ""
+        optimizer = FusedAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        step = GraphedStep(model, optimizer, device=torch.device("cpu"), precision="fp32", clip=0.5, say=print, world=world)
+        loader = BatchLoader(table, capacity=256, packs_per_step=3, seed=1, workers=0, shapes=shapes,
+                             deal=(world.rank, world.size))
+        results = []
+        for batch in islice(loader, 3):
+            step.begin(batch)
+            results.append(step.finish())
+        return [(result.loss, result.grad_norm) for result in results]
+
+    found = in_ranks(taken, tmp_path / "told")
+    assert found[0] == found[1]
+    assert found[0] is not None
+    for (loss, norm), (expected, norm_alone) in zip(literal_eval(found[0][1]), taken(World()), strict=True):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert norm == pytest.approx(norm_alone, rel=1e-4)
+
+
+def test_packs_are_dealt_and_every_rank_knows_the_whole_step() -> None:
+    table = random_table(30)
+    shapes = Shapes.planned(table, pack(table.lengths, 256, seed=1, epoch=0), 256)
+    loaders = [iter(BatchLoader(table, capacity=256, packs_per_step=3, seed=1, workers=0, shapes=shapes, deal=deal))
+               for deal in ((0, 1), (0, 2), (1, 2), (3, 4))]
+    for _ in range(4):
+        whole, even, odd, last = (next(loader) for loader in loaders)
+        assert [batch.documents for batch in whole.batches[::2]] == [batch.documents for batch in even.batches]
+        assert [batch.documents for batch in whole.batches[1::2]] in ([batch.documents for batch in odd.batches], [])
+        for one in (even, odd, last):
+            assert (one.tokens, one.loss_tokens, one.after, one.epoch) == (
+                whole.tokens, whole.loss_tokens, whole.after, whole.epoch)
+        (empty,) = last.batches  # the fourth rank of three packs
+        assert (empty.tokens, empty.loss_tokens, empty.documents) == (0, 0, ())
+        assert (empty.labels_T == -100).all()
+        assert np.diff(empty.cu_seqlens.numpy()).min() >= 0
+
+
+def test_a_step_needs_a_pack_for_each_rank(recipe_for: Callable[..., Recipe]) -> None:
+    world = World()
+    world.size = 3
+    recipe = recipe_for(train={"capacity": 256, "batch_tokens": 512})
+    with pytest.raises(RecipeError, match="2 packs for 3 ranks") as refused:
+        agreed(recipe, {}, world)
+    assert "batch_tokens: 768" in refused.value.fix
+    uneven = recipe_for(train={"capacity": 256, "batch_tokens": 1024})
+    assert "set train.batch_tokens: 1536" in agreed(uneven, {}, world)[0]
