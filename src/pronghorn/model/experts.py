@@ -25,20 +25,15 @@ from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.moe.grouped_fp8 import (
     WIDTH_MULTIPLE,
     Fp8ExpertGroup,
-    fp8_cast_grad_rows,
-    fp8_gather_rows,
     fp8_grouped_supported,
 )
 from pronghorn.kernels.moe.grouped_gemm import (
     grouped_linear_backward_bias,
     grouped_linear_backward_weight,
-    grouped_linear_forward,
 )
 from pronghorn.kernels.moe.grouped_lora import ExpertAdapter, ExpertGroup
 from pronghorn.kernels.moe.grouped_quantized import QuantizedExpertGroup, QuantizedStack
-from pronghorn.kernels.moe.moe_gather import gather_rows
 from pronghorn.kernels.moe.routing import Routing
-from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.formats.table import format_of
 from pronghorn.model.layers.fp8_linears import SharedBytes
@@ -318,46 +313,17 @@ class ExpertStack(Adapted):
     # ---- products ------------------------------------------------------------------------------------------------
 
     def forward_tokens(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
-        """(y_SO, x A^T of each row or None): tokens' rows are gathered in the order of their experts."""
-        group, order, offsets, K = self.group, routing.order_S, routing.offsets_E1, routing.ids_TK.shape[1]
-        if isinstance(group, Fp8ExpertGroup):  # cast once a token, gathered as bytes
-            xa_SR = grouped_linear_forward(x_TD, group.A_ERD, offsets, order_S=order, K=K) if group.R else None
-            return group.forward(*fp8_gather_rows(x_TD, order, K), xa_SR, offsets), xa_SR
-        x_ext = gather_rows(x_TD, order, K, offsets, group.A_ERD if group.R else None)
-        return group.forward(x_ext, offsets), x_ext[:, group.D :].clone() if group.R else None
+        return self.group.forward_tokens(x_TD, routing)
 
     def forward_rows(self, x_ext: Tensor, routing: Routing) -> Tensor:
-        """y_SO of sorted rows, after `group.extend`."""
-        group = self.group
-        if isinstance(group, Fp8ExpertGroup):
-            return group.forward(*fp8_cast_rows(x_ext[:, : group.D]), x_ext[:, group.D :], routing.offsets_E1)
-        return group.forward(x_ext, routing.offsets_E1)
+        return self.group.forward_rows(x_ext, routing)
 
     def backward_tokens(self, dy_TO: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
-        """(dx_SD, [dy | dy sB] of each row): dy is of tokens. The latter is None where no parameter's gradient needs it."""
-        group, order, offsets, K = self.group, routing.order_S, routing.offsets_E1, routing.ids_TK.shape[1]
-        in_fp8 = isinstance(group, Fp8ExpertGroup)
-        dy_ext = None
-        if not in_fp8 or self.adapters or any(p.requires_grad for p in self.parameters):
-            dy_ext = gather_rows(dy_TO, order, K, offsets, group.sB_EOR.transpose(1, 2) if group.R else None)
-        if isinstance(group, Fp8ExpertGroup):
-            cast = fp8_cast_grad_rows(dy_TO, group.scale_EO, routing.ids_TK, order, gather=True)
-            dyb_SR = dy_ext[:, group.outputs :] if dy_ext is not None else None
-            return group.backward_input(*cast, dyb_SR, offsets, self._scratch(group)), dy_ext
-        assert dy_ext is not None
-        return group.backward_input(dy_ext, offsets), dy_ext
+        needed = bool(self.adapters) or any(p.requires_grad for p in self.parameters)
+        return self.group.backward_tokens(dy_TO, routing, needed, self.scratch.take)
 
     def backward_rows(self, dy_ext: Tensor, routing: Routing) -> Tensor:
-        """dx_SD of sorted rows, after `group.extend_grad`."""
-        group, offsets = self.group, routing.offsets_E1
-        if isinstance(group, Fp8ExpertGroup):
-            dy_SO, dyb_SR = dy_ext[:, : group.outputs], dy_ext[:, group.outputs :]
-            cast = fp8_cast_grad_rows(dy_SO, group.scale_EO, routing.ids_TK, routing.order_S, gather=False)
-            return group.backward_input(*cast, dyb_SR, offsets, self._scratch(group))
-        return group.backward_input(dy_ext, offsets)
-
-    def _scratch(self, group: Fp8ExpertGroup) -> Tensor:
-        return self.scratch.take(group.q_EOD.device)
+        return self.group.backward_rows(dy_ext, routing, self.scratch.take)
 
     def backward_parameters(self, dy_ext: Tensor | None, x_ext: Tensor | None, routing: Routing, *, weighted: bool
                             ) -> list[Tensor | None]:

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.moe.grouped_gemm import grouped_linear_forward
-from pronghorn.kernels.moe.grouped_lora import RANK_MULTIPLE, AdaptedBesideExperts, ExpertAdapter
+from pronghorn.kernels.moe.grouped_lora import RANK_MULTIPLE, AdaptedBesideExperts, ExpertAdapter, Scratch
 from pronghorn.kernels.moe.moe_gather import gather_rows
+from pronghorn.kernels.moe.routing import Routing
 from pronghorn.kernels.quant.fp8_cast import (
     E4M3,
     _give_part,
@@ -169,3 +170,23 @@ class Fp8ExpertGroup(AdaptedBesideExperts):
         if self.R and dyb_SR is not None:
             grouped_linear_forward(dyb_SR, self.A_ERD.transpose(1, 2), offsets_E1, out=dx_SD, add=True)
         return dx_SD
+
+    def forward_tokens(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
+        """Tokens are cast once, and gathered as bytes."""
+        order, offsets, K = routing.order_S, routing.offsets_E1, routing.ids_TK.shape[1]
+        xa_SR = grouped_linear_forward(x_TD, self.A_ERD, offsets, order_S=order, K=K) if self.R else None
+        return self.forward(*fp8_gather_rows(x_TD, order, K), xa_SR, offsets), xa_SR
+
+    def forward_rows(self, x_ext: Tensor, routing: Routing) -> Tensor:
+        return self.forward(*fp8_cast_rows(x_ext[:, : self.D]), x_ext[:, self.D :], routing.offsets_E1)
+
+    def backward_tokens(self, dy_TO: Tensor, routing: Routing, needed: bool, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
+        dy_ext = self.gather_grad(dy_TO, routing) if needed else None
+        cast = fp8_cast_grad_rows(dy_TO, self.scale_EO, routing.ids_TK, routing.order_S, gather=True)
+        dyb_SR = dy_ext[:, self.outputs :] if dy_ext is not None else None
+        return self.backward_input(*cast, dyb_SR, routing.offsets_E1, scratch(dy_TO.device)), dy_ext
+
+    def backward_rows(self, dy_ext: Tensor, routing: Routing, scratch: Scratch) -> Tensor:
+        dy_SO, dyb_SR = dy_ext[:, : self.outputs], dy_ext[:, self.outputs :]
+        cast = fp8_cast_grad_rows(dy_SO, self.scale_EO, routing.ids_TK, routing.order_S, gather=False)
+        return self.backward_input(*cast, dyb_SR, routing.offsets_E1, scratch(dy_ext.device))

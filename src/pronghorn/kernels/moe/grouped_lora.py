@@ -18,7 +18,9 @@ weights exist once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +31,10 @@ from pronghorn.kernels.moe.grouped_gemm import (
     grouped_linear_forward,
     grouped_linear_reference,
 )
+from pronghorn.kernels.moe.moe_gather import gather_rows
+from pronghorn.kernels.moe.routing import Routing
 
+Scratch = Callable[[torch.device], Tensor]  # a buffer that layers share, for who needs one
 RANK_MULTIPLE = 16  # rows of M stay multiples of 32 bytes; 16 is the narrowest GEMM tile
 
 
@@ -107,6 +112,8 @@ class AdaptedExperts:
     D: int
     R: int
     adapters: ExpertLoraGrads | None
+    forward: Any  # products of sorted rows, in the form in which the group's weights are multiplied
+    backward_input: Any
 
     @property
     def A_ERD(self) -> Tensor:  # noqa: N802
@@ -139,6 +146,32 @@ class AdaptedExperts:
         if self.R:
             grouped_linear_backward_input(dy_ext[:, : self.outputs], self.sB_EOR, offsets_E1, out=dy_ext[:, self.outputs :])
         return dy_ext[:, self.outputs :]
+
+    def forward_tokens(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
+        """(y_SO, x A^T of each row or None): tokens' rows are gathered in the order of their experts."""
+        order, offsets, K = routing.order_S, routing.offsets_E1, routing.ids_TK.shape[1]
+        x_ext = gather_rows(x_TD, order, K, offsets, self.A_ERD if self.R else None)
+        return self.forward(x_ext, offsets), x_ext[:, self.D :].clone() if self.R else None
+
+    def forward_rows(self, x_ext: Tensor, routing: Routing) -> Tensor:
+        """y_SO of sorted rows, after `extend`."""
+        y_SO: Tensor = self.forward(x_ext, routing.offsets_E1)
+        return y_SO
+
+    def gather_grad(self, dy_TO: Tensor, routing: Routing) -> Tensor:
+        """[dy | dy sB] of each row; dy is of tokens."""
+        sB_ERO = self.sB_EOR.transpose(1, 2) if self.R else None
+        return gather_rows(dy_TO, routing.order_S, routing.ids_TK.shape[1], routing.offsets_E1, sB_ERO)
+
+    def backward_tokens(self, dy_TO: Tensor, routing: Routing, needed: bool, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
+        """(dx_SD, `gather_grad`); the latter may be None where neither adapters nor gradients need it."""
+        dy_ext = self.gather_grad(dy_TO, routing)
+        return self.backward_input(dy_ext, routing.offsets_E1), dy_ext
+
+    def backward_rows(self, dy_ext: Tensor, routing: Routing, scratch: Scratch) -> Tensor:
+        """dx_SD of sorted rows, after `extend_grad`."""
+        dx_SD: Tensor = self.backward_input(dy_ext, routing.offsets_E1)
+        return dx_SD
 
 
 class AdaptedBesideExperts(AdaptedExperts):

@@ -47,14 +47,15 @@ def published_format(config: Any) -> str:
 def refuse_unreadable(config: Any, storage: Format, where: str) -> None:
     """Checkpoints whose format is not read at all, or not with this storage."""
     found = published_format(config)
-    if found and found not in ("nf4", "mxfp4"):
+    known = {row.name: row.published for row in FORMATS.values() if row.published}
+    if found and found not in known:
         raise ModelError(what=f"the checkpoint is quantized as {found}", where=where,
-                         why="the only supported quantized checkpoints are bitsandbytes' NF4 and gpt-oss's MXFP4",
+                         why=f"the only supported quantized checkpoints are {' and '.join(known.values())}",
                          fix="use the 16-bit model, with method: qlora if memory is short")
-    if found and storage.in_fp8:
+    if found and storage.quantize and found != storage.name and not storage.as_published:
         raise ModelError(what="the checkpoint is stored in 4 bits", where=where,
-                         why="4-bit weights cannot be converted to FP8",
-                         fix="set method: qlora, or use the 16-bit model")
+                         why=f"4-bit weights cannot be converted to {storage.name.upper()}",
+                         fix="set method: qlora and no storage, or use the 16-bit model")
     if found == "nf4" and storage.quantize is None:
         raise ModelError(what="the checkpoint is stored in 4 bits", where=where, why="4-bit weights stay 4-bit in training",
                          fix="set method: qlora (in Python: load_in_4bit=True), or use the 16-bit model")

@@ -140,10 +140,10 @@ class StoredExperts(nn.Module):
 
 
 def stored_experts_(model: Any, storage: Format) -> dict[str, StoredExperts]:
-    """Every layer's experts become such, without weights yet; by the module's name. Where 4 bits are asked for, in those that
-    the family is published in (families.py)."""
+    """Every layer's experts become such, without weights yet; by the module's name. In the format that the
+    family is published in (families.py), where `storage` allows it."""
     family, found = FAMILIES.get(text_config(model.config).model_type), {}
-    if storage.name == "nf4" and family and family.experts and family.experts.published_in:
+    if storage.as_published and family and family.experts and family.experts.published_in:
         storage = FORMATS[family.experts.published_in]
     for parent_name, parent in list(model.named_modules()):
         for name, module in list(parent.named_children()):

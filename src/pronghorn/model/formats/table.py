@@ -49,6 +49,8 @@ class Format:
     read: Callable[[Mapping[str, Tensor], str], StoredTensor] | None = None
     stack: tuple[str, ...] = ()  # what follows a stack's name in a checkpoint that has experts stored so
     read_stack: Callable[..., StoredTensor] | None = None  # of those tensors, and the dtype
+    published: str = ""  # whose checkpoints have weights in it, where those are read
+    as_published: bool = False  # what is published in another format of as many bits keeps that
     wide: tuple[str, ...] = ("lm_head",)  # linears that stay in the compute dtype
     in_fp8: bool = False  # products read the bytes themselves; else weights are dequantized for them
     product: Callable[[Tensor, Any, Tensor | None], Tensor | None] | None = None  # by itself, where it can; else dequantized
@@ -98,9 +100,10 @@ def fits_fp8(shape: tuple[int, ...]) -> bool:
 
 FORMATS: dict[str, Format] = {row.name: row for row in (
     Format("bf16", "16 bits"),
-    Format("nf4", "4 bits", _nf4, nf4_state, nf4_of_state, to_fp8=ToFp8(nf4_fp8_scales, nf4_to_fp8)),
+    Format("nf4", "4 bits", _nf4, nf4_state, nf4_of_state, published="bitsandbytes' NF4", as_published=True,
+           to_fp8=ToFp8(nf4_fp8_scales, nf4_to_fp8)),
     Format("mxfp4", "4 bits", lambda weight: mxfp4_quantize(weight.contiguous()), stack=("_blocks", "_scales"),
-           read_stack=MXFP4Tensor),
+           read_stack=MXFP4Tensor, published="gpt-oss's MXFP4"),
     # Routers that are linears stay wide, too: others are no linears.
     Format("fp8", "FP8", fp8_quantize, _fp8_state, _fp8_of_state, wide=("lm_head", "shared_expert_gate"), in_fp8=True,
            product=_fp8_product),
