@@ -1,6 +1,6 @@
 """RMSNorm of packed tokens, together with the residual addition before or after it.
 
-    h = x + residual                         stored in x's dtype; the norm is of the stored, rounded h
+    h = x + residual                         stored in x's dtype; the norm reads the rounded h
     y = h * rstd * w                         rstd = 1 / sqrt(mean(h^2) + eps); w is 1 + w where `one_plus` (Gemma)
 
 and, for families that norm the output of a branch (Gemma 2 and 3, OLMo 2):
@@ -48,9 +48,9 @@ class Tile(NamedTuple):
 
 
 class WeightGradTile(NamedTuple):
-    """The same for the backward pass with a weight gradient: a program goes through many groups of rows and holds its sum of
-    the gradient in registers. Loads of the next `stages` - 1 groups are under way while one is computed (they go to shared
-    memory); `programs` of them a multiprocessor."""
+    """The same for the backward pass with a weight gradient: a program loops over many groups of rows and sums the gradient in
+    registers. Loads of the next `stages` - 1 groups are in flight, to shared memory, while one is computed; `programs` per
+    multiprocessor."""
 
     rows: int
     warps: int
@@ -75,9 +75,9 @@ def _blocks(D: int) -> tuple[int, int]:
 def _tile(block: int, tail: int) -> Tile:
     """16 values a thread: two 16-byte loads of each tensor in bf16, and three fp32 copies of a row fit the registers.
 
-    With a tail, as few warps as let a thread read 16 bytes of it (else the two parts lie differently over the threads, which
-    costs barriers), but at most 40 values a thread: 5120 has 4 warps, 64 registers forward (eight programs and 80 KB under
-    way on a multiprocessor, where one block of 8192 had three and 30 KB) and 168 backward.
+    With a tail, few enough warps that a thread reads 16 bytes of it (else the two parts have different thread layouts, which
+    costs barriers), but at most 40 values a thread: 5120 has 4 warps, 64 registers forward (eight programs and 80 KB in flight
+    per multiprocessor, where one block of 8192 had three and 30 KB) and 168 backward.
     """
     rows = max(1, 1024 // block)
     if not tail:
@@ -88,7 +88,7 @@ def _tile(block: int, tail: int) -> Tile:
 
 def _weight_grad_tile(block: int, tail: int, itemsize: int) -> WeightGradTile:
     """Two groups of rows are being loaded while one is computed, where they fit 64 KB. At D = 4096 (compiled for sm_90) two
-    programs of 97 registers fit a multiprocessor, so 98 KB are under way all the time."""
+    programs of 97 registers fit a multiprocessor, with 98 KB in flight."""
     rows, warps = _tile(block, tail)
     group_bytes = 3 * rows * (block + tail) * itemsize
     return WeightGradTile(rows, warps, 1 + min(2, 65536 // group_bytes), 2 if block >= 4096 else 4)
@@ -134,7 +134,7 @@ def _forward_read(
     row: tl.tensor, T: tl.tensor, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ADD_BEFORE: tl.constexpr,
     ADD_AFTER: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """What is normed, and what is added to it afterwards."""
+    """The norm's input, and what is added afterwards."""
     value = _take(x, x_row, row, T, FIRST, WIDTH, D).to(tl.float32)
     other = value
     if ADD_BEFORE or ADD_AFTER:
@@ -190,7 +190,7 @@ def _backward_rows(
 ) -> tl.tensor:  # fmt: skip
     """Writes dx of some rows; returns their shares of the weight gradient in the two blocks (without a tail the first twice).
 
-    Everything is read before the sums, whose barriers would hold a load back.
+    All loads come before the sums, whose barriers would delay them.
     """
     inverse = tl.load(rstd + row, mask=row < T, other=0.0)[:, None]
     grad = _take(dy, dy_row, row, T, 0, BLOCK, D)
@@ -269,7 +269,7 @@ def _sum_rows_kernel(
     second = tl.program_id(1) == 1
     if second:
         partial = other
-    count = tl.where(second, other_rows, rows)  # not `rows = other_rows`: a 1 is a constant to Triton, and stays one
+    count = tl.where(second, other_rows, rows)  # not `rows = other_rows`: Triton specializes a 1 as a constant
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in range(0, count, ROWS):
         row = first + tl.arange(0, ROWS)
@@ -283,7 +283,7 @@ def sum_rows(partial_PD: torch.Tensor, other_PD: torch.Tensor | None = None) -> 
     D = partial_PD.shape[1]
     other = partial_PD if other_PD is None else other_PD
     sums = torch.empty(1 if other_PD is None else 2, D, dtype=torch.float32, device=partial_PD.device)
-    block = min(16, triton.next_power_of_2(D))  # 64 bytes of a row; narrow, so that there are programs enough
+    block = min(16, triton.next_power_of_2(D))  # 64 bytes of a row: narrow, for enough programs
     # All rows at once, 32 values a thread: 264 rows (RMSNorm) and 880 (QK-norm) wait for memory once, not four times.
     _sum_rows_kernel[(triton.cdiv(D, block), len(sums))](
         partial_PD, other, sums, len(partial_PD), len(other), D=D, BLOCK=block, ROWS=1024, num_warps=16
@@ -352,9 +352,9 @@ def rms_norm_backward(
     dy_TD: torch.Tensor, h_TD: torch.Tensor, weight_D: torch.Tensor, rstd_T: torch.Tensor, *, one_plus: bool = False,
     add_TD: torch.Tensor | None = None, need_weight_grad: bool = False, out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Returns (dx + add, dw in fp32 or None). `add` is what arrives over the residual stream; `out` may be dy or add.
+    """Returns (dx + add, dw in fp32 or None). `add`: the gradient of the residual stream; `out` may be dy or add.
 
-    The weight gradient is the same in every run: each program sums its own rows, a second sum adds the programs.
+    The weight gradient is deterministic: each program sums its rows, a second kernel sums the programs.
     """
     T, D = h_TD.shape
     dx_TD = torch.empty(h_TD.shape, dtype=h_TD.dtype, device=h_TD.device) if out is None else out
@@ -408,7 +408,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous along the last dimension, as the kernels need it; autograd may hand over expanded tensors."""
+    """Makes the last dimension contiguous: autograd may pass expanded tensors."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -1,20 +1,19 @@
 """AdamW over any number of tensors in three launches, with gradient clipping inside.
 
-    norm   = sqrt(sum of g² over all tensors)        clip = min(1, clip_norm / (norm + 1e-6))     as clip_grad_norm_ has it
+    norm   = sqrt(sum of g² over all tensors)        clip = min(1, clip_norm / (norm + 1e-6))     as clip_grad_norm_
     m      = m + (1 - beta1) * (clip * g - m)        v = beta2 * v + (1 - beta2) * (clip * g)²    t = t + 1
     p      = p * (1 - lr * weight_decay) - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-The launches: sums of squares of blocks of gradient; one program that adds them up, advances the step counters and works
-out each tensor's factors; the update. They are three because each needs all of the one before, and a barrier over a whole
-grid would need all programs on the chip at once. Tensors of other dtypes take launches of their own (adapters have one).
-Where a tensor lies is read from a table on the device, built once: a step copies nothing from the host and asks nothing.
+The launches: sums of squares of gradient blocks; one program that sums them, advances the step counters and computes each
+tensor's factors; the update. There are three because each needs all of the one before, and a grid-wide barrier would need all
+programs resident. Each combination of dtypes takes its own launches (adapters have one). Addresses come from a table on the
+device, built once: a step neither copies from the host nor synchronizes with it.
 
-A norm that is not finite changes no tensor and no step counter, on the device, and adds one to `skipped`. With a loss to
-watch, so does a loss that is not finite or a norm of zero, and so does every step after the first refused one: the host, which
-reads the loss a step later, finds the weights of the last sound step. Sums have a fixed order, so results repeat bit for bit.
-Everything is computed in fp32 (the bias corrections in fp64) and rounded once.
-Moments may lie in pinned host memory (host_memory.py): the update reads and writes them over the link, so nothing is copied
-and nothing but their addresses differs. 8 bytes a parameter go each way; adamw8bit.py makes them 2.
+A non-finite norm changes no tensor and no step counter, decided on the device, and increments `skipped`. With a watched loss,
+so does a non-finite loss or a norm of zero, and so does every step after the first refused one: the host, which reads the loss
+a step later, finds the weights of the last sound step. Sums have a fixed order, so results are bit-identical. Everything is
+computed in fp32 (the bias corrections in fp64) and rounded once. Moments may be in pinned host memory (host_memory.py): the
+update reads and writes them over the link, 8 bytes a parameter each way; adamw8bit.py makes it 2.
 Bound by memory: 4 bytes a parameter for the norm, 28 for the update, with fp32 tensors.
 """
 
@@ -29,20 +28,20 @@ import torch
 from pronghorn.kernels.runtime.dispatch import jit, tl, use_triton
 
 # Elements a program of the update, warps. 4 elements a thread: one 16-byte load of each of four streams, 48 registers
-# at most, so five programs fit a multiprocessor and have 80 KB under way. 8 elements take 86 registers (two programs), 16
+# at most, so five programs fit a multiprocessor, with 80 KB in flight. 8 elements take 86 registers (two programs), 16
 # take 153 (one). `python -m benchmarks.ops --sweep adamw`.
 CONFIGS = [(1024, 8), (512, 4), (1024, 4), (2048, 8), (2048, 4)]
 CONFIG = CONFIGS[0]
-# The sums of squares read one stream only, after three loads that wait for one another: larger blocks, 32 KB a program.
+# The sums of squares read one stream, after three dependent loads: larger blocks, 32 KB a program.
 SUMS_BLOCK, SUMS_WARPS = 8192, 8
-# The one program between takes 16 partial sums a thread at once: 5,000 (42 M parameters) are one trip, not five.
+# The single program reads 16 partial sums a thread at once: 5,000 (42 M parameters) in one iteration, not five.
 PARTIALS_AT_ONCE, TENSORS_AT_ONCE, FACTORS_WARPS = 8192, 1024, 16
 
 # Columns of the table: five addresses, the number of elements, which learning rate.
 FIELDS = tl.constexpr(7)
 AT_PARAM, AT_GRAD, AT_EXP_AVG, AT_EXP_AVG_SQ, AT_STEP, AT_NUMEL, AT_LR = (tl.constexpr(column) for column in range(7))
 AT_NORM, AT_CLIP, AT_FINITE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # in the result
-CLIP_EPS = 1e-6  # what clip_grad_norm_ adds to the norm
+CLIP_EPS = 1e-6  # as in clip_grad_norm_
 _CLIP_EPS = tl.constexpr(CLIP_EPS)
 
 
@@ -66,7 +65,7 @@ class Part(NamedTuple):
 
 
 class AdamWTensors:
-    """The tensors of a step, and where they lie: built once, it holds on to them, and their addresses must not change."""
+    """The tensors of a step and their addresses, which must not change."""
 
     def __init__(
         self,
@@ -80,8 +79,8 @@ class AdamWTensors:
         lr_groups: Sequence[int] | None = None,
         host_shift: int | None = None,
     ) -> None:
-        """steps: 0-dim fp32, one a tensor, counted up by the update. lr_groups: which entry of `lr` a tensor takes.
-        host_shift: moments may be in pinned host memory, which the device sees so many bytes further on."""
+        """steps: 0-dim fp32, one per tensor, incremented by the update. lr_groups: which entry of `lr` a tensor takes.
+        host_shift: moments may be in pinned host memory; its device address is so many bytes higher."""
         self.params, self.grads, self.steps = list(params), list(grads), list(steps)
         self.exp_avgs, self.exp_avg_sqs = list(exp_avgs), list(exp_avg_sqs)
         self.weight_decays = list(weight_decays)
@@ -193,7 +192,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # ---- Triton -------------------------------------------------------------------------------------------------
-# Parameters of kernels carry no types: Triton's compiler looks an annotation up and takes only its own names.
+# Kernel parameters have no annotations: Triton resolves them and accepts only its own types.
 
 
 @jit
@@ -206,7 +205,7 @@ def table_address(row, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.co
 
 @jit
 def load_fp32(pointers, inside, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Blocks inside a tensor load without a mask: one of unknown length would cut 16-byte loads into single elements."""
+    """Whole blocks load without a mask: a mask of unknown length would split 16-byte loads into single elements."""
     if MASKED:
         value = tl.load(pointers, mask=inside, other=0.0)
     else:

@@ -1,7 +1,7 @@
-"""AdamW with moments in 8 bits: the step of adamw.py, and its launches, on a quarter of the state.
+"""AdamW with 8-bit moments: the step and launches of adamw.py on a quarter of the state.
 
-A moment is cut, as one long row, into blocks of 256 values. A block keeps its largest magnitude (absmax, fp32) and each value
-one byte: which of 256 levels is nearest to value / absmax. The levels are those of bitsandbytes' AdamW8bit, bit for bit: the
+A moment is flattened into blocks of 256 values. A block stores its largest magnitude (absmax, fp32), and each value one byte:
+the index of the level nearest to value / absmax, out of 256. The levels are those of bitsandbytes' AdamW8bit, bit for bit: the
 "dynamic" type (kernels/quant/nf4.py) with a sign for m and without one for v, seven decades below absmax.
 
     m, v    = level[byte] * absmax                                 in fp32
@@ -10,12 +10,12 @@ one byte: which of 256 levels is nearest to value / absmax. The levels are those
 
 Levels have a pattern, so no search is needed. With n levels in the lowest decade (1 with a sign, 2 without) decade i has n 2^i,
 evenly spaced; their numbers follow a line, J = |x| 10^(6-i) n 2^i / 0.9 + n 2^i 8 / 9. Each line is five times flatter than the
-one before, so the number of the level is the smallest of the seven, and the way back is the largest of seven. Only where two
-decades meet (and at 0 and 1) is half way between two levels not half way between their numbers: it is at 0.2.
+one before, so the level's index is the smallest of the seven, and the inverse is the largest of seven. Only where two decades
+meet (and at 0 and 1) the midpoint of two levels is not the midpoint of their indices: it is at 0.2.
 
 Tensors with fewer than 4,096 elements (norms, biases) keep moments of their own dtype and take the launch of adamw.py.
-Bound by memory: 4 bytes a parameter for the norm, 16 for the update (28 with fp32 moments); with
-moments in host memory 12, and 2 over the link each way: absmax stays on the device.
+Bound by memory: 4 bytes a parameter for the norm, 16 for the update (28 with fp32 moments); with moments
+in host memory 12, and 2 over the link each way: absmax stays on the device.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SMALL = 4096  # tensors with fewer elements keep moments in their own dtype
 # warp has a whole block then. Some 200 instructions a parameter. `python -m benchmarks.ops --sweep adamw8bit`.
 CONFIGS = [(1024, 8), (1024, 4), (2048, 8), (2048, 4), (512, 4), (4096, 8)]
 CONFIG = CONFIGS[0]
-# Below it 1 / absmax is not finite in fp32; a block that small becomes zeros. eps outweighs its sqrt(v) 1e10 times.
+# Below it 1 / absmax is not finite in fp32; such a block becomes zeros. eps is 1e10 times its sqrt(v).
 _TINY = tl.constexpr(1e-37)
 TINY = 1e-37
 _VALUES = tl.constexpr(BLOCK)
@@ -178,8 +178,8 @@ def _nearest_level(x, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def _level(code, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The way back, within 5e-7 of the level: of the seven lines the largest. A table would be exact, but what is read from it
-    lies across the threads otherwise than what is read in order, and has to change places with it: 38 barriers a program."""
+    """The inverse, within 5e-7 of the level: the largest of the seven lines. A table would be exact, but its values have
+    another thread layout, and converting it takes 38 barriers a program."""
     N: tl.constexpr = 1 if SIGNED else 2
     if SIGNED:
         number = tl.abs(code.to(tl.int32) - 127).to(tl.float32) + 0.5

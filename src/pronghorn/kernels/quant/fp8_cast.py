@@ -1,13 +1,13 @@
-"""Rows of activations and gradients, and weights, in FP8 (e4m3), each row with a scale of its own.
+"""Rows of activations and gradients, and weights, in FP8 (e4m3), one scale per row.
 
-    v = x * column_scale                     where one is given: a weight's scales, folded into a gradient
+    v = x * column_scale                     if given: a weight's scales, folded into a gradient
     scale = max(largest |v|, |v|_2 * bound) / 448        1 for a row of zeros
-    x8 = round(v / scale)                    to the nearest e4m3 value: 448 is the largest, 3 bits behind the first
+    x8 = round(v / scale)                    to the nearest e4m3 value: 448 at most, 3 mantissa bits
 
-T = packed tokens, D = width of a row, O = rows of a weight. Rows may be strided (last dimension contiguous). `bound` leaves
-room in a row's range for products of the row that go beside it in FP8 (fp8_lora.py): |v . a| <= |v|_2 |a|_2.
-Nothing saturates, since v / scale stays within 448. A row with inf or NaN in it holds NaN, so it is seen downstream; finite
-gradients never make one. Bound by memory: 2 bytes read and 1 written a value.
+T = packed tokens, D = width of a row, O = rows of a weight. Rows may be strided (last dimension contiguous). `bound`
+keeps headroom for LoRA columns that share the row's scale (fp8_lora.py): |v . a| <= |v|_2 |a|_2. Nothing saturates, since
+v / scale stays within 448. A row with inf or NaN becomes NaN, which shows downstream; finite inputs never do. Bound by memory:
+2 bytes read and 1 written a value.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pronghorn.kernels.runtime.dispatch import cuda_capability, jit, on_gpu, tl,
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
-SMALLEST = 2.0**-100  # rows whose largest value is below are scaled as if it were this: 448 / largest stays finite
+SMALLEST = 2.0**-100  # lower bound of a row's largest value, so that 448 / largest stays finite
 
 
 def fp8_supported(device: torch.device | str) -> str | None:
-    """Why this device cannot multiply in FP8; None where it can. The CPU can, slowly: it multiplies in fp32, for tests."""
+    """Why this device cannot multiply in FP8; None if it can. The CPU emulates it in fp32, for tests."""
     device = torch.device(device)
     if not on_gpu(device):
         return None if device.type == "cpu" else f"FP8 GEMMs need an NVIDIA GPU, this is {device.type}"
@@ -60,7 +60,7 @@ def fp8_cast_rows_reference(
 
 
 def fp8_dequantize(q_OD: Tensor, scale_O: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What the bytes stand for: rows times their scales."""
+    """Rows times their scales."""
     return (q_OD.float() * scale_O[..., None]).to(dtype)
 
 
@@ -93,10 +93,10 @@ class FP8Tensor(StoredTensor):
 
 
 def fp8_quantize_weight(weight_OD: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(q_OD in e4m3, scale_O): one scale an output channel. Done once, at loading, some rows at a time.
+    """(q_OD in e4m3, scale_O): one scale per output channel. Runs once, at loading, some rows at a time.
 
-    No scale is below 2^-8 of the largest one: rows of next to nothing would else be given a scale in whose terms their
-    adapter's values are huge. e4m3 holds 2^18 between its largest and smallest value, so rows lose nothing by it.
+    No scale is below 2^-8 of the largest: with a smaller one, the adapter of a near-zero row would exceed the range. e4m3 spans
+    2^18, so such rows lose no precision.
     """
     weight_OD = weight_OD.detach()
     q_OD = torch.empty(weight_OD.shape, dtype=E4M3, device=weight_OD.device) if out is None else out
@@ -135,7 +135,7 @@ IN_REGISTERS = 16384  # the widest row that stays in registers: 32 values a thre
 
 
 def _tile(D: int) -> Tile:
-    """As the norm's: 16 values a thread, two 16-byte loads in flight, and several programs a processor."""
+    """As the norm's: 16 values a thread, two 16-byte loads in flight, and several programs per multiprocessor."""
     if D > IN_REGISTERS:
         return Tile(1, 8, 4096 if D % 4096 == 0 else 2048)
     block, tail = _blocks(D)
@@ -149,8 +149,8 @@ def _largest(values: tl.tensor) -> tl.tensor:
 
 @jit
 def _row_scale(largest: tl.tensor, squares: tl.tensor, bound: tl.tensor, HAS_BOUND: tl.constexpr) -> tl.tensor:
-    """(scale, 1 / scale). Comparisons with NaN are false: a row of NaN has scale 1 and keeps its NaN. With inf in a row
-    1 / scale is 0, and inf * 0 is NaN, where the cast would have made 448 of it."""
+    """(scale, 1 / scale). Comparisons with NaN are false: a row of NaN has scale 1 and keeps its NaN. With inf in a row,
+    1 / scale is 0 and inf * 0 is NaN; a cast would saturate to 448."""
     if HAS_BOUND:
         reach = tl.sqrt_rn(squares) * tl.load(bound)
         largest = tl.where((reach > largest) & (squares < float("inf")), reach, largest)
@@ -160,7 +160,7 @@ def _row_scale(largest: tl.tensor, squares: tl.tensor, bound: tl.tensor, HAS_BOU
 
 @jit
 def _take_columns(column_scale: tl.tensor, first: tl.tensor, WIDTH: tl.constexpr, D: tl.constexpr) -> tl.tensor:
-    """[1, WIDTH]: loaded as such, it lies over the threads as the rows it is multiplied with."""
+    """[1, WIDTH], in the same thread layout as the rows it multiplies."""
     column = first + tl.arange(0, WIDTH)[None, :]
     return tl.load(column_scale + column, mask=column < D, other=0.0)
 
@@ -195,7 +195,7 @@ def _cast_wide_kernel(
     x: tl.tensor, x_row: tl.tensor, column_scale: tl.tensor, bound: tl.tensor, out: tl.tensor, out_row: tl.tensor,
     scale: tl.tensor, D: tl.constexpr, BLOCK: tl.constexpr, HAS_COLUMN: tl.constexpr, HAS_BOUND: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One row a program, read twice: the second time out of the caches (57 kB at D = 28,672)."""
+    """One row a program, read twice, the second time from the cache (57 kB at D = 28,672)."""
     row = tl.program_id(0).to(tl.int64)
     largest, squares = tl.zeros([1, BLOCK], tl.float32), tl.zeros([1, BLOCK], tl.float32)
     for first in range(0, D, BLOCK):
@@ -257,7 +257,7 @@ def fp8_cast_rows(
 
 
 class TransposeTile(NamedTuple):
-    """Rows and columns, in bytes, of what a program turns round, and its warps."""
+    """Rows and columns, in bytes, that a program transposes, and its warps."""
 
     rows: int
     columns: int
@@ -279,10 +279,10 @@ def _transpose_kernel(
     q: tl.tensor, q_row: tl.tensor, out: tl.tensor, out_row: tl.tensor, rows: tl.tensor, columns: tl.tensor,
     ROWS: tl.constexpr, WORDS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """In words of 4 bytes; the four numbers are in 16 bytes, so that the compiler knows that whole 16 bytes are aligned.
+    """In words of 4 bytes; sizes and strides count 16 bytes, so that the compiler knows the alignment.
 
-    Four words under each other are 4 x 4 bytes, turned round in registers; the words then go through shared memory, where
-    single bytes would take four times as many steps.
+    Four words in a column are 4 x 4 bytes, transposed in registers; the words then go through shared memory, where single bytes
+    would take four times as many steps.
     """
     q_row, out_row, quads, words = q_row * 4, out_row * 4, rows * 4, columns * 4
     tiles = tl.cdiv(words, WORDS)
@@ -305,18 +305,18 @@ def _transpose_kernel(
 
 
 def fp8_pitch(columns: int) -> int:
-    """Bytes from one row to the next: whole lines of 128, which a product reads faster (8B down, 16,384 tokens, 14,384 columns:
+    """Row stride in bytes: whole lines of 128, which a GEMM reads faster (8B down, 16,384 tokens, 14,384 columns:
     1.46 ms instead of 1.67 with rows back to back; H200)."""
     return -(-columns // 128) * 128
 
 
 def fp8_rows(rows: int, columns: int, device: torch.device | str) -> Tensor:
-    """An operand of a product, not filled."""
+    """An uninitialized GEMM operand."""
     return torch.empty(rows, fp8_pitch(columns), dtype=E4M3, device=device)[:, :columns]
 
 
 def fp8_transpose(q_OD: Tensor, out: Tensor | None = None) -> Tensor:
-    """q_DO, rows side by side in memory: Hopper's FP8 products want both operands so. Rows of either may be strided."""
+    """q_DO, transposed in memory, as Hopper's FP8 GEMMs need it. Rows of either may be strided."""
     rows, columns = q_OD.shape
     q_DO = fp8_rows(columns, rows, q_OD.device) if out is None else out
     whole = all(number % 16 == 0 for t in (q_OD, q_DO) for number in (t.stride(0), t.shape[1], t.data_ptr()))

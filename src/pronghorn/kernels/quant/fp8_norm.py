@@ -1,10 +1,10 @@
-"""RMSNorm whose rows come out twice: in the activations' dtype, for the adapters, and in FP8, for the frozen product.
+"""RMSNorm with two outputs: in the activations' dtype, for the adapters, and in FP8, for the frozen GEMM.
 
     h = multiplier * x + residual            stored in x's dtype, where there is a residual; else h is x
     y = h * rstd * w                         rms_norm.py's norm, rounded to x's dtype
     y8, scale = cast of y                    fp8_cast.py's: exactly `fp8_cast_rows(y, bound=bound)`
 
-The FP8 product cannot add a residual as a bf16 one can, so the sum is made here, where h is read anyway.
+An FP8 GEMM cannot add the residual, as a bf16 one can, so it is added here.
 T = packed tokens, D = model width. Rows may be strided. Bound by memory: at most two tensors read, three and a half written.
 Backward is rms_norm_backward.
 """
@@ -76,7 +76,7 @@ def _norm_part(
     y: tl.tensor, y_row: tl.tensor, value: tl.tensor, inverse: tl.tensor, weight: tl.tensor, row: tl.tensor, T: tl.tensor,
     FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ONE_PLUS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The norm, stored and as it was stored, so that the FP8 rows are those of what the adapters see."""
+    """Stores the norm and returns its rounded value, so that the FP8 rows match what the adapters read."""
     result = value * inverse[:, None] * _scale_of(_take_weight(weight, FIRST, WIDTH, D), ONE_PLUS)
     stored = result.to(y.dtype.element_ty)
     _give(y, y_row, stored, row, T, FIRST, WIDTH, D)
@@ -115,7 +115,7 @@ def rms_norm_fp8_forward(
     multiplier: float = 1.0, bound: Tensor | None = None, out: Tensor | None = None, out8: Tensor | None = None,
     h_out: Tensor | None = None,
 ) -> NormedRows:  # fmt: skip
-    """`h_out` may be x or the residual, where nobody needs it any more."""
+    """`h_out` may be x or the residual, if no longer needed."""
     T, D = x_TD.shape
     y_TD = torch.empty(T, D, dtype=x_TD.dtype, device=x_TD.device) if out is None else out
     y8_TD = torch.empty(T, D, dtype=E4M3, device=x_TD.device) if out8 is None else out8

@@ -1,15 +1,15 @@
-"""sums + a b inside a kernel, fp32 as near to the truth as plain torch's.
+"""sums + a b inside a kernel, in fp32 as accurate as plain torch's.
 
-A GPU's fp32 product (PRECISION "ieee") adds one term after the other; where the sums so far come in as its start, a sum over D
-is D roundings in a row, 2.8 times the error of plain torch's product at D = 128 on an H200. Summed by blocks of 16, it is 16
-and the number of blocks. 16-bit inputs keep the tensor cores' own accumulator.
+A GPU's fp32 dot (PRECISION "ieee") adds one term after the other. Starting from the running sums, a sum over D is D roundings
+in a row: 2.8 times plain torch's error at D = 128 on an H200. In blocks of 16 it is 16 plus the number of blocks. 16-bit inputs
+use the tensor cores' accumulator.
 """
 
 from __future__ import annotations
 
 from pronghorn.kernels.runtime.dispatch import jit, tl
 
-EXACT_INNER = 16  # terms a block of an fp32 product: the fewest that `tl.dot` takes
+EXACT_INNER = 16  # terms per block of an fp32 dot: the minimum of `tl.dot`
 
 
 @jit

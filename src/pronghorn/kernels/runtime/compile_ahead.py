@@ -1,13 +1,12 @@
-"""Our Triton kernels, and all those of a piece of work compiled at once, before it runs.
+"""Compiles all Triton kernels of a piece of work in parallel, before it runs.
 
-A kernel is compiled when it is first launched, so the first step on a machine waits for one compilation after the other, some
-twenty of 0.2 to 0.5 s, while the other cores are idle. `compile_ahead` goes through the work once with every launch turned into
-a compilation in a thread of its own (most of it is outside Python's lock, in LLVM and ptxas). Results of before, on disk, are
-used as ever. The C code that launches a kernel is compiled with it: up to Triton 3.6 there is some for every signature, and it
-would be made at the first launch, 0.2 s each.
+Triton compiles a kernel at its first launch, so the first step on a machine waits for some twenty compilations of 0.2 to 0.5 s,
+one after the other, while other cores are idle. `compile_ahead` runs the work once with every launch replaced by a compilation
+in a thread (most of it is outside Python's lock, in LLVM and ptxas). The disk cache is used as usual. The launcher's C code is
+compiled too: up to Triton 3.6 every signature has its own, 0.2 s each at the first launch.
 
-What the kernels would have written is not there meanwhile. So the work is one whose other operations do not decide by it where
-to read or write, which keeps nothing of it, and which runs again afterwards.
+The kernels write nothing in that run. So the work must not depend on their results for where it reads or writes, must keep
+nothing of them, and must run again afterwards.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from triton.runtime.driver import driver
 
 _pools: list[_Compilers] = []
 _modes: list[Any] = []  # Triton's AsyncCompileMode, for the launches of all threads: autograd has one of its own
-_elsewhere: list[Callable[[Kernel, Callable[[], Any], dict[str, Any]], Any]] = []  # what becomes of a launch: compile_for.py
+_elsewhere: list[Callable[[Kernel, Callable[[], Any], dict[str, Any]], Any]] = []  # replaces a launch: compile_for.py
 
 
 class Kernel(triton.JITFunction):  # type: ignore[misc]
-    """What `dispatch.jit` makes: launched as `kernel[grid](...)`."""
+    """The result of `dispatch.jit`: launched as `kernel[grid](...)`."""
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kwargs.setdefault("enable_fp_fusion", True)  # the default today, which Triton 3.10 is to change; nf4.py asks for False
@@ -42,11 +41,11 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
 
 
 def _submitted(mode: Any, compilation: Callable[[], Any]) -> Any:
-    """In a context of its own: Triton's mode is one thread's, and is to be left by whoever entered it."""
+    """In its own context: Triton's mode belongs to a thread, which must leave it itself."""
     mode.__enter__()
     kernel = compilation()
     if isinstance(kernel, triton.FutureKernel) and kernel.future is not None and kernel.future.done():
-        kernel.result(ignore_errors=True)  # found at once by the next layer, which else looks it up by its source
+        kernel.result(ignore_errors=True)  # the next layer then finds it at once, without hashing its source
     return kernel
 
 
@@ -57,21 +56,21 @@ class _Compilers(ThreadPoolExecutor):
 
 def _with_launcher(compilation: Callable[[], Any]) -> Any:
     kernel = compilation()
-    with suppress(Exception):  # what is wrong with it is said when it is launched
+    with suppress(Exception):  # its error is raised at launch
         driver.active.launcher_cls(kernel.src, kernel.metadata)  # its result is on disk, for the first launch
     return kernel
 
 
 def submit(compilation: Callable[[], Any]) -> bool:
-    """For kernels that are not Triton's: a compilation in a thread of its own, if kernels are being compiled ahead."""
+    """For other than Triton kernels: compiles in a thread, if kernels are being compiled ahead."""
     if not _pools:
         return False
-    ThreadPoolExecutor.submit(_pools[-1], compilation)  # what is wrong with it is said when it is launched
+    ThreadPoolExecutor.submit(_pools[-1], compilation)  # its error is raised at launch
     return True
 
 
 def compile_ahead(work: Callable[[], None]) -> None:
-    """A kernel that cannot be compiled says so when it is launched."""
+    """A kernel that does not compile raises its error at launch."""
     with _Compilers(min(32, os.cpu_count() or 1)) as pool:
         _modes.append(triton.AsyncCompileMode(pool, ignore_errors=True))
         _pools.append(pool)

@@ -1,11 +1,11 @@
-"""Our Triton kernels compiled for a chip that need not be here: what each asks of it, beside what it offers.
+"""Compiles our Triton kernels for a chip that need not be present, and compares what each needs with what the chip has.
 
     with compiling_for(CHIPS[8, 6]) as builds:
         ...                                       # any work; tensors are on the CPU
     builds.found                                  # one `Build` for each kernel, in each way it was launched
 
-A launch within is a compilation by the same way as on a GPU (same arguments, same specialisation), and nothing runs. What the
-kernels would have written is not there, as in compile_ahead.py. Launches are told apart by Triton, which compiles none twice.
+A launch becomes a compilation as on a GPU (same arguments, same specialization), and nothing runs; kernels write nothing, as in
+compile_ahead.py. Triton tells launches apart and compiles none twice.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TENSOR_COLUMNS = 512  # of Blackwell's tensor memory
 
 
 class Build(NamedTuple):
-    """A kernel as it was compiled for a launch. Bytes of shared memory and of registers that went to local memory."""
+    """A kernel compiled for one launch, with its bytes of shared memory and of spilled registers."""
 
     kernel: str  # file and name
     chip: Chip
@@ -46,7 +46,7 @@ class Build(NamedTuple):
 
     @property
     def wrong(self) -> str:
-        """Why it cannot run there, or not well; empty where it can."""
+        """Why it cannot run there, or runs badly; empty if neither."""
         if self.error:
             return self.error
         if self.shared > self.chip.shared:
@@ -63,13 +63,13 @@ def name_of(kernel: Kernel) -> str:
 
 
 class Builds:
-    """`wanted`: which kernels are compiled; the others are noted in `launched` all the same."""
+    """`wanted`: which kernels to compile; others are only recorded in `launched`."""
 
     def __init__(self, chip: Chip, wanted: Callable[[str], bool] = lambda name: True) -> None:
         self.chip, self.wanted = chip, wanted
         self.launched: set[str] = set()
         self.found: list[Build] = []
-        self._known: dict[int, Any] = {}  # held, so that no other gets its number
+        self._known: dict[int, Any] = {}  # held, so that its id is not reused
         self._refused: set[str] = set()
 
     def launch(self, kernel: Kernel, compilation: Callable[[], Any], options: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ class Builds:
 
 
 class _NoGpu:
-    """What Triton's compiler asks a driver for. Each chip is a device of its own, so that what Triton keeps is kept apart."""
+    """The driver interface that Triton's compiler needs. Each chip is a separate device, which separates Triton's caches."""
 
     def __init__(self, chip: Chip) -> None:
         self.sm = chip.sm

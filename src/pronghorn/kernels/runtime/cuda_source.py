@@ -1,7 +1,7 @@
-"""CUDA C++ of our own: compiled when it is first needed, by the compiler that torch brings (NVRTC), launched by the driver.
+"""CUDA C++ kernels, compiled at first use by NVRTC, which torch ships, and launched by the driver.
 
-For the few kernels that ask for what Triton does not know (tiles loaded once for two multiprocessors, two groups of warps in
-turns). A source lies beside this file; what varies is given as definitions. Compiled code is kept where Triton keeps its own.
+For the few kernels that Triton cannot express (tiles shared by two multiprocessors, two alternating warp groups). Sources are
+.cu files beside the Python files; variants are preprocessor definitions. Binaries are cached in Triton's cache folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SWIZZLES = {64: 2, 128: 3}  # bytes of a tile's row: CU_TENSOR_MAP_SWIZZLE_64B a
 
 
 class Source(NamedTuple):
-    """A kernel as it is compiled: the file, what is put for one line of it, and the definitions."""
+    """A kernel to compile: the file, the replacement of one line, and the definitions."""
 
     file: str
     line: tuple[str, str]
@@ -41,7 +41,7 @@ class Source(NamedTuple):
 
 
 class NotCompiled(Exception):
-    """What the compiler said."""
+    """The compiler's output."""
 
 
 # ---- compiling ---------------------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ _lock = Lock()
 
 @cache
 def _compiler() -> Any:
-    """NVRTC; None, and it is said, where it is not at hand."""
+    """NVRTC; None, with a notice, if it is missing."""
     major = (torch.version.cuda or "0").split(".")[0]
     name = f"libnvrtc.so.{major}"
     beside = [str(path) for path in Path(sysconfig.get_path("platlib"), "nvidia").glob(f"*/lib/{name}")]
@@ -70,7 +70,7 @@ def available() -> bool:
 
 
 def compiled(source: Source) -> bytes:
-    """Machine code; of several threads that ask at once, one makes it."""
+    """Machine code; if several threads ask at once, one compiles it."""
     with _lock:
         future = _compiled.get(source)
         mine = future is None
@@ -81,7 +81,7 @@ def compiled(source: Source) -> bytes:
             future.set_result(_kept_or_made(source))
         except BaseException as error:  # noqa: BLE001  (given to all who ask)
             future.set_exception(error)
-            if not isinstance(error, NotCompiled):  # a full disk, Ctrl-C: not the source's fault, so the next one tries again
+            if not isinstance(error, NotCompiled):  # a full disk, Ctrl-C: not the source's fault, so the next call retries
                 del _compiled[source]
     return future.result()
 
@@ -139,13 +139,13 @@ def _driver() -> Any:
 
 
 class TensorMap:
-    """How the copy engine sees a bf16 tensor: `sizes` from the innermost on, whose stride is 1, `strides` in elements of the
-    others, and the `box` that one copy moves, its rows swizzled in shared memory. Outside of the sizes nothing is written, and
-    zeros are read."""
+    """A TMA descriptor of a bf16 tensor: `sizes` from the innermost dimension (stride 1), `strides` of the others in elements,
+    and the `box` of one copy, whose rows are swizzled in shared memory. Out of bounds, reads give zeros and writes are
+    dropped."""
 
     def __init__(self, tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> None:
         self._memory = (ctypes.c_uint8 * 192)()
-        self.address = -(-ctypes.addressof(self._memory) // 64) * 64  # the driver asks for whole lines of 64 bytes
+        self.address = -(-ctypes.addressof(self._memory) // 64) * 64  # the driver needs an alignment of 64 bytes
         rank, swizzle = len(sizes), SWIZZLES[box[0] * tensor.element_size()]
         _check(_driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(self.address), _BF16, rank, ctypes.c_void_p(tensor.data_ptr()), (ctypes.c_uint64 * rank)(*sizes),
@@ -165,8 +165,8 @@ def _function(source: Source, name: str, shared_bytes: int, device: int) -> ctyp
 
 
 def launch(source: Source, name: str, blocks: int, threads: int, shared_bytes: int, arguments: Sequence[Any]) -> bool:
-    """On the current stream. Arguments: tensor maps, tensors (their addresses), and ctypes' own. False, and it is said, where
-    the source cannot be compiled: nothing is done then."""
+    """Launches on the current stream. Arguments: tensor maps, tensors (by address), and ctypes values. False, with a notice, if
+    the source does not compile."""
     known = source in _compiled  # by the layer before, most likely just now: no thread is to wait for that one
     if compile_elsewhere(lambda: None if known else compiled(source)):
         return True

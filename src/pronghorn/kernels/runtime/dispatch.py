@@ -1,11 +1,11 @@
-"""Which way an op runs: Triton on a GPU, plain torch elsewhere.
+"""Chooses how an op runs: Triton on a GPU, plain torch elsewhere.
 
 `jit`, `triton` and `tl` exist on every machine, so that kernel files import everywhere; the kernels themselves are only
 called where `use_triton` says so. With TRITON_INTERPRET=1 set both when this file is imported and when an op is called,
 the Triton kernels run on CPU tensors through Triton's interpreter: slow, and meant for tests.
 
-What a GPU offers is said here and nowhere else (`CHIPS`): tiles are chosen by `chip_of(device)`. Within `as_on(chip)` every op
-does what it would do on that chip, wherever its tensors are: for compiling kernels without having one (compile_for.py).
+`CHIPS` is the only place that knows what a GPU offers: tiles are chosen by `chip_of(device)`. Within `as_on(chip)` every op
+behaves as on that chip, wherever its tensors are: for compiling kernels without the chip (compile_for.py).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _said: set[str] = set()
 
 
 class Chip(NamedTuple):
-    """What a GPU's multiprocessor has for our programs, of the tables in NVIDIA's CUDA programming guide."""
+    """Resources of a multiprocessor, from the tables in NVIDIA's CUDA programming guide."""
 
     capability: tuple[int, int]
     gpus: str
-    shared: int  # bytes of shared memory that one program may have
+    shared: int  # bytes of shared memory per program
     all_shared: int  # and all of them together; each takes 1 KB more than it asks for
     warps: int  # of all of them together
 
@@ -51,7 +51,8 @@ class Chip(NamedTuple):
 
     @property
     def large(self) -> bool:
-        """Room for tiles of 128 x 256 in three stages (144 KB), which the tensor cores of these chips read from there."""
+        """Whether shared memory holds tiles of 128 x 256 in three stages (144 KB), from which these chips' tensor cores
+        read."""
         return self.shared >= 200 * 1024
 
 
@@ -86,7 +87,7 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def compile_kernels(work: Callable[[], None]) -> None:
-    """All kernels of this work at once, where there are any; the work itself is gone through without them."""
+    """Compiles all kernels of this work in parallel; the work runs once without them."""
     if HAS_TRITON and not _interpreting():
         from pronghorn.kernels.runtime.compile_ahead import compile_ahead
 
@@ -94,7 +95,7 @@ def compile_kernels(work: Callable[[], None]) -> None:
 
 
 def compile_elsewhere(compilation: Callable[[], Any]) -> bool:
-    """Whether kernels are being compiled ahead: then this is done in a thread, too, and nothing is to be launched."""
+    """Whether kernels are being compiled ahead: then this runs in a thread, and nothing may be launched."""
     if not HAS_TRITON or _interpreting():
         return False
     from pronghorn.kernels.runtime.compile_ahead import submit
@@ -112,15 +113,15 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
 
 def say_once(text: str) -> None:
-    """One line on stderr, once a process: a fallback is always told, and never in every layer."""
+    """One line on stderr, once per process: every fallback is reported, but not by every layer."""
     if text not in _said:
         _said.add(text)
         print(text, file=sys.stderr, flush=True)
 
 
 def keeps_graph() -> bool:
-    """Whether the backward that runs now leaves the graph for another one (`retain_graph=True`): what forward left for it must
-    stay as it is. Where torch cannot tell, it does not, and the second backward says so."""
+    """Whether the running backward keeps the graph (`retain_graph=True`), so that saved tensors must stay intact. False where
+    torch cannot tell; a second backward then raises."""
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return asked is not None and bool(asked())
 
@@ -132,7 +133,7 @@ def _capability_of(index: int) -> tuple[int, int]:
 
 
 def cuda_capability(device: torch.device | str) -> tuple[int, int]:
-    """(9, 0) on Hopper; (0, 0) where the device is not a CUDA one, so that comparisons with a minimum just fail."""
+    """(9, 0) on Hopper; (0, 0) without CUDA, so that comparisons with a minimum fail."""
     device = torch.device(device)
     if _as_on:
         return _as_on[-1].capability
@@ -146,7 +147,7 @@ def on_gpu(device: torch.device | str) -> bool:
 
 
 def chip_of(device: torch.device | str) -> Chip:
-    """One that is not in the table is taken for the newest there that is not newer. The interpreter has small tiles, too."""
+    """An unknown chip counts as the newest known one that is not newer. The interpreter uses small tiles."""
     capability = cuda_capability(device)
     return CHIPS[max((known for known in CHIPS if known <= capability), default=_SMALLEST.capability)]
 
@@ -158,7 +159,7 @@ def pretended() -> Chip | None:
 
 @contextmanager
 def as_on(chip: Chip) -> Iterator[None]:
-    """Ops launch what they would launch on this chip. The kernels cannot run: see compile_for.py."""
+    """Ops launch what they would launch on this chip; the kernels cannot run (compile_for.py)."""
     _as_on.append(chip)
     try:
         yield
@@ -172,7 +173,7 @@ def _processors_of(index: int) -> int:
 
 
 def processor_count(device: torch.device | str) -> int:
-    """Multiprocessors of the GPU, for grids of a fixed size; 2 for the interpreter, so that tests see more than one."""
+    """Multiprocessors of the GPU, for fixed-size grids; 2 for the interpreter, so that tests cover more than one."""
     device = torch.device(device)
     if device.type != "cuda":
         return 100 if _as_on else 2
