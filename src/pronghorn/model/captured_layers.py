@@ -1,21 +1,20 @@
-"""The layers' forward and backward as CUDA graphs, for training loops that are not ours.
+"""The layers' forward and backward as CUDA graphs, for other libraries' training loops.
 
 T = packed tokens, D = model width.
 
-A trainer calls the model with a batch of any size, does with the result what it likes, and calls backward some time later,
-perhaps. So forward and backward of all layers together are two graphs, and everything around them stays as it is: embeddings,
-norm, head and loss, whatever the trainer multiplies the loss with. To autograd the pair is one node, which takes the
-embedded tokens and every parameter that trains, and hands their gradients out.
+A trainer calls the model with batches of any size, computes something from the result, and may call backward later. So forward
+and backward of all layers are two graphs, and everything around them runs eagerly: embeddings, norm, head, loss. To autograd
+the pair is one node, which takes the embedded tokens and all trained parameters and returns their gradients.
 
-    embedded rows -> h0 [replay: all layers] -> io -> a copy           io is what comes out of forward, and later what
-    gradient      -> io [replay: back through all layers] -> copies    comes into backward
+    embedded rows -> h0 [replay: all layers] -> io -> a copy           io: output of forward,
+    gradient      -> io [replay: back through all layers] -> copies    then input of backward
 
-Graphs have fixed shapes. A batch is filled up with documents of padding, which nobody looks at, to one of a few sizes, eight
-between a number and its double; a size that comes again is captured, unless a graph that is there has room for it.
-Captured backwards add the adapters' gradients up as our own step does (model/lora_grad_buffer.py).
+Graphs have fixed shapes. A batch is padded with extra documents to one of a few sizes, eight per power of 2. A size that occurs
+again is captured, unless an existing graph is large enough. Captured backwards accumulate the adapters' gradients as our own
+step does (model/lora_grad_buffer.py).
 
-Whatever is not sure to be the same runs eagerly, on the same layers: a second forward while one still waits for its backward, a
-second backward through the same forward, mixtures of experts, FP8, models that train whole.
+Everything else runs eagerly on the same layers: a second forward before the first one's backward, a second backward through the
+same forward, mixtures of experts, FP8, full fine-tuning.
 """
 
 from __future__ import annotations
@@ -46,18 +45,18 @@ if TYPE_CHECKING:
 
     from pronghorn.model.causal_lm import FastCausalLM
 
-# So often a size runs eagerly before it is captured, which takes as long as five steps and saves a fraction of one: the first
-# size may well be the only one (packed rows), others must show that they come often.
+# Eager runs of a size before its capture, which takes as long as five steps and saves a fraction of one: the first size may be
+# the only one (packed rows), others must occur often.
 EAGER_TIMES, EAGER_TIMES_OF_OTHERS = 1, 5
-MOST_PADDING = 0.25  # of a batch's tokens, to take a larger graph that is there
+MOST_PADDING = 0.25  # of a batch's tokens, to use a larger existing graph
 MOST_SIZES = 24  # graphs of a model; a size that comes later runs eagerly
-MOST_CHANGES = 4  # of what the graphs were captured with; a loop that goes on changing it runs eagerly
+MOST_CHANGES = 4  # of the captured state; a loop that keeps changing it runs eagerly
 LEAST_TOKENS, LEAST_ENTRIES = 128, 32
 # Batches of one data set differ in their longest document and in the number of documents, and a second size costs a capture
-# (0.9 s for 16 layers on an H200, five steps). Too large a bound costs next to nothing: blocks without tokens end at once.
+# (0.9 s for 16 layers on an H200, five steps). A bound that is too large costs almost nothing: empty blocks end at once.
 LEAST_LONGEST = 2048
-TYPICAL_DOCUMENT = 64  # tokens; only of still shorter ones are there more than a size has room for
-MOST_TRAINED = 2**30  # bytes: gradients are held twice here, and whole models are busy enough without graphs
+TYPICAL_DOCUMENT = 64  # tokens; only shorter ones can exceed a size's entries
+MOST_TRAINED = 2**30  # bytes: gradients are held twice here, and full fine-tuning keeps the GPU busy without graphs
 
 
 class Size(NamedTuple):
@@ -67,8 +66,8 @@ class Size(NamedTuple):
     entries: int  # of cu_seqlens
     longest: int
     dtype: torch.dtype
-    needs_dh: bool  # whether somebody wants the gradient of the embedded tokens
-    levels: tuple[str, ...]  # what each layer computes again
+    needs_dh: bool  # whether the embedded tokens need a gradient
+    levels: tuple[str, ...]  # recompute level of each layer
 
 
 def rounded(tokens: int) -> int:
@@ -95,7 +94,7 @@ class CapturedLayers:
         return CapturedLayers(copy.deepcopy(self.engine, memo), simulated=self._simulated)
 
     def hidden(self, h_TD: Tensor, cu_seqlens: Tensor, longest: int, positions_T: Tensor) -> Tensor | None:
-        """What `engine.hidden` gives, or None: this time it is for the engine to do."""
+        """As `engine.hidden`; None: run it eagerly."""
         if not (self.on and torch.is_grad_enabled() and (self._simulated or h_TD.is_cuda)) or self._capturing():
             return None
         if self._simulated and self._state is not None:
@@ -110,7 +109,7 @@ class CapturedLayers:
             return None
         state = self._look(h_TD.dtype)
         if state is not None and any(p._backward_hooks for p in state.parameters):
-            return None  # a hook on a parameter's gradient is called once, by autograd: not by what goes on inside the node
+            return None  # autograd calls a parameter's hook once, not inside the node
         pair = state and (state.fitting(size, tokens, entries) or self._captured(state, size, tokens, entries))
         if not state or not pair:
             return None
@@ -118,12 +117,12 @@ class CapturedLayers:
         return out
 
     def forget(self) -> None:
-        """Graphs and their memory are given back; what still waits for its backward keeps its own."""
+        """Frees graphs and their memory, except those whose backward is pending."""
         self._state = None
         self._sizes.clear()
 
     def give_back(self) -> bool:
-        """After something ran out of memory: whether there was any to give back. Graphs keep theirs from everybody else."""
+        """After out of memory: frees the graphs' memory, which nothing else can use. Returns whether there was any."""
         if self._state is None:
             return False
         say_once("out of memory: CUDA graphs are released, steps run eagerly from now on")
@@ -143,7 +142,7 @@ class CapturedLayers:
                     tuple(layer.effective_level for layer in self.engine.layers))
 
     def _look(self, dtype: torch.dtype) -> _State | None:
-        """The state that everything was captured with, or a new one if the model is not the same any more."""
+        """The state of the captured graphs, or a new one if the model changed."""
         if self._state is not None and self._state.watched.unchanged():
             return self._state
         if self._state is not None:
@@ -209,14 +208,14 @@ def _trained(engine: FastCausalLM) -> list[Tensor]:
 
 
 class _State:
-    """What all graphs of a model share, as long as it stays as it is."""
+    """What all graphs of an unchanged model share."""
 
     def __init__(self, engine: FastCausalLM, dtype: torch.dtype, *, failed: Callable[[Exception], None], simulated: bool
                  ) -> None:
         self.engine = engine
         self.parameters = _trained(engine)
         adapters = [p for layer in engine.layers for group in layer.groups for a in group.adapters for p in (a.A_RD, a.B_OR)]
-        frozen = [p for p in adapters if not p.requires_grad]  # have sums nevertheless
+        frozen = [p for p in adapters if not p.requires_grad]  # have accumulation buffers nevertheless
         self.gradients = GradientBuffers([*self.parameters, *frozen])
         with _as_gradients(self.gradients):
             self.sums = LoraGradBuffer(engine, dtype)
@@ -229,8 +228,8 @@ class _State:
         self._buffers: list[Tensor] = []
 
     def buffers(self, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """h0 and io. All sizes lie in the same memory, since one pair is under way at a time; a larger size than any before
-        gets memory of its own."""
+        """h0 and io. All sizes share the same memory, since one pair is in progress at a time; a new largest size gets new
+        memory."""
         width = int(self.engine.config.hidden_size)
         if not self._buffers or len(self._buffers[0]) < tokens or self._buffers[0].dtype != dtype:
             device = self.parameters[0].device
@@ -239,8 +238,8 @@ class _State:
         return h0[:tokens], io[:tokens]
 
     def fitting(self, size: Size, tokens: int, entries: int) -> _Pair | None:
-        """The smallest pair that has room for such a batch. Up to MOST_PADDING more tokens are better than a step without a
-        graph, which needs memory of its own beside the graphs', and better than a capture."""
+        """The smallest pair that fits such a batch. Up to MOST_PADDING more tokens are better than an eager step, which needs
+        memory beside the graphs', and better than a capture."""
         def fits(known: Size) -> bool:
             padding = -(-(known.tokens - tokens) // known.longest)
             return (known[3:] == size[3:] and size.tokens <= known.tokens <= size.tokens * (1 + MOST_PADDING)
@@ -254,14 +253,13 @@ class _State:
         return [p for layer in self.engine.layers for p in layer.parameters()]
 
     def drop_abandoned(self) -> None:
-        """Forwards that nobody will go back through; graphs hold nothing of theirs."""
+        """Drops forwards without a pending backward."""
         if not self.under_way:
             for pair in self.pairs.values():
                 pair.drop()
 
     def forget_weights(self) -> None:
-        """Weights in few bits are dequantized into memory that all layers share. What a graph has put there, or will find
-        there, is not what the host believes."""
+        """Quantized weights are dequantized into a buffer that all layers share. Replays change it without the host knowing."""
         for layer in self.engine.layers:
             for group in layer.groups:
                 group.forget_weights()
@@ -269,7 +267,7 @@ class _State:
 
 @contextmanager
 def _as_gradients(buffers: GradientBuffers) -> Iterator[None]:
-    """It stands in `.grad` for the moment, for who takes the address of what stands there."""
+    """Sets `.grad` to these buffers temporarily, for code that reads its address."""
     before = [p.grad for p in buffers.parameters]
     for parameter, view in zip(buffers.parameters, buffers.views, strict=True):
         parameter.grad = view
@@ -281,9 +279,9 @@ def _as_gradients(buffers: GradientBuffers) -> Iterator[None]:
 
 
 class _Ends(NamedTuple):
-    """Of autograd's own graph of the layers. Each parameter's place is taken by a leaf of this graph: the node through which
-    autograd reaches a parameter belongs to the stream on which it was made, and stays as long as anybody has an older loss.
-    One of another stream breaks a capture; one of the capture's stream would stand in the way of the next eager backward."""
+    """Ends of autograd's graph of the layers. Separate leaves replace the parameters: a parameter's accumulation node belongs
+    to the stream that created it and lives as long as any older loss. One of another stream breaks a capture; one of the
+    capture's stream breaks the next eager backward."""
 
     embedded: Tensor
     leaves: list[Tensor]
@@ -317,10 +315,10 @@ class _Pair:
         self.load(self.h0[:0], self.cu_seqlens[:1].zero_(), self.positions[:0])
 
     def load(self, h_TD: Tensor, cu_seqlens: Tensor, positions_T: Tensor) -> None:
-        """Real tokens, then padding in documents of at most the longest length; nothing asks the device."""
+        """Real tokens, then padding in documents of at most the longest length. No synchronization."""
         real, (tokens, entries, longest, *_) = len(h_TD), self.size
         self.h0[:real].copy_(h_TD)
-        self.h0[real:].fill_(1.0)  # which every norm can divide by its length
+        self.h0[real:].fill_(1.0)  # norms divide by its length
         self.positions[:real].copy_(positions_T)
         torch.remainder(torch.arange(tokens - real, device=self.positions.device), longest, out=self.positions[real:])
         given = len(cu_seqlens)
@@ -359,7 +357,7 @@ class _Pair:
             state.sums.release()
         state.sums.collect()
         for gradient, view in zip(found, state.gradients.views, strict=False):
-            if gradient is not None:  # adapters' are collected
+            if gradient is not None:  # adapters' gradients are gathered
                 view.copy_(gradient)
         if dh is not None:
             self.io.copy_(dh)

@@ -50,19 +50,18 @@ class Chooser(Protocol):
     """dropin.recompute.KeptByMemory, as the model uses it."""
 
     def before(self, tokens: int) -> None: ...  # a batch that trains
-    def lower(self) -> bool: ...  # after its forward ran out of memory: whether the layers keep less now
+    def lower(self) -> bool: ...  # after its forward ran out of memory: whether the layers save less now
 
 
 class FastCausalLM:
     def __init__(self, model: Any, *, fp8: bool = False) -> None:
-        """`fp8`: layers stored in 4 bits, and those that are trained themselves, multiply in FP8; those stored in FP8 do it
-        anyway."""
+        """`fp8`: layers stored in 4 bits, and trained ones, multiply in FP8, as those stored in FP8 always do."""
         config = model.config.get_text_config()
         family = family_of(config)
         self.model, self.config, self.backbone = model, config, backbone(model)
         shared = Fp8Workspace()
         self.layers: list[DecoderLayer] = []
-        self.expert_layers: list[int] = []  # numbers of those whose MLP is a mixture of experts
+        self.expert_layers: list[int] = []  # indices of layers with experts
         for i, layer in enumerate(self.backbone.layers):
             slot = len(self.expert_layers) if family.experts and hasattr(layer.mlp, "experts") else None
             self.layers.append(build_layer(layer, family, config, i, shared, slot=slot, fp8=fp8))
@@ -74,14 +73,14 @@ class FastCausalLM:
         self.positions = Positions(self.backbone, config, self.layers[0].head_width)
         self._adapters: CopyTable | None = None
         self._adapters_fp8 = SplitTable([])
-        self.offload: Offload | None = None  # the place that some layers share
-        self.host_embeddings = False  # whether they wait in pinned memory (memory/host_embeddings.py)
+        self.offload: Offload | None = None  # shared by the layers that offload
+        self.host_embeddings = False  # whether they are in pinned host memory (memory/host_embeddings.py)
         self.prepared = 0  # how often
-        self.paused = False  # the model's own layers, for one call
+        self.paused = False  # use the model's own layers, for one call
         self.changes = Changes(self)
-        # For loops that are not ours:
+        # For other libraries' training loops:
         self.captured = CapturedLayers(self)
-        self.chooser: Chooser | None = None  # of what the layers keep
+        self.chooser: Chooser | None = None  # of what the layers save
         self.trained_with: tuple[Any, ...] | None = None  # adapters of the latest forward that recorded gradients
         scaling = float(getattr(config, "logits_scaling", None) or 1.0)
         self.head_terms: dict[str, Any] = {
@@ -90,34 +89,33 @@ class FastCausalLM:
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FastCausalLM:
-        """For a copy of the model, beside it."""
+        """Belongs to the copied model."""
         twin = memo[id(self)] = object.__new__(type(self))
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickled model (`torch.save(model)`) is the Hugging Face one, and opens on its own layers: what is set on its
-        instance does not come along."""
+        """A pickled model (`torch.save(model)`) is the plain Hugging Face one: instance attributes are not pickled."""
         return left_behind, ()
 
     @property
     def can_chunk_mlp(self) -> bool:
-        """Whether the layers can do their MLP in several turns (model/layers/mlp.py): not mixtures, nor, in FP8, weights that
-        are trained, whose gradients of all pieces together the planner does not count."""
+        """Whether the layers can run their MLP in chunks (model/layers/mlp.py): not mixtures of experts, nor FP8 with trained
+        weights, whose gradients of all chunks the planner does not count."""
         trained = any(group.fp8 and any(map(trains_whole, group.modules()))
                       for layer in self.layers for group in layer.groups)
         return not trained and not self.expert_layers
 
     @property
     def can_run_dry(self) -> bool:
-        """Whether a few tokens may go through everything but our own kernels (compile_ahead.py). Experts' tokens are
-        sent where kernels say, FP8 keeps what kernels made of its weights, and host memory has room for whole batches only."""
+        """Whether a step can run without our kernels (compile_ahead.py). Not with experts, whose rows kernels index; not in
+        FP8, which keeps weights that kernels cast; not with offloading, which holds whole batches only."""
         groups = [group for layer in self.layers for group in layer.groups]
         fp8 = any(group.fp8 for group in groups)
         return not (self.expert_layers or fp8 or self.offload or self.host_embeddings)
 
     def accumulate_weights(self, on: bool) -> None:
-        """Whether gradients of the layers' own weights are added to their `.grad` by the products, without autograd."""
+        """Whether GEMMs accumulate weight gradients in `.grad` themselves, without autograd."""
         for layer in self.layers:
             for group in layer.groups:
                 if isinstance(group, LinearGroup):
@@ -141,7 +139,7 @@ class FastCausalLM:
         if documents.guarded and torch.is_grad_enabled():
             documents = replace(documents, weights=Weights(self, h_TD.dtype))
         load = documents.load
-        late = rows is not None and load is not None and load.coefficient != 0.0  # the balance is of all tokens
+        late = rows is not None and load is not None and load.coefficient != 0.0  # the auxiliary loss counts all tokens
         with torch.autocast(h_TD.device.type, enabled=False):  # the layers choose their precision themselves
             for layer in self.layers[:-1]:
                 h_TD = layer(h_TD, documents)
@@ -151,7 +149,7 @@ class FastCausalLM:
             if late and rows is not None:
                 h_TD = h_TD.index_select(0, rows)
         if self.offload is not None and torch.is_grad_enabled():
-            self.offload.start_prefetch()  # the way back begins under the head
+            self.offload.start_prefetch()  # while the head runs
         return h_TD
 
     def _counted(self, load: RouterStats, h_TD: Tensor) -> Tensor:
@@ -162,7 +160,7 @@ class FastCausalLM:
 
     def load_of(self, labels_T: Tensor | None = None, spans_2T: Tensor | None = None, rows: Tensor | None = None
                 ) -> RouterStats | None:
-        """What a forward that trains counts. `labels_T`, `spans_2T`: of a pack with padding at its end."""
+        """Router statistics of a training forward. `labels_T`, `spans_2T`: of a pack with padding at its end."""
         if not self.expert_layers or not torch.is_grad_enabled():
             return None
         real_T = real_rows = None
@@ -174,7 +172,8 @@ class FastCausalLM:
                            real_rows=real_rows)
 
     def prepare(self, dtype: torch.dtype) -> None:
-        """Weights and adapters as the layers read them. On every forward: nothing tells reliably that an optimizer stepped."""
+        """Refreshes the weights and adapters that the layers read. On every forward: nothing reliably signals an optimizer
+        step."""
         self.prepared += 1
         moved = [layer.prepare(dtype) for layer in self.layers]  # all of them, not up to the first
         if any(moved) or self._adapters is None:
@@ -202,8 +201,8 @@ class FastCausalLM:
         return x_ND, head.weight if head.weight.dtype == x_ND.dtype else head.weight.to(x_ND.dtype), head.bias
 
     def documents(self, cu_seqlens: Tensor, longest: int, positions_T: Tensor, typical: int | None = None) -> Documents:
-        """What the layers share about a pack. `typical`: mean length of the documents, each token counted; without it, the
-        plain mean of as many documents as there are boundaries."""
+        """What the layers share about a pack. `typical`: mean document length, weighted by tokens; default: tokens divided by
+        the number of boundaries."""
         tokens = len(positions_T)
         spans_2T = spans(cu_seqlens, tokens)
         return Documents(cu_seqlens, longest, self.positions.rotary(positions_T, spans_2T), spans_2T,
@@ -240,14 +239,14 @@ class PackedRows(NamedTuple):
 
 
 def left_behind() -> None:
-    """In the place of the fast layers of a model that was pickled."""
+    """Replaces the fast layers of an unpickled model."""
     say_once("a model loaded from a pickle uses the transformers layers (slower); call FastLanguageModel.for_training(model) "
              "to install the fast layers")
 
 
 def install(model: Any, *, fp8: bool = False) -> str:
-    """Give a Hugging Face causal LM instance fast layers. Returns why not, or nothing; the model trains either way. `fp8`:
-    as in `FastCausalLM`."""
+    """Gives a Hugging Face causal LM instance fast layers. Returns the reason if it cannot, else an empty string; the model
+    trains either way. `fp8`: as in `FastCausalLM`."""
     base = base_of(model)
     if why := why_not_fast(base.config):
         return why
@@ -275,11 +274,11 @@ def engine_of(model: Any) -> FastCausalLM | None:
 
 
 def require_isolated_documents(model: Any, device: torch.device, vocabulary: int) -> None:
-    """Two documents in one pack: changing the first must not change the second. Milliseconds, before anything trains, on the
-    layers that will train.
+    """With two documents in one pack, changing the first must not change the second. Takes milliseconds, before training, on
+    the layers that will train.
 
-    Equal bits settle it. Other bits are a leak, or sums in another order (experts multiply the tokens of all documents
-    together). The gradient tells them apart: what a document is not computed from has a gradient of exactly zero.
+    Equal bits pass. Different bits are a leak, or sums in another order (experts multiply the tokens of all documents
+    together). The gradient decides: what a document does not depend on has a gradient of exactly zero.
     """
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]], device=device)
     bounds = torch.tensor([0, 5, 11], dtype=torch.int32, device=device)
@@ -289,7 +288,7 @@ def require_isolated_documents(model: Any, device: torch.device, vocabulary: int
     engine, was_training = engine_of(model), model.training
 
     def second(x: Tensor, embedded: list[Tensor]) -> Tensor:
-        """The second document's result; what both documents' tokens were embedded as goes into the list."""
+        """The second document's result; the embeddings of both documents are appended to the list."""
 
         def leaf(_module: Any, _inputs: Any, h: Tensor) -> Tensor:
             embedded.append(h.detach().requires_grad_())

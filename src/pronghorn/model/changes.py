@@ -1,13 +1,13 @@
-"""Whether the model is still what its fast layers were made for. Asked before every forward that trainers and scripts call.
+"""Detects changes to a model that its fast layers do not follow, before every forward of a trainer or script.
 
-A program may do anything to a model after it was loaded: hook modules, wrap, remove or replace layers, set `forward` on an
-instance, change a number that a layer computes with. The model's own layers follow all of it by themselves; the fast ones
-follow what they look up at each forward: weights, adapters, what trains, norms and their eps, linears replaced by equal ones.
-Anything else is found here, and while it is there the model runs on its own layers, with one notice that names the reason.
+A program may change a loaded model: hook modules, wrap, remove or replace layers, set `forward` on an instance, change a number
+that a layer uses. The model's own layers follow all of it. The fast ones follow what they look up at each forward: weights,
+adapters, what trains, norms and their eps, linears replaced by equal ones. With any other change, the model runs on its own
+layers, and one notice names the reason.
 
-The question must cost next to nothing, so there are two ways to answer it. `_look` walks the tree and compares it with how it
-was at the beginning; it remembers what it saw of each module. Each forward compares every module with that, and only a
-difference makes it walk again: 14 us a layer, 65 us with seven adapters, on a core where `prepare` takes 231 and 696 us.
+The check must be cheap. `_look` walks the module tree, compares it with the initial one, and remembers each module's state.
+Each forward compares every module with that, and walks again only after a difference: 14 us a layer, 65 us with seven adapters,
+on a core where `prepare` takes 231 and 696 us.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pronghorn.model.formats.table import storage_of
 if TYPE_CHECKING:
     from pronghorn.model.causal_lm import FastCausalLM
 
-# What may stand in a place later on:
+# What may replace a module later:
 #   linear      one of the same kind and size, or PEFT's wrapper around one: looked up at each forward (linears.py)
 #   norm        one of the same kind, or PEFT's trained copy of it: looked up at each forward
 #   stack       the same experts or router, or PEFT's wrapper around their parameters (experts.py)
@@ -47,14 +47,14 @@ CONFIG = ("num_hidden_layers", "layer_types", "sliding_window", "attention_chunk
 ENGINE = "_pronghorn_engine"  # attribute of a model instance: its fast layers
 OURS = "of_pronghorn"  # attribute of a forward that hf_forward.py set
 KNOWN_PACKAGES = ("torch", "transformers", "peft", "pronghorn")
-CAPTURING = "transformers.utils.output_capturing"  # its hooks stay after one `output_hidden_states`, and do nothing then
+CAPTURING = "transformers.utils.output_capturing"  # its hooks stay after one `output_hidden_states`, and do nothing
 WEIGHTS = {nn.Parameter, type(None)}
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{name}") for name in HOOKS)
 
 
 class Place(NamedTuple):
-    """A module of the model as it was at the beginning, without PEFT's wrappers."""
+    """A module of the initial model, without PEFT's wrappers."""
 
     path: str
     kind: Kind
@@ -240,7 +240,7 @@ def _fits(place: Place, now: Any, inner: Any) -> bool:
 
 
 def _numbers(module: nn.Module) -> dict[str, Any]:
-    """What a module computes with beside its tensors, as far as that lies open."""
+    """A module's public numbers beside its tensors."""
     return {name: value for name, value in vars(module).items()
             if isinstance(value, int | float | str | None) and not name.startswith("_") and name not in WITHOUT_EFFECT}
 
@@ -264,7 +264,7 @@ def _whole(path: str, module: nn.Module, numbers_of: nn.Module | None = None) ->
 
 
 def why_called(path: str, module: Any) -> str:
-    """Why a module must be called, instead of what it computes being computed; empty if nobody would notice."""
+    """Why a module must be called and cannot be replaced by its computation; empty if it can."""
     state = module.__dict__
     if "forward" in state and not hasattr(state["forward"], OURS):
         by = "accelerate, which moves its weights" if "_hf_hook" in state else _name(state["forward"])
@@ -277,7 +277,7 @@ def why_called(path: str, module: Any) -> str:
 
 
 def is_plain_table(module: Any) -> bool:
-    """Embeddings that give the same for tokens in a row as for rows of tokens, and whose call nobody watches."""
+    """Embeddings without hooks that treat a flat list of tokens like rows of tokens."""
     return isinstance(module, nn.Embedding) and is_known(type(module).forward) and not why_called("", module)
 
 
@@ -294,7 +294,7 @@ def _why_hooked(path: str, hooks: Iterable[Mapping[int, Any]]) -> str:
 
 
 def is_known(function: Any) -> bool:
-    """Written by a library whose functions are what the fast layers were compared with."""
+    """Whether a known library defines it, with which the fast layers were compared."""
     return str(getattr(function, "__module__", "")).split(".")[0] in KNOWN_PACKAGES
 
 

@@ -1,7 +1,7 @@
-"""The norm before the head, whose backward hands its gradient down in rows with spare columns.
+"""The norm before the head. Its backward returns the gradient in rows with spare columns.
 
-The last layer puts its adapters' columns there, as every other layer does with the gradient from above (`GradBuffer`):
-without it, that layer's backward would hold a copy, T x D, at the moment when a step with long documents holds most.
+The last layer writes its LoRA columns there, as every layer does with the gradient from above (`GradBuffer`). Otherwise its
+backward would hold a copy, T x D, at the memory peak of a step with long documents.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """TRL's fused head, computed by ours: `model(..., labels=..., fused_lm_head=True)`.
 
-TRL's trainers set a forward on the model that takes `fused_lm_head=True`: it calls the backbone and computes log-probabilities
-of the labels from the hidden states, in products with the head that run three times (once more in backward). Ours run twice
-(kernels/loss/linear_log_probs.py). An adapted model has a wrapper around the model that TRL writes to, and there such calls are
-answered, if TRL asks for nothing else than is computed here; if it does, they go on to TRL's own.
+TRL's trainers set a forward on the model that takes `fused_lm_head=True`: it calls the backbone and computes the labels'
+log-probabilities from the hidden states, with three GEMMs over the head (one recomputed in backward). Ours are two
+(kernels/loss/linear_log_probs.py). We answer such calls on PEFT's wrapper around the model that TRL writes to, if everything
+TRL asks for is computed here; other calls go to TRL's own.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _in_place_of(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _answer(model: Any, inputs: dict[str, Any]) -> Any:
-    """None: TRL is to do it."""
+    """None: TRL computes it."""
     engine = engine_of(model)
     if engine is None or not torch.is_grad_enabled() or inputs.keys() & OF_PEFT:
         return None
@@ -78,7 +78,7 @@ def _answer(model: Any, inputs: dict[str, Any]) -> Any:
 
 
 def _asked(engine: FastCausalLM) -> Asked | None:
-    """None: the forward on the model is not TRL's, or asks for what is not computed here."""
+    """None: the model's forward is not TRL's, or needs what is not computed here."""
     function = getattr(vars(engine.model).get("forward"), "__func__", None)
     if function is None or (function.__globals__.get("__name__"), function.__code__.co_name) != TRLS:
         return None

@@ -1,10 +1,10 @@
-"""A Hugging Face model instance on fast layers: its `forward`, and what saving it takes.
+"""`forward` and `state_dict` of a Hugging Face model instance on fast layers.
 
-Trainers call the model with a batch of rows, padded or packed, and labels; here such a batch becomes packed documents:
-padding is left out before the first layer, so it costs nothing, and comes back as zeros where hidden states are asked for.
-What is not covered (a cache, outputs of attentions, masks with holes or four dimensions) goes to the model's own forward.
+Trainers call the model with rows, padded or packed, and labels; here they become packed documents: padding is removed before
+the first layer, so it costs nothing, and returns as zeros in hidden states. Calls that are not covered (a cache, attention
+outputs, masks with holes or four dimensions) go to the model's own forward.
 
-Everything is set on the instance as bound methods of it, so that `copy.deepcopy` gives a copy that stands on its own.
+Forwards are bound methods on the instance, so `copy.deepcopy` gives an independent copy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pronghorn.model.causal_lm import FastCausalLM
 
 LOSSES = ("ForCausalLM", "ForConditionalGeneration")  # transformers' names for the shifted cross-entropy
-# What the fast path reads, and what changes nothing for it; any other argument with a value belongs to the own forward.
+# What the fast path reads, and what has no effect on it; any other argument with a value goes to the model's own forward.
 READ = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch",
         "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache", "return_dict"}
 WITHOUT_EFFECT = {"cache_position", "seq_idx", "token_type_ids", "vision_feature_layer"}
@@ -51,16 +51,16 @@ def set_forwards(model: Any, engine: FastCausalLM) -> None:
 
 
 def _in_place_of(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """With the signature of the own one, which generation and trainers read, but not as a wrapper of it: accelerate unwraps
-    forwards down to the innermost when it takes mixed precision off again, and that must be ours."""
+    """Has the signature of the model's own forward, which generation and trainers read, but not `__wrapped__`: accelerate
+    unwraps forwards to the innermost when it removes mixed precision, and that must be ours."""
     signature = inspect.signature(own)
     names = list(signature.parameters)[1:]
-    ours = torch.compiler.disable(ours)  # a compiled model calls it as it is: tracing it takes minutes and gains nothing
+    ours = torch.compiler.disable(ours)  # torch.compile must not trace it: that takes minutes and gains nothing
 
     @functools.wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = dict(zip(names, args, strict=False)) | kwargs
-        if torch.is_inference_mode_enabled():  # what is made here, and kept, must not be of that mode: training uses it, too
+        if torch.is_inference_mode_enabled():  # tensors that stay must not be inference tensors: training uses them
             with torch.inference_mode(False), torch.no_grad():
                 result = ours(self, getattr(self, ENGINE), inputs)
         else:
@@ -74,10 +74,10 @@ def _in_place_of(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
 
 
 def _separate_weights(model: Any, prefix: str, keep_vars: bool) -> None:
-    """Before `state_dict` of the model itself: saving wants each weight in memory of its own, not views of one buffer.
+    """Before `state_dict` of the model itself: saving needs each weight in its own memory, not as views of one buffer.
 
-    Inside a PEFT model (`prefix` is not empty) nothing happens: its checkpoints hold only the adapter. One group of linears
-    is copied at a time, so the peak rises by the largest (0.24 GB of an 8B model); the next training step joins them again.
+    Inside a PEFT model (`prefix` is not empty) it does nothing: checkpoints hold only the adapter. One group of linears is
+    copied at a time, so the peak rises by the largest (0.24 GB of an 8B model); the next training step joins them again.
     """
     engine: FastCausalLM | None = getattr(model, ENGINE, None)
     if prefix or engine is None:
@@ -95,14 +95,14 @@ def _separate_weights(model: Any, prefix: str, keep_vars: bool) -> None:
 def _backbone_forward(backbone: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> Any:
     pack = _pack(engine, inputs) if _covered(engine, inputs) and not engine.balance else None
     if pack is None:
-        return None  # among them: who balances the experts wants the routers' logits
+        return None  # also where the experts' auxiliary loss needs the router logits
     normed = _normed(engine, _run(engine, inputs, pack))
     output = MoeModelOutputWithPast if engine.expert_layers else BaseModelOutputWithPast
     return output(last_hidden_state=pack.unpacked(normed))
 
 
 def _around_forward(around: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> Any:
-    """Of the module that puts images among the embeddings, called without any."""
+    """For the module that merges images into the embeddings, called without images."""
     inner = engine.backbone
     if getattr(around, INNER, None) is not inner or why_called(INNER, inner) or not hasattr(vars(inner).get("forward"), OURS):
         return None  # it must be called itself
@@ -127,7 +127,7 @@ def _model_forward(model: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> 
         with _paused(engine):
             return type(model).forward(model, **inputs)
     load = engine.load_of()
-    rows = (targets != IGNORED).nonzero().flatten()  # asks the device, which is idle now and is not after the next line
+    rows = (targets != IGNORED).nonzero().flatten()  # synchronizes while the device is still idle
     h = _run(engine, inputs, pack, load)
     loss_sum, _ = engine.loss(h.index_select(0, rows), targets[rows])
     count = inputs.get("num_items_in_batch")
@@ -144,7 +144,7 @@ def _has_labels(inputs: dict[str, Any]) -> bool:
 
 
 def _targets(inputs: dict[str, Any], pack: Pack) -> Tensor | None:
-    """What each token of the pack is to predict; None: padding is to predict something."""
+    """Each token's target; None: padding has targets."""
     targets = inputs.get("shift_labels")
     targets = (_shifted(inputs["labels"]) if targets is None else targets).reshape(-1).to(pack.positions.device)
     if pack.real is None:
@@ -171,7 +171,7 @@ def _paused(engine: FastCausalLM) -> Iterator[None]:
 
 
 def _look_at_norms(engine: FastCausalLM) -> None:
-    """The modules that stand there now: PEFT's modules_to_save may have replaced them since the layers were installed."""
+    """Uses the current norm modules: PEFT's modules_to_save may have replaced them since installation."""
     engine.norm.module = in_use(engine.backbone.norm)
     for fast in engine.layers:
         for slot, norm in fast.norms.items():
@@ -184,7 +184,7 @@ def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack, load: RouterS
     _look_at_norms(engine)
     embedded, table = inputs.get("inputs_embeds"), engine.backbone.embed_tokens
     if embedded is None and not is_plain_table(table):
-        embedded = table(inputs["input_ids"])  # a hook (NEFTune's noise) wants rows of sequences, padding included
+        embedded = table(inputs["input_ids"])  # a hook (NEFTune's noise) needs rows of sequences, padding included
     if embedded is None:
         ids = inputs["input_ids"].reshape(-1)
         h = engine.embed(ids if pack.real is None else ids[pack.real])
@@ -197,7 +197,7 @@ def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack, load: RouterS
     while True:
         try:
             return _hidden(engine, h, pack, load)
-        except torch.OutOfMemoryError:  # the forward is repeated with less: nothing has come of it yet
+        except torch.OutOfMemoryError:  # the forward is repeated and saves less; it has had no effect yet
             if not (engine.captured.give_back() or (chooser is not None and chooser.lower())):
                 raise
 
@@ -218,7 +218,7 @@ def _normed(engine: FastCausalLM, h: Tensor) -> Tensor:
 
 
 def _covered(engine: FastCausalLM, inputs: dict[str, Any]) -> bool:
-    """Whether the fast layers compute what the model's own forward would, as far as that can be seen without the device."""
+    """Whether the fast layers compute what the model's own forward would, as far as the host can tell."""
     model, config = engine.model, engine.config
     given = {name for name, value in inputs.items() if not (value is None or value is False or _empty(value))} - WITHOUT_EFFECT
     if not isinstance(inputs.get("logits_to_keep", 0), Tensor) and not inputs.get("logits_to_keep", 0):
@@ -230,14 +230,14 @@ def _covered(engine: FastCausalLM, inputs: dict[str, Any]) -> bool:
                      f"(slower){hint}")
         return False
     if ("input_ids" in given) == ("inputs_embeds" in given):
-        return False  # the own forward says what is wrong with that
+        return False  # the own forward raises its error
     mask = inputs.get("attention_mask")
     if engine.paused or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         return False
     if (positions := inputs.get("position_ids")) is not None and positions.ndim != 2:
         return False  # of images: a row for each direction
     if engine.balance and not torch.is_grad_enabled():
-        return False  # ours is the loss of the text alone then
+        return False  # the model adds other losses
     as_tuple = inputs.get("return_dict") is False or not getattr(config, "return_dict", True)
     if as_tuple or getattr(config, "output_attentions", False) or getattr(config, "output_hidden_states", False):
         return False
@@ -277,7 +277,7 @@ def _same_adapters(engine: FastCausalLM) -> bool:
 
 
 def _same_precision(engine: FastCausalLM) -> bool:
-    """Autocast over frozen weights of another dtype: the buffers that hold them and their adapters have one dtype only."""
+    """Autocast over frozen weights of another dtype: the buffers of weights and adapters have one dtype only."""
     weight = inner_of(engine.backbone.embed_tokens).weight
     kind = weight.device.type
     asked = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
@@ -305,13 +305,13 @@ def _as_made(engine: FastCausalLM) -> bool:
 
 
 def _head_and_backbone_as_made(engine: FastCausalLM) -> bool:
-    """Whether nobody wants backbone or head to be called: the loss is computed from the layers' output, without them."""
+    """Whether backbone and head need not be called: the loss is computed from the layers' output, without them."""
     model, backbone = engine.model, engine.backbone
     around = vars(model)["_modules"].get("model")  # the backbone itself, or what has it inside
     if backbone not in (around, getattr(around, INNER, None)):
-        return False  # wrapped: it is called, whatever it is now
+        return False  # wrapped: it must be called
     if not all(hasattr(vars(module).get("forward"), OURS) for module in (around, backbone)):
-        return False  # a forward was taken off or replaced
+        return False  # a forward was removed or replaced
     head = model.get_output_embeddings()
     named = {"the backbone": backbone, "the wrapper of the backbone": around, "the head": head,
              "the head's trained copy": head_of(model)}
@@ -334,7 +334,7 @@ class Pack:
     longest: int
 
     def unpacked(self, x_TD: Tensor) -> Tensor:
-        """As rows again, zeros for padding."""
+        """Back to rows, with zeros for padding."""
         if self.real is None:
             return x_TD.view(*self.shape, -1)
         rows = x_TD.new_zeros(self.shape[0] * self.shape[1], x_TD.shape[1])
@@ -342,8 +342,8 @@ class Pack:
 
 
 def _pack(engine: FastCausalLM, inputs: dict[str, Any]) -> Pack | None:
-    """None: a mask with holes, or tokens of images, which see each other. Waits for the device twice a batch, where a mask or
-    positions must be looked at."""
+    """None: a mask with holes, or image tokens, which see each other. Synchronizes twice a batch if a mask or positions must be
+    read."""
     types = inputs.get("token_type_ids")
     if types is not None and engine.backbone is not engine.model.model and bool(types.any()):
         return None
@@ -361,7 +361,7 @@ def _pack(engine: FastCausalLM, inputs: dict[str, Any]) -> Pack | None:
     if positions is None:
         return _whole_rows((rows, length), flat)
     starts = torch.ones(rows, length, dtype=torch.bool, device=device)
-    starts[:, 1:] = flat.view(rows, length).diff(dim=1) != 1  # a packed row: positions start again
+    starts[:, 1:] = flat.view(rows, length).diff(dim=1) != 1  # a packed row: positions restart
     return Pack((rows, length), None, flat, *_bounds(starts.view(-1)))
 
 
@@ -395,13 +395,13 @@ def _without_padding(shape: tuple[int, int], mask: Tensor, flat: Tensor) -> Pack
 
 
 class LateLogits:
-    """Logits that are computed if somebody looks: most training loops do not, and they are the largest tensor of a step."""
+    """Logits computed on access: most training loops do not read them, and they are the largest tensor of a step."""
 
     def __init__(self, engine: FastCausalLM, h: Tensor, pack: Pack) -> None:
         self._engine, self._h, self._pack = engine, h, pack
 
     def compute(self) -> Tensor:
-        """With a gradient where one is recorded: a loss on logits beside the model's own trains, too."""
+        """Differentiable while gradients are recorded, so an additional loss on logits trains, too."""
         engine = self._engine
         logits: Tensor = engine.model.get_output_embeddings()(self._pack.unpacked(_normed(engine, self._h)))
         logits = logits * engine.head_terms["logit_scale"]
@@ -419,7 +419,7 @@ class Output(CausalLMOutputWithPast):  # type: ignore[misc]
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
         if name == "logits" and isinstance(value, LateLogits):
-            value = self["logits"] = value.compute()  # who changes them, or keeps their gradient, finds that again
+            value = self["logits"] = value.compute()  # stored, so that changes and retained gradients persist
         return value
 
     def __getitem__(self, key: Any) -> Any:

@@ -1,9 +1,8 @@
-"""The adapters' gradients of a whole step, added up by the products themselves, in one buffer, and collected once.
+"""The adapters' gradients of a step, accumulated by the GEMMs in one buffer and gathered once.
 
-Autograd would add each of them to its parameter's `.grad` after every micro-batch, in a launch of its own, after another that
-turned and scaled it: 28 launches a layer more (docs/log/2026-11-15-cuda-graphs.md). Here each group of linears adds its two
-gradients to sums that stay where they are (kernels/lora/lora_linear.py), and `collect` puts all of them into the parameters'
-`.grad`, in one launch, before the update.
+Autograd would add each to its parameter's `.grad` after every micro-batch, in one launch after another that transposes and
+scales it: 28 launches a layer (docs/log/2026-11-15-cuda-graphs.md). Here each group of linears accumulates its two gradients in
+place (kernels/lora/lora_linear.py), and `collect` writes all of them to `.grad`, in one launch, before the update.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ ALIGNMENT = 64  # elements: each sum, and each gradient, begins at a multiple of
 
 class LoraGradBuffer:
     def __init__(self, engine: FastCausalLM, dtype: torch.dtype) -> None:
-        """Every adapter's parameters need a `.grad` that stays where it is; `dtype` is the one the layers compute in."""
+        """Every adapter parameter needs a `.grad` at a fixed address; `dtype`: the layers' compute dtype."""
         engine.prepare(dtype)
         groups = [(group, group.grad_shapes) for layer in engine.layers for group in layer.groups]
         shapes = [shape for _, pair in groups if pair is not None for shape in pair]
@@ -42,22 +41,22 @@ class LoraGradBuffer:
         self._table = GatherTable([job for layer in engine.layers for job in layer.gather_jobs()])
 
     def attach(self) -> None:
-        """From now on the adapters' gradients go to the sums."""
+        """From now on the adapters' gradients go to this buffer."""
         for group, sums in self._sums:
             group.accumulate_in(sums)
 
     def collect(self) -> None:
-        """Writes the `.grad` of every adapter; what stood there is overwritten."""
+        """Overwrites the `.grad` of every adapter."""
         self._table.run()
 
     def release(self) -> None:
-        """From now on the adapters' gradients go to autograd again."""
+        """From now on the adapters' gradients go to autograd."""
         for group, _ in self._sums:
             group.accumulate_in(None)
 
 
 class GradientBuffers:
-    """Memory for the gradients of parameters, zeros: one buffer a dtype, which is cleared or copied in one launch."""
+    """Zeroed memory for parameters' gradients: one buffer per dtype, cleared or copied in one launch."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
@@ -68,7 +67,7 @@ class GradientBuffers:
         self.views = self._parts(self.buffers)
 
     def copied(self) -> list[Tensor]:
-        """The gradients as they are now, for somebody who may keep them."""
+        """A copy of the current gradients."""
         return self._parts({dtype: buffer.clone() for dtype, buffer in self.buffers.items()})
 
     def _parts(self, buffers: dict[torch.dtype, Tensor]) -> list[Tensor]:
@@ -85,7 +84,7 @@ def _place(parameter: Tensor) -> int:
 
 
 def shared_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Gives every parameter a `.grad` that is a view of one buffer a dtype: they stay where they are. Returns the buffers."""
+    """Makes every parameter's `.grad` a view of one buffer per dtype, at a fixed address. Returns the buffers."""
     found = GradientBuffers(parameters)
     for parameter, view in zip(found.parameters, found.views, strict=True):
         parameter.grad = view

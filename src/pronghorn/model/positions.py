@@ -1,7 +1,7 @@
-"""What a batch's positions become before the first layer: cos and sin of each kind of RoPE, and the factor of the queries.
+"""cos and sin of each kind of RoPE, and the queries' position-dependent scale, computed once per batch.
 
-T = packed tokens, P = rotary width. Once per batch, on the device, without asking it for anything, so that a captured step has
-it inside. Frequencies are those of the model's own (scaled) RoPE modules; everything is float32, whatever the weights are.
+T = packed tokens, P = rotary width. On the device, without synchronization, so a captured step contains it. Frequencies are
+those of the model's own (scaled) RoPE modules; everything is float32, whatever the weights are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Positions:
         self._long: dict[str, Tensor] = {}  # frequencies of LongRoPE by kind; made by the first batch, before any capture
 
     def rotary(self, positions_T: Tensor, spans_2T: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """cos and sin, [T, P / 2]. A layer without RoPE turns by nothing: cos 1, sin 0, exactly."""
+        """cos and sin, [T, P / 2]. For a layer without RoPE cos is exactly 1, sin 0."""
         return {kind: self._tables(kind, positions_T, spans_2T) for kind in self.kinds}
 
     def _tables(self, kind: str, positions_T: Tensor, spans_2T: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,13 @@
-"""How much the experts are given: counted on the device in every forward that trains, and balanced where the config asks.
+"""Expert counts of every training forward, on the device, and the routers' auxiliary loss where the config asks for it.
 
 T = packed tokens, E = experts, K = experts a token, L = layers with experts.
 
-Each of these layers adds how often its experts were chosen, and their probabilities, to its rows of one buffer [L, 2, E];
-padding does not count. The sums over all steps wait on the device until somebody reads them (`ExpertCounts`). The auxiliary
-loss (load_balance.py) needs all layers' counts before any layer's gradient, so it is a node of its own behind the last
-layer: forward makes the loss, backward notes what its gradient is to be multiplied by, and the layers add their share to
-the gradient of their logits.
+Each of these layers adds how often its experts were chosen, and their probabilities, to its rows of one buffer [L, 2, E],
+without padding. Sums over all steps stay on the device until they are read (`ExpertCounts`). The auxiliary loss
+(load_balance.py) needs all layers' counts before any layer's gradient, so it is an autograd node after the last layer: forward
+computes the loss, backward stores the incoming factor, and the layers add their part to their logits' gradient.
 
-In the last layer only rows with a loss go on behind attention, so only they are counted, unless there is an auxiliary loss.
+In the last layer only rows with a loss pass attention, so only they are counted, unless there is an auxiliary loss.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ class RouterStats:
         self.tokens = len(logits_TE) if real is None else real.sum()
 
     def balanced(self, h_TD: Tensor) -> Tensor:
-        """Behind the last layer: h again, and the auxiliary loss in `loss`, where there is to be one."""
+        """After the last layer: returns h, and sets `loss` if there is an auxiliary loss."""
         if not self.coefficient:
             return h_TD
         h_TD, self.loss = _Balance.apply(h_TD, self)  # type: ignore[no-untyped-call]
         return h_TD
 
     def add_grad(self, dlogits_TE: Tensor, logits_TE: Tensor) -> Tensor:
-        """dlogits, with the share of the auxiliary loss added to it."""
+        """dlogits plus the gradient of the auxiliary loss."""
         if self.totals_2E is None or self.factor is None:
             return dlogits_TE
         factor: Any = self.factor  # a number on the device
@@ -75,7 +74,7 @@ class _Balance(torch.autograd.Function):
 
 
 class BalancedLogits(torch.autograd.Function):
-    """Around an MLP that the model computes itself: its output again, and the auxiliary loss' share to the logits."""
+    """For an MLP that the model computes itself: returns its output, and adds the auxiliary loss' gradient to the logits."""
 
     @staticmethod
     def forward(ctx: Any, y_TD: Tensor, logits_TE: Tensor, load: RouterStats) -> Tensor:
@@ -101,15 +100,15 @@ class ExpertCounts:
         self.counts_LE += load.stats_L2E[:, 0]
 
     def read(self) -> dict[int, list[int]]:
-        """Waits for the device: not for use within a step. The counts begin again at zero."""
+        """Synchronizes: not for use within a step. Resets the counts to zero."""
         counts: list[list[float]] = self.counts_LE.tolist()
         self.counts_LE.zero_()
         return {layer: [round(count) for count in row] for layer, row in zip(self.layers, counts, strict=True)}
 
 
 def padding_mask(labels_T: Tensor, spans_2T: Tensor, ignored: int) -> Tensor:
-    """1 for tokens up to the end of the last document that has a label, 0 for those after it: a pack is filled up at its end,
-    with documents without labels. Nothing asks the host."""
+    """1 for tokens up to the end of the last document that has a label, 0 for those after it: a pack is padded at its end with
+    documents without labels. No synchronization."""
     place = torch.arange(len(labels_T), device=labels_T.device)
     last = torch.where(labels_T != ignored, place, 0).amax()
     end = spans_2T[1].index_select(0, last[None])  # an index of no dimensions would be read by the host

@@ -6,13 +6,13 @@ from torch import Tensor
 
 
 def rows_like(x: Tensor, width: int) -> Tensor:
-    """A buffer of T rows. Zeros on the CPU, whose bf16 product reads beyond the columns it is given (torch 2.13): what
-    stands in columns not filled yet must at least be finite."""
+    """A buffer of T rows. Zeroed on the CPU, whose bf16 mm reads beyond the given columns (torch 2.13): unfilled columns must
+    be finite."""
     make = x.new_empty if x.is_cuda else x.new_zeros
     return make(x.shape[0], width)
 
 
 def spread(x_ND: Tensor, rows: Tensor, tokens: int) -> Tensor:
-    """N rows where they belong among all tokens, zeros elsewhere. Rows that fill up a static size all name the last token and
-    hold zeros, so it does not matter which of them is written last."""
+    """Scatters N rows to their tokens, zeros elsewhere. Padding rows all index the last token and are zero, so their order does
+    not matter."""
     return x_ND.new_zeros(tokens, x_ND.shape[1]).index_copy_(0, rows, x_ND)

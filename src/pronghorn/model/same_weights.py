@@ -1,8 +1,8 @@
-"""Backward reads the weights that its forward read.
+"""Ensures that backward reads the weights that its forward read.
 
-Between the two a program may do as it likes: evaluate with an average of the weights, say, and put them back. The layers hold
-adapters and weights in buffers that every forward fills anew, so a backward after another forward has them filled again. What
-cannot be had back is refused, as torch refuses it: weights that were changed in place since.
+Between the two a program may, say, evaluate with averaged weights and restore them. Every forward refills the layers' buffers
+of weights and adapters, so a backward after another forward refills them first. Weights changed in place since are refused, as
+torch does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def stamp(weights: Sequence[Tensor]) -> Stamp:
 
 
 class Prepared(Protocol):
-    """FastCausalLM, as it is asked for here."""
+    """FastCausalLM, as used here."""
 
     prepared: int  # how often
 
@@ -47,7 +47,7 @@ class Weights:
         self.prepared = model.prepared
 
     def restore(self) -> bool:
-        """Before a layer's backward; whether another forward had put its own there."""
+        """Before a layer's backward. Returns whether another forward had replaced them."""
         others = self.model.prepared != self.prepared
         if others:
             self.model.prepare(self.dtype)
@@ -58,8 +58,8 @@ class Weights:
 @contextmanager
 def as_at_forward(weights: Weights | None, then: Stamp | None, now: Callable[[], Sequence[Tensor]], where: str
                   ) -> Iterator[bool]:
-    """Around a backward; gives whether another forward had come in between. Each weight is frozen or not as it was then: loops
-    that train two parts in turn may have switched."""
+    """Around a backward; yields whether another forward came in between. `requires_grad` is as at the forward: loops that train
+    two parts alternately may have switched."""
     if weights is None or then is None:
         yield False
         return

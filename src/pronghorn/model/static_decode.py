@@ -1,9 +1,9 @@
-"""Greedy answers of one batch with keys and values in place, so that on a GPU one step is captured and replayed for each token.
+"""Greedy decoding of one batch with a static cache: on a GPU one step is captured and replayed for each token.
 
-A token of a small model takes the GPU a fraction of what launching its layers takes the host. All that changes from step to
-step is in tensors: the tokens, their positions, the cache and how full it is. So a step is one CUDA graph (capture.py), and
-the host asks only now and then whether all answers have ended. Before a graph is trusted, two of its steps are compared with
-the same two on the plain path; where they differ, or where the step cannot be captured, the plain path goes on, and says so.
+For a small model, launching the layers takes the host much longer than they take the GPU. All state is in tensors: tokens,
+positions, the cache and its length. So a step is one CUDA graph (capture.py), and the host checks only now and then whether all
+answers have ended. Before a graph is used, two of its steps are compared with the eager path; if they differ, or capture fails,
+the eager path continues, with a notice.
 
 B = prompts, T = tokens of the longest one, N = most tokens of an answer, L = T + N.
 """
@@ -26,7 +26,7 @@ CHECKED = 2  # steps of a graph that are compared; one alone would not show a po
 
 
 def why_not_static(model: Any) -> str:
-    """Why a model's answers are left to transformers' `generate`; nothing where they need not be."""
+    """Why a model's answers need transformers' `generate`; empty if they do not."""
     base = base_of(model)
     if not getattr(base, "_can_compile_fullgraph", False):
         return f"{type(base).__name__} has no fixed-shape decoding"
@@ -98,8 +98,8 @@ class StaticDecoding:
         return replay
 
     def _agrees(self, replay: Any, before: list[Tensor]) -> bool:
-        """A few steps of either from the same state. Keys and values that were written too far ahead are written again before
-        anything looks at them."""
+        """Compares a few steps of both from the same state. Keys and values written ahead are overwritten before they are
+        read."""
         ends = []
         for step in (replay, self.step):
             self._restore(before)

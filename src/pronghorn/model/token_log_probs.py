@@ -1,4 +1,4 @@
-"""The log-probability of every label of a batch, for losses that are made of them.
+"""Log-probabilities of a batch's labels, for losses made of them.
 
 `packed_log_probs`: of a packed batch, for our own training. `token_log_probs`: rows of another library's trainer in, rows out,
 the same way as a forward with labels takes (hf_forward.py). Both end in the head of linear_log_probs.py.
@@ -56,7 +56,7 @@ class TokenLogProbs(NamedTuple):
 
 def token_log_probs(engine: FastCausalLM, inputs: dict[str, Any], *, entropy: bool = False, top: bool = False
                     ) -> TokenLogProbs | None:
-    """`inputs`: as the model's forward takes them. None: it is for logits to tell, or for the model's own layers."""
+    """`inputs`: of the model's forward. None: the model's own layers must compute logits."""
     model, head = engine.model, head_of(engine.model)
     if not _has_labels(inputs) or not _plain_loss(model) or engine.expert_layers or engine.head_terms["softcap"]:
         return None
@@ -66,7 +66,7 @@ def token_log_probs(engine: FastCausalLM, inputs: dict[str, Any], *, entropy: bo
     targets = None if pack is None else _targets(inputs, pack)
     if pack is None or targets is None:
         return None
-    rows = (targets != IGNORED).nonzero().flatten()  # asks the device, before it has anything to do
+    rows = (targets != IGNORED).nonzero().flatten()  # synchronizes while the device is idle
     h = _run(engine, inputs, pack).index_select(0, rows)
     with torch.autocast(h.device.type, enabled=False):
         x = final_norm(h, engine.norm, GradBuffer(), engine.layers[-1].down.extra)

@@ -1,8 +1,8 @@
-"""What a captured forward and backward have taken in for good: places in memory, and choices made from the modules' state.
+"""What a captured forward and backward depend on: addresses, and choices made from the modules' state.
 
-Weights, adapters and norms are read where they lie, so new values are seen; another tensor, another adapter, another scale or
-something frozen or thawed is not. All of that is compared before every replay, by looking into the modules' dictionaries:
-about 2 us a linear layer with its adapter.
+Graphs read weights, adapters and norms in place, so they see new values; they do not see another tensor, adapter or scale, or a
+changed `requires_grad`. Before every replay these are compared, in the modules' dictionaries: about 2 us a linear layer with
+its adapter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OF_AN_ADAPTER = ("_disable_adapters", "_active_adapter", "merged_adapters", "sc
 
 class Watched:
     def __init__(self, engine: FastCausalLM) -> None:
-        """As everything is now, right after `engine.prepare`. Holds on to all of it, so that no memory is used twice."""
+        """The current state, right after `engine.prepare`. Holds references, so that no address is reused."""
         self._same: list[tuple[dict[str, Any], str, Any]] = []  # (dictionary, key, the very object that is there)
         self._equal: list[tuple[dict[str, Any], str, Any]] = []  # (dictionary, key, a copy of the value)
         self._tensors: list[tuple[Tensor, int, bool]] = []  # (tensor, address, whether it trains)

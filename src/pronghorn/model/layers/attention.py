@@ -1,13 +1,13 @@
-"""The attention half of a decoder layer: norm, q, k, v, RoPE, attention over the documents of a pack; and back.
+"""The attention half of a decoder layer: norm, q, k, v, RoPE, attention over the documents of a pack, forward and backward.
 
 T = packed tokens, N = query heads, K = key/value heads, H = head width, X = (N + 2K) H. Saved for backward (saved.py): *
 
-   *h;  x = norm(h)                      x again in backward only where weights are trained
-    qkv_TX = x Wqkv                      one product; LoRA rides along as extra columns (kernels/lora/lora_linear.py)
-   *q, k, v = rope(qk_norm(qkv))         in place where there is no qk-norm (else *qkv too), and so may be its gradient
+   *h;  x = norm(h)                      backward recomputes x only for trained weights
+    qkv_TX = x Wqkv                      one GEMM, with LoRA as extra columns (kernels/lora/lora_linear.py)
+   *q, k, v = rope(qk_norm(qkv))         in place without qk-norm (else *qkv too); its gradient may be, too
    *o, lse = attention(q, k, v)
 
-The output projection belongs to this half; its product adds the residual, or the norm before the MLP does (layer.py).
+The output projection belongs to this half; its GEMM adds the residual, or the norm before the MLP does (layer.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pronghorn.model.layers.types import Documents, Norm
 from pronghorn.model.rows import rows_like
 
 Parts = tuple[Tensor, Tensor, Tensor]  # q, k, v or their gradients
-OF_ATTENTION = ("q", "k", "v", "o", "o_rows", "lse", "qkv", "y1")  # not needed any more behind attention's backward
+OF_ATTENTION = ("q", "k", "v", "o", "o_rows", "lse", "qkv", "y1")  # freed after attention's backward
 
 
 def scaled_queries(q_TNH: Tensor, documents: Documents) -> Tensor:
@@ -43,7 +43,7 @@ def scaled_queries(q_TNH: Tensor, documents: Documents) -> Tensor:
 class AttentionHalf:
     def __init__(self, module: Any, family: Family, config: Any, index: int, qkv: LinearGroup, out: LinearGroup,
                  before: Norm | None) -> None:
-        """`module`: the model's own, whose parameters are read and left as they are."""
+        """`module`: the model's own, whose parameters are only read."""
         self.module, self.family, self.qkv, self.out, self.before = module, family, qkv, out, before
         self.rope = rope_kind(config, index)
         self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
@@ -72,8 +72,8 @@ class AttentionHalf:
     # ---- forward -----------------------------------------------------------------------------------------------
 
     def forward(self, saved: Saved, documents: Documents, rows: Tensor | None) -> None:
-        """Everything before the output projection, out of `h`, and of `o` and `lse` where they were saved. `rows`: those that
-        go on."""
+        """Everything before the output projection, from `h`, and from `o` and `lse` if saved. `rows`: those that pass
+        attention."""
         h, o, lse = saved["h"], saved["o"], saved["lse"]
         self._project(self.qkv.of_norm(self.before, h, saved, "before_attention"), saved, documents)
         if o is None or lse is None:
@@ -85,7 +85,7 @@ class AttentionHalf:
         saved.put(o=o, lse=lse, o_rows=o_rows, h_rows=h_rows)
 
     def _project(self, x: Operand, saved: Saved, documents: Documents) -> None:
-        """q, k and v with their positions, their norms' rstd, where they lie or lay before qk-norm, and x A^T."""
+        """Saves q, k and v after RoPE, their norms' rstd, the qkv buffer or its values before qk-norm, and x A^T."""
         if self.q_norm:
             qkv, xa = self.qkv.apply(x)
             self._rotate(qkv, saved, documents)
@@ -102,7 +102,7 @@ class AttentionHalf:
         else:
             qkv, xa = self.qkv.apply_spare(x)
             self._rotate(qkv[:, : self.qkv_width], saved, documents)
-        saved.put(qkv=None if self.qkv.fp8 else qkv, xa1=xa)  # FP8: no spare columns, so the gradient does not take its place
+        saved.put(qkv=None if self.qkv.fp8 else qkv, xa1=xa)  # FP8: no spare columns, so the gradient does not overwrite it
 
     def _rotate(self, qkv: Tensor, saved: Saved, documents: Documents) -> None:
         cos, sin = documents.rotary[self.rope]
@@ -133,7 +133,7 @@ class AttentionHalf:
     # ---- backward ----------------------------------------------------------------------------------------------
 
     def xa_of_out(self, saved: Saved) -> Tensor | None:
-        """o A^T of the output projection: saved apart, or in the columns behind o."""
+        """o A^T of the output projection: saved separately, or in o's LoRA columns."""
         return saved["o_rows"][:, self.out_width :] if self.out.extra else saved["xa_o"]
 
     def backward(self, do: Tensor, saved: Saved, documents: Documents, norm_grads: dict[str, Tensor | None]
@@ -143,26 +143,26 @@ class AttentionHalf:
         dqkv_ext = self._dqkv_buffer(do, saved["qkv"], backend)
         options, sinks, rotary = self.options, self.sinks, documents.rotary[self.rope]
         if sinks is not None and not sinks.requires_grad and backend in ("short", "flash2"):
-            options["sinks_N"] = None  # there, only their own gradient needs them once more: lse has them in it
+            options["sinks_N"] = None  # lse contains them; only their own gradient needs them
         rotates = self.q_norm is None and unrotates(backend, self.head_width, rotary[0], self.family.neighbours)
         dq, dk, dv, dsinks = attention_backward(
             self.heads_of(do), saved["q"], saved["k"], saved["v"], self.heads_of(saved["o"]), saved["lse"],
             documents.cu_seqlens, documents.longest, spans_2T=documents.spans_2T, typical=documents.typical, **options,
             backend=backend,
-            # FlashAttention-2 could only copy into them; RoPE's backward then reads its tensors where they are.
+            # FlashAttention-2 would have to copy; RoPE's backward reads its tensors directly.
             grads=None if backend == "flash2" else self.parts_of(dqkv_ext), rotated=rotary if rotates else None)
-        scaled_queries(dq, documents)  # a factor a token: the same before RoPE's backward as behind it
+        scaled_queries(dq, documents)  # one factor per token commutes with RoPE
         if not rotates:
             self._back_through_rope((dq, dk, dv), dqkv_ext, saved, documents, norm_grads)
         return dqkv_ext, dsinks
 
     def backend(self, do: Tensor, documents: Documents) -> Backend:
-        """The one that computes the gradients."""
+        """The backend of the backward."""
         return pick_backend(do.device, do.dtype, self.head_width, softcap=self._options["softcap"] is not None,
                             sinks=self.sinks is not None, typical=documents.typical)
 
     def _dqkv_buffer(self, do: Tensor, qkv: Tensor | None, backend: Backend) -> Tensor:
-        """In the place of q, k and v, if attention is done with them before it writes; qk-norm needs them once more."""
+        """Overwrites q, k and v, if attention reads them before it writes; not with qk-norm, which needs them."""
         if qkv is not None and not self.q_norm and gradients_in_place(backend, self.heads, self.kv_heads, self.head_width):
             return qkv
         return rows_like(do, self.qkv_width + self.qkv.extra)

@@ -1,4 +1,4 @@
-"""The layer beside one of the model's own: which halves it has, and what its linears multiply in."""
+"""Builds the fast layer for one of the model's own: its halves, and the precision of its linears."""
 
 from __future__ import annotations
 

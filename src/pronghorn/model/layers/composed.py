@@ -1,5 +1,5 @@
-"""The same layer as separate differentiable ops, for what one hand-written node does not cover: DoRA, LoRA dropout, several
-adapters, foreign linears. The linears run as the modules they are; norms, RoPE, attention and activation are our kernels.
+"""The layer as separate differentiable ops, for what the hand-written node does not cover: DoRA, LoRA dropout, several
+adapters, unknown linears. The linears run as modules; norms, RoPE, attention and activation are our kernels.
 """
 
 from __future__ import annotations
@@ -47,4 +47,4 @@ def _project(group: LinearGroup, x: Tensor) -> Tensor:
     """Each module's own forward; a batch of one, because some PEFT variants count dimensions."""
     parts = [module(x[None])[0] for module in group.modules()]
     y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-    return y.to(x.dtype)  # PEFT's float32 adapters under bf16 may hand back float32
+    return y.to(x.dtype)  # PEFT's float32 adapters under bf16 may return float32

@@ -1,4 +1,4 @@
-"""The activation's backward between two groups of 16-bit linears, with the adapters' gradients where a kernel adds them."""
+"""Backward of the gated activation between two groups of 16-bit linears, fused with the adapters' gradients where possible."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 def gated_backward(gate_up: LinearGroup, down: LinearGroup, da: Tensor, gu_ext: Tensor, kind: Kind, dy_ext: Tensor,
                    xa: Tensor | None, thin: bool) -> tuple[bool, bool]:
-    """dgu in gu's place, and the activation, if down's gradients need it, in da's. (whether the adapters' sums have their share
-    already: dA of down, dB of gate and up; whether dgu sB stands behind dgu, which only `thin` allows)"""
+    """Overwrites gu with dgu, and da with the activation if down's gradients need it. Returns (whether dA of down and dB of
+    gate and up are already accumulated; whether dgu's LoRA columns hold dgu sB, which only `thin` allows)."""
     gu = gu_ext[:, : 2 * da.shape[1]]
     if not sums_are_fused(gate_up, down):
         gated_activation_backward(da, gu, kind, out=gu, need_activation=down.needs_input, activation_out=da)
@@ -36,7 +36,7 @@ def gated_backward(gate_up: LinearGroup, down: LinearGroup, da: Tensor, gu_ext: 
 
 
 def sums_are_fused(gate_up: LinearGroup, down: LinearGroup) -> bool:
-    """Whether the kernel of the activation's backward adds to the adapters' sums itself."""
+    """Whether the activation's backward kernel accumulates the adapters' gradients itself."""
     groups = [group for group in (gate_up, down) if group.extra]
     if not groups or any(group.sums is None for group in groups):
         return False

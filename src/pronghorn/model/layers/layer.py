@@ -1,15 +1,15 @@
-"""One decoder layer for every family, with a hand-written backward: one autograd node, and exactly what it saves.
+"""One decoder layer for every family, with a hand-written backward: one autograd node that decides what it saves.
 
-The layer is a plain object beside the model's own layer module: it reads that module's parameters and changes nothing of
-it, so names, hooks, checkpoints and generation stay the family's. It is made of an attention half (attention.py) and an MLP,
+The layer is a plain object beside the model's own layer module: it only reads that module's parameters, so names, hooks,
+checkpoints and generation stay the family's. It is made of an attention half (attention.py) and an MLP,
 dense (mlp.py) or of experts (moe.py); what they save for backward is in saved.py, with the recompute levels. Between the two:
 
-   *h2 = h + o Wo, or h + norm(o Wo)     by the product; or by the norm before the MLP, in one pass with it
+   *h2 = h + o Wo, or h + norm(o Wo)     added by the GEMM, or by the norm before the MLP
 
 With norms after attention or MLP (Gemma, OLMo 2) the branch's output is saved as well, since its norm needs it.
 
-Two things are left out where nobody looks at them: in the last layer everything behind attention for rows without a loss
-(`rows`), and below the first layer the gradient of frozen embeddings.
+Two things are skipped if unused: in the last layer everything after attention for rows without a loss (`rows`), and below the
+first layer the gradient of frozen embeddings.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class DecoderLayer:
         self.norms = {slot: norm for slot, norm in named.items() if norm is not None}
         self.fused = False  # set by `prepare`
         self.level: Level = "nothing"  # what backward recomputes (saved.py)
-        # As people ask for it who know gradient checkpointing: everything, or nothing, whatever the level. None: nobody did.
+        # Gradient checkpointing requested by a user: all or nothing, whatever the level. None: not requested.
         self.recompute: bool | None = None
-        self.planned = False  # whether the level is a memory plan's, which a trainer's default does not overrule
+        self.planned = False  # whether a memory plan set the level, which a trainer's default does not override
         self.offload: Elsewhere | None = None  # where saved tensors wait for backward
         self.waiting: WeakSet[Waiting] = WeakSet()  # forwards whose backward will read this layer's state
 
@@ -68,7 +68,7 @@ class DecoderLayer:
 
     @property
     def gate_up(self) -> LinearGroup:
-        """Of a mixture: the shared expert's, of no linears without one."""
+        """With experts: the shared expert's; empty without one."""
         return self.mlp.gate_up
 
     @property
@@ -86,7 +86,7 @@ class DecoderLayer:
 
     @property
     def mlp_chunks(self) -> int:
-        """Chunks in which the MLP's rows are done where gate and up are recomputed."""
+        """Chunks of the MLP's rows, where gate and up are recomputed."""
         return self.mlp.chunks
 
     @mlp_chunks.setter
@@ -95,7 +95,7 @@ class DecoderLayer:
             self.mlp.chunks = chunks
 
     def keep_transposed(self, keep: bool) -> None:
-        """Whether FP8 weights transposed for backward stay: twice the bytes, and no transposing. Before the first backward."""
+        """Whether FP8 weights transposed for backward stay: twice the bytes, no transposing. Call before the first backward."""
         for group in self.groups:
             if group.fp8:
                 group.keep_transposed = keep  # type: ignore[attr-defined]
@@ -103,7 +103,7 @@ class DecoderLayer:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def prepare(self, dtype: torch.dtype) -> bool:
-        """Before every forward: finds out what the modules are now. Returns whether adapters moved."""
+        """Before every forward: reads the current modules. Returns whether adapters moved."""
         self.fused = not self.why_not_fused()
         moved = [group.prepare(dtype) for group in self.groups if self.fused]
         return any(moved)
@@ -132,7 +132,7 @@ class DecoderLayer:
         return own if sinks is None else [*own, sinks]
 
     def gather_jobs(self) -> list[GatherJob]:
-        """What takes the adapters' gradients out of their sums (model/lora_grad_buffer.py)."""
+        """Jobs that gather the adapters' gradients (model/lora_grad_buffer.py)."""
         norm = self.attention.before
         of_norm = NormOf(norm.weight, norm.weight, norm.one_plus) if norm else None
         return [*self.qkv.gather_jobs(of_norm), *self.out.gather_jobs(None), *self.mlp.gather_jobs()]
@@ -142,7 +142,7 @@ class DecoderLayer:
     def __call__(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None) -> Tensor:
         """The residual stream after the layer: of all tokens, or of `rows`, which hold no token twice but the last one."""
         if not self.fused:
-            if self.recomputes and torch.is_grad_enabled():  # torch's own: it also puts back the random state of dropout
+            if self.recomputes and torch.is_grad_enabled():  # torch's own: it also restores the random state of dropout
                 out: Tensor = checkpoint(composed_layer, self, h_TD, documents, use_reentrant=False)
             else:
                 out = composed_layer(self, h_TD, documents)
@@ -162,7 +162,7 @@ class DecoderLayer:
         return h3, saved.at(level)
 
     def _to_mlp(self, saved: Saved, documents: Documents, rows: Tensor | None) -> None:
-        """h2; or, where the norm before the MLP adds the residual, the attention branch's output in h2's place, and h_rows."""
+        """Saves h2; or, if the norm before the MLP adds the residual, the attention branch's output as h2, and h_rows."""
         self.attention.forward(saved, documents, rows)
         out, h_rows = self.out, saved.pop("h_rows")
         follows = self.mlp.before is not None and self.after_attention is None
@@ -173,11 +173,11 @@ class DecoderLayer:
         else:
             h2, y1, xa = add_branch(out, o, h_rows, self.multiplier, self.after_attention, saved, "after_attention")
             saved.put(h2=h2, y1=y1)
-        if out.fp8:  # else it stands behind o
+        if out.fp8:  # else it is in o's LoRA columns
             saved.put(xa_o=xa)
 
     def restored(self, left: Left, documents: Documents, rows: Tensor | None) -> Saved:
-        """What backward needs: back from where it waited, and recomputed where it was not saved."""
+        """What backward needs: restored from offloading, and recomputed where not saved."""
         saved = restore(left, self.index, self.offload)
         if saved.only_input():
             saved = Saved(saved)
@@ -237,7 +237,7 @@ class _Layer(torch.autograd.Function):
             raise RuntimeError("backward was already called, and it released the saved activations: recompute the loss, or "
                                "call the first backward with retain_graph=True")
         if keeps_graph():
-            left = copied(left)  # gradients take the place of what was saved
+            left = copied(left)  # gradients overwrite saved tensors
         else:
             ctx.left = ctx.waiting = None  # what was saved is freed as it is used
         with as_at_forward(ctx.documents.weights, ctx.stamp, ctx.layer.parameters, f"decoder layer {ctx.layer.index}"):

@@ -2,19 +2,19 @@
 
 T = packed tokens, F = MLP width. Saved for backward (saved.py): *
 
-    x2 = norm(h2)                             again only where weights are trained
-   *gu_T2F = x2 Wgu                           with spare columns: its gradient takes its place
-    a = act(gate) * up                        again, inside the kernel that needs its gradient
-    h3 = h2 + a Wdown                         the product adds the residual itself
+    x2 = norm(h2)                             recomputed only for trained weights
+   *gu_T2F = x2 Wgu                           with spare columns: its gradient overwrites it
+    a = act(gate) * up                        recomputed by the backward kernel
+    h3 = h2 + a Wdown                         the GEMM adds the residual
 
-On Hopper the activation is done inside the product before it (kernels/gemm/hopper_gemm.py).
+On Hopper the activation is in the epilogue of the GEMM before it (kernels/gemm/hopper_gemm.py).
 
 Gate and up, the activation and their gradients are the largest tensors of a layer: at 16,384 tokens of an 8B model 1.4 GB, of
-which four chunks hold a quarter at a time. Rows are independent in everything but the sums that are the parameters' gradients,
-and those add up over the chunks. Products of 4,096 rows are as fast as those of 16,384; the weights are read once more a chunk.
-Chunks need a level that recomputes gate and up anyway. Where h2 is recomputed too, h3 takes its place in forward, and what
-backward starts from is the attention branch's output, which the first pass over a chunk turns into h2. Every row goes through
-the same operations as in one piece; products of fewer rows may sum in another order, and sums over chunks do.
+which four chunks hold a quarter at a time. Rows are independent except in the parameters' gradients, which are summed over the
+chunks. GEMMs of 4,096 rows are as fast as those of 16,384; each chunk rereads the weights. Chunks need a level that recomputes
+gate and up. Where h2 is recomputed too, h3 overwrites it in forward, and backward starts from the attention branch's output,
+which the first pass over a chunk turns into h2. Every row goes through the same operations; GEMMs of fewer rows may sum in
+another order, and sums over chunks do.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pronghorn.model.layers.residual import (
 from pronghorn.model.layers.saved import FROM_INPUT, Level, Saved
 from pronghorn.model.layers.types import Documents, GradBuffer, Grads, Norm
 
-OF_MLP = ("h2", "gu", "xa2", "xa3", "y2")  # not needed any more behind the MLP's backward
+OF_MLP = ("h2", "gu", "xa2", "xa3", "y2")  # freed after the MLP's backward
 
 
 class DenseMlp:
@@ -70,7 +70,7 @@ class DenseMlp:
     # ---- forward -----------------------------------------------------------------------------------------------
 
     def forward(self, saved: Saved, level: Level, documents: Documents, rows: Tensor | None) -> Tensor:
-        """h3, out of h2, or of h_rows and the attention branch's output in h2's place."""
+        """h3, from h2, or from h_rows and the attention branch's output saved as h2."""
         if self.chunks > 1 and level != "nothing":
             return self._forward_in_chunks(saved, level)
         x2 = self._input(saved["h2"], saved.pop("h_rows", None), saved)
@@ -79,7 +79,7 @@ class DenseMlp:
             del found, x2
         else:
             gu, xa2 = self.gate_up.apply_spare(x2)
-            del x2  # nobody needs it beside a
+            del x2  # only a is needed
             a = self._activated(gu)
         saved.put(gu=gu, xa2=xa2)
         h3, y2, xa3 = add_branch(self.down, a, saved["h2"], self.multiplier, self.after, saved, "after_mlp")
@@ -87,7 +87,7 @@ class DenseMlp:
         return h3
 
     def _input(self, y: Tensor, h: Tensor | None, saved: Saved) -> Operand:
-        """norm(h + y), with the sum in y's place; norm(y) without h."""
+        """norm(h + y), with the sum written over y; norm(y) without h."""
         if h is None or self.before is None:
             return self.gate_up.of_norm(self.before, y, saved, "before_mlp")
         return self.gate_up.of_norm_of_sum(self.before, y, h, self.multiplier, saved, "before_mlp")
@@ -96,7 +96,7 @@ class DenseMlp:
         return self.down.of_activation(gu_ext[:, : gu_ext.shape[1] - self.gate_up.extra], self.activation)
 
     def recompute(self, saved: Saved, documents: Documents) -> None:
-        """What backward needs of the MLP and is not there; gate and up are left out where chunks recompute them."""
+        """Recomputes what backward needs of the MLP and was not saved; chunks recompute gate and up themselves."""
         if self.chunks > 1 or saved["gu"] is not None:
             return
         x2 = self._input(saved["h2"], saved.pop("h_rows", None), saved)
@@ -113,7 +113,7 @@ class DenseMlp:
 
     def backward(self, dh3: Tensor, saved: Saved, documents: Documents, norm_grads: NormGrads, extra: int
                  ) -> tuple[Tensor, Grads]:
-        """(the gradient of h2, with `extra` columns behind it; those of the parameters of gate and up and of down)"""
+        """(the gradient of h2 with `extra` spare columns; gradients of gate, up and down)"""
         if saved["gu"] is None:
             return self._backward_in_chunks(dh3, saved, documents, norm_grads, extra)
         dx2, dgu, fused, down_grads = self._back_to_input(dh3, saved, norm_grads, documents.grad_buffer, thin=True)
@@ -123,7 +123,7 @@ class DenseMlp:
 
     def _back_to_input(self, dh3: Tensor, saved: Saved, norm_grads: NormGrads, grad_buffer: GradBuffer, *, thin: bool
                        ) -> tuple[Tensor, Any, bool, Grads]:
-        """(the gradient of gate and up's input, what their gradients are made of, whether a part of those is done, down's)"""
+        """(the gradient of gate and up's input, dgu, whether dB is already accumulated, down's gradients)"""
         dy = grad_of_branch(self.down, dh3, saved["y2"], self.multiplier, self.after, saved, "after_mlp", norm_grads,
                             grad_buffer)
         da, of_down = self.down.back(dy)
@@ -186,7 +186,7 @@ class DenseMlp:
         return dh2_ext[:, :width], grads
 
     def _recomputed_chunk(self, chunk: slice, saved: Saved) -> Saved:
-        """What backward needs of these rows."""
+        """Recomputes what backward needs of these rows."""
         mine, norm, h_rows = Saved(h2=saved["h2"][chunk]), self.after, saved["h_rows"]
         gu, xa2 = self.gate_up.apply_spare(self._input(mine["h2"], None if h_rows is None else h_rows[chunk], mine))
         xa3, y2 = saved["xa3"], saved["y2"]
@@ -202,7 +202,7 @@ class DenseMlp:
 
 
 def chunks_of(rows: int, chunks: int) -> Iterator[slice]:
-    """Of equal size, but for the last one."""
+    """Slices of equal size, except the last."""
     size = max(1, -(-rows // chunks))
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 

@@ -1,26 +1,26 @@
-"""A router and a stack of experts for an MLP: the same interface as mlp.py.
+"""The MLP as a mixture of experts: the same interface as mlp.py.
 
 T = packed tokens, D = model width, E = experts, K = experts a token, S = T * K rows sorted by expert, F = an expert's width.
 Saved for backward (saved.py): *; adapters (kernels/moe/grouped_lora.py) in [ ]:
 
-    x2 = norm(h2)                                        again in backward only where weights or adapters need it
+    x2 = norm(h2)                                        recomputed only if weights or adapters need it
    *logits_TE = x2 Wrouter                               their softmax, K largest and sort: *routing (kernels/moe/routing.py)
     x_S [| xa] = x2 of each row's token                  one gather; *xa
-   *gu_S2F = x_S Wgu                                     one grouped product over all experts
+   *gu_S2F = x_S Wgu                                     one grouped GEMM over all experts
     a_SF [| aa] = act(gate, up), with the expert's bias
     y_SD = a Wdown
-    h3 = h2 + sum of each token's K rows of y, weighted  the down bias in it; a shared expert's output, too
+    h3 = h2 + sum of each token's K rows of y, weighted  plus the down bias and a shared expert's output
 
     dy = dh3 of each row's token, unweighted             one gather
-    da = dy Wdown;  dgu, dweights, w a                   one kernel: the routing weights come in here
-    dx2 = sum of each token's K rows of dgu Wgu, + dlogits Wrouter;  dh2 = dh3 + norm's share
+    da = dy Wdown;  dgu, dweights, w a                   one kernel applies the routing weights
+    dx2 = sum of each token's K rows of dgu Wgu, + dlogits Wrouter;  dh2 = dh3 + the norm's gradient
 
-Every token keeps its K experts: none is dropped, whatever the balance. Shapes are T, E and K's alone and the host never learns
-where rows went, so all of it captures in a CUDA graph. A shared expert is an ordinary gated MLP of all tokens, times a gate
-(Qwen2-MoE) or not (GLM-4.5); backward treats it as an expert with that gate, or 1, for a routing weight.
+No token is dropped, whatever the balance. Shapes depend on T, E and K alone and the host never reads the routing, so a CUDA
+graph can capture all of it. A shared expert is a gated MLP of all tokens, with a gate (Qwen2-MoE) or without (GLM-4.5);
+backward treats it as an expert with that gate, or 1, as its routing weight.
 
-With stacks in FP8 (model/experts.py) a token's x2 is cast once and gathered as bytes, dy and dgu are cast with the scales of
-the row's expert in them, and the router, the shared expert's gate and everything that adapters are made of stay in 16 bits.
+With FP8 stacks (model/experts.py) x2 is cast once per token and gathered as bytes; dy and dgu are cast with the scales of the
+row's expert; router, shared expert's gate and adapters stay in 16 bits.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ OF_EXPERTS = ("logits", "ids", "weights", "order", "inverse", "offsets", "shared
 
 
 class ExpertsMlp:
-    may_chunk = False  # rows of a chunk would be too few for most experts
+    may_chunk = False  # chunks would leave most experts too few rows
     after: Norm | None = None
     chunks = 1
 
     def __init__(self, module: Any, family: Family, config: Any, slot: int, workspace: Fp8Workspace, gate_up: LinearGroup,
                  down: LinearGroup, activation: Kind, multiplier: float, before: Norm) -> None:
         """`slot`: its number among the layers with experts. `workspace`: shared by all layers, for stacks in FP8. `gate_up` and
-        `down`: the shared expert's, of no linears where there is none."""
+        `down`: the shared expert's; empty without one."""
         assert family.experts
         experts = family.experts
         self.module, self.slot, self.before, self.multiplier = module, slot, before, multiplier
@@ -85,7 +85,7 @@ class ExpertsMlp:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """As backward returns their gradients."""
+        """In the order in which backward returns their gradients."""
         return self.gate_up, self.down, self.shared_gate, self.router, self.expert_gate_up, self.expert_down
 
     def gather_jobs(self) -> list[GatherJob]:
@@ -94,7 +94,7 @@ class ExpertsMlp:
                 *self.expert_gate_up.gather_jobs(), *self.expert_down.gather_jobs()]
 
     def _rule(self) -> dict[str, Any]:
-        """How logits become weights, as kernels/moe/routing.py takes it."""
+        """Routing options, for kernels/moe/routing.py."""
         groups = self.groups_of_experts
         sigmoid = None if groups is None else Sigmoid(self.router.choice_bias_E, *groups)
         return {"normalise": self.normalise, "scale": self.scale, "sigmoid": sigmoid}
@@ -143,7 +143,7 @@ class ExpertsMlp:
         if self.has_shared:
             out, xa3 = self.down.apply(self.down.of_activation(self._shared_gu(saved), self.activation))
             saved.put(shared_xa3=self.down.owned(xa3))
-            del xa3  # which may be a part of the activation
+            del xa3  # may be a part of the activation
             gate = saved["shared_weight"]
             base = h2 + out if gate is None else torch.addcmul(h2, out, gate.to(out.dtype))
         return combine(y, routing.inverse_TK, routing.weights_TK, bias_ED=self.expert_down.bias_EO, ids_TK=routing.ids_TK,
@@ -154,7 +154,7 @@ class ExpertsMlp:
         return gu_ext[:, : gu_ext.shape[1] - self.gate_up.extra]
 
     def recompute(self, saved: Saved, documents: Documents) -> None:
-        """What backward needs of the MLP and is not there."""
+        """Recomputes what backward needs of the MLP and was not saved."""
         if "logits" not in saved:  # from the layer's input
             self._to_gate_up(saved)
             if self.has_shared and self.down.adapters:
@@ -169,7 +169,7 @@ class ExpertsMlp:
 
     def backward(self, dh3: Tensor, saved: Saved, documents: Documents, norm_grads: NormGrads, extra: int
                  ) -> tuple[Tensor, Grads]:
-        """(the gradient of h2, with `extra` columns behind it; those of the parameters of `groups`)"""
+        """(the gradient of h2 with `extra` spare columns; gradients of `groups`)"""
         routing, logits = self._routing(saved), saved["logits"]
         dgu_ext, dweights, down_grads = self._backward_down(dh3, saved, routing)
         dlogits = route_backward(dweights, logits, routing.weights_TK, routing.ids_TK, **self._rule())
@@ -218,7 +218,7 @@ class ExpertsMlp:
         return dgu_ext, dweights, grads
 
     def _recomputed_sorted(self, x2: Tensor, xa2: Tensor | None, routing: Routing) -> Tensor:
-        """As forward had it; x A^T was saved."""
+        """x sorted by expert, recomputed; x A^T was saved."""
         group = self.expert_gate_up.group
         if not group.R:
             return gather_rows(x2, routing.order_S, self.K)
@@ -229,9 +229,9 @@ class ExpertsMlp:
         return x_ext
 
     def _backward_shared(self, dh3: Tensor, saved: Saved, documents: Documents) -> tuple[Tensor, Grads]:
-        """(the shared expert's share of x2's gradient, the gradients of gate and up, down, and its gate)"""
+        """(the shared expert's part of x2's gradient; gradients of gate and up, of down, and of its gate)"""
         gate = saved["shared_weight"]
-        if gate is None:  # an expert that all tokens give the weight 1
+        if gate is None:  # an expert with weight 1 for all tokens
             wide = torch.promote_types(dh3.dtype, torch.float32)
             always = torch.ones(len(dh3), 1, dtype=wide, device=dh3.device)
             dx, _, grads = self._backward_shared_mlp(dh3, always, saved, documents)
@@ -260,7 +260,7 @@ class ExpertsMlp:
         return dx, dgate, [*up_grads, *down_grads]
 
     def _through_shared_activation(self, da: Tensor, gu: Tensor, gate: Tensor) -> Tensor:
-        """The gate's gradient. dgu takes gu's place, and the activation times the gate takes da's."""
+        """Returns the gate's gradient. Overwrites gu with dgu, and da with the activation times the gate."""
         each = torch.arange(len(da), dtype=torch.int32, device=da.device)
         _, dgate, _ = expert_gated_backward(da, gu, SILU, each, weights_TK=gate, need_activation=self.down.needs_input, out=gu,
                                             activation_out=da)
@@ -270,7 +270,7 @@ class ExpertsMlp:
     # ---- as separate ops ---------------------------------------------------------------------------------------
 
     def composed(self, x_TD: Tensor, documents: Documents) -> Tensor:
-        """The family's own module: for what one node does not cover, only attention is ours."""
+        """The family's own module; only attention is ours then."""
         found = self.module(x_TD[None])
         y_TD: Tensor = (found[0] if isinstance(found, tuple) else found)[0].to(x_TD.dtype)
         if documents.load is None:

@@ -1,4 +1,4 @@
-"""A norm's output in rows that have columns behind them for adapters."""
+"""A norm's output in rows with LoRA columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pronghorn.model.rows import rows_like
 
 
 def normed_rows(norm: Norm | None, h: Tensor, extra: int, saved: Saved, slot: str) -> Tensor:
-    """norm(h), or h, in rows with `extra` columns behind them."""
+    """norm(h), or h, in rows with `extra` LoRA columns."""
     x_ext = rows_like(h, h.shape[1] + extra)
     x = x_ext[:, : h.shape[1]]
     if norm is None:
@@ -23,7 +23,7 @@ def normed_rows(norm: Norm | None, h: Tensor, extra: int, saved: Saved, slot: st
 
 
 def normed_sum(norm: Norm, y: Tensor, h: Tensor, multiplier: float, extra: int, saved: Saved, slot: str) -> Tensor:
-    """norm(h + multiplier * y) in such rows, with the sum in y's place."""
+    """norm(h + multiplier * y) in such rows, with the sum written over y."""
     if multiplier != 1.0:
         y.mul_(multiplier)
     x_ext = rows_like(h, h.shape[1] + extra)

@@ -1,6 +1,6 @@
-"""How a branch of a layer joins the residual stream, with a norm after it or without, and how gradients go back.
+"""Adds a layer's branch to the residual stream, with or without a norm after it, forward and backward.
 
-A slot is a norm's place in the layer: before_attention, after_attention, before_mlp, after_mlp.
+A slot is a norm's position in the layer: before_attention, after_attention, before_mlp, after_mlp.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def add_branch(group: LinearGroup, x: Operand, h: Tensor, multiplier: float, nor
 
 def grad_of_branch(group: LinearGroup, dh: Tensor, y: Tensor | None, multiplier: float, norm: Norm | None, saved: Saved,
                    slot: str, norm_grads: NormGrads, grad_buffer: GradBuffer) -> Operand:
-    """Of the branch's last product, as its backward reads it."""
+    """The gradient of the branch's output, as the last GEMM's backward reads it."""
     if norm is None or y is None:
         return group.grad_of_residual(dh, multiplier, grad_buffer)
     dy = group.grad_rows(dh)
@@ -44,8 +44,7 @@ def grad_of_branch(group: LinearGroup, dh: Tensor, y: Tensor | None, multiplier:
 
 def back_through_norm(norm: Norm | None, dx: Tensor, h: Tensor, dh: Tensor, saved: Saved, slot: str, norm_grads: NormGrads,
                       extra: int, grad_buffer: GradBuffer) -> Tensor:
-    """dh + the norm's share of dx, in rows with `extra` columns for the group that it goes to next: in dh's place, if that has
-    such."""
+    """dh + the norm's gradient, in rows with `extra` LoRA columns for the next group: over dh, if its buffer has them."""
     if norm is None:
         return dh + dx
     if grad_buffer.with_columns(dh, extra) is None:
@@ -72,7 +71,7 @@ def _back_through_norm(norm: Norm, dx: Tensor, h: Tensor, dh: Tensor, saved: Sav
 
 def gradients_after_norm(group: LinearGroup, dy: Any, norm: Norm | None, h: Tensor, xa: Tensor | None, saved: Saved,
                           slot: str, without: Part | None = None) -> Grads:
-    """Adapters take their gradients from h, which is there; trained weights need norm(h), which is recomputed."""
+    """Adapters' gradients use h, which is saved; trained weights need norm(h), which is recomputed."""
     if norm is None:
         return group.gradients(dy, h, xa, without=without)
     if group.trains_weights:

@@ -1,19 +1,19 @@
-"""What a layer's forward saves for its backward, by name, how much of it a recompute level saves, and where it waits.
+"""Tensors that a layer saves for backward, by name; recompute levels as sets of names; offloading.
 
     level "nothing"           everything. Norm outputs and the activation are never saved: backward recomputes them anyway
-          "gate_up"           everything but the gate and up product (2F values a token, more than all the rest)
+          "gate_up"           everything but gate and up (2F values a token, more than all the rest)
           "around_attention"  the layer's input, attention's output, and a A^T of `down`: all but attention is recomputed
-          "layer"             the layer's input and a A^T of `down` (T x R), which spares the down product a second run
+          "layer"             the layer's input and a A^T of `down` (T x R), which saves running the down GEMM twice
 
-Recomputed values are the same bits: the same kernels on the same inputs. With `offload`, saved tensors wait in another place
-(memory/offload.py: pinned host memory) and come back bit for bit. The names:
+Recomputed values have the same bits: the same kernels on the same inputs. With `offload`, saved tensors move to pinned host
+memory (memory/offload.py) and back, bit for bit. The names:
 
     h            the layer's input                 gu, xa2      gate and up, with columns for their gradient; x A^T
-    q k v        with their positions              y1, y2       a branch's output, where a norm follows it
-    qkv          what they are parts of            xa3          a A^T of `down`
+    q k v        after RoPE                        y1, y2       a branch's output, where a norm follows it
+    qkv          the buffer of q, k, v             xa3          a A^T of `down`
     xa1, xa_o    x A^T of q, k, v; of `out`        rstd.SLOT    of the norm in this slot
-    o, lse       attention's output                h_rows       the residual, as long as the norm before the MLP has to add it
-    o_rows, h2   of the rows that go on: attention's output, and the residual stream after attention
+    o, lse       attention's output                h_rows       the residual, until the norm before the MLP adds it
+    o_rows, h2   of the rows after attention: attention's output, and the residual stream
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ FROM_INPUT: dict[str, tuple[str, ...]] = {  # levels that recompute from the lay
 
 
 class Saved(dict[str, Tensor]):
-    """Tensors by name. A name that is not there is None."""
+    """Tensors by name; None for a missing name."""
 
     def __missing__(self, name: str) -> Any:
         return None
 
     def put(self, **tensors: Tensor | None) -> None:
-        """Those that there are."""
+        """Stores those that are not None."""
         self.update({name: tensor for name, tensor in tensors.items() if tensor is not None})
 
     def release(self, *names: str) -> None:
-        """Backward is done with these: their memory is free."""
+        """Frees tensors that backward no longer needs."""
         for name in names:
             self.pop(name, None)
 
     def at(self, level: Level) -> Saved:
-        """What this level holds on to."""
+        """What this level saves."""
         if level in FROM_INPUT:
             return Saved({name: self[name] for name in FROM_INPUT[level] if name in self})
         if level == "gate_up":
@@ -69,7 +69,7 @@ class Elsewhere(Protocol):
 
 @dataclass(frozen=True)
 class Offloaded:
-    """The names of what waits elsewhere."""
+    """Names of offloaded tensors."""
 
     names: tuple[str, ...]
 
@@ -78,7 +78,7 @@ Left = Saved | Offloaded
 
 
 def leave(saved: Saved, layer: int, elsewhere: Elsewhere | None) -> Left:
-    """What forward holds on to until backward."""
+    """What a forward holds until backward."""
     if elsewhere is None:
         return saved
     elsewhere.leave(layer, list(saved.values()))
@@ -93,7 +93,7 @@ def restore(left: Left, layer: int, elsewhere: Elsewhere | None) -> Saved:
 
 
 def copied(left: Left) -> Left:
-    """The same in memory of its own; parts of one buffer (q, k, v) stay parts of one."""
+    """A copy; parts of one buffer (q, k, v) stay parts of one."""
     if isinstance(left, Offloaded):
         raise RuntimeError("offloaded activations are restored only once: recompute the loss for a second backward")
     memo: dict[int, Any] = {}

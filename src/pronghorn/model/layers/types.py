@@ -10,18 +10,18 @@ from torch import Tensor
 from pronghorn.model.router_stats import RouterStats
 from pronghorn.model.same_weights import Weights
 
-Grads = list[Tensor | None]  # of parameters, in their order; None: frozen, or added to sums elsewhere
+Grads = list[Tensor | None]  # of parameters, in order; None: frozen, or accumulated elsewhere
 
 
 @dataclass
 class GradBuffer:
-    """The buffer that holds the gradient which a layer handed down. The layer below writes its LoRA columns behind it instead
-    of copying it to a wider buffer (64 copies of T x D, 4 ms of an 8B step)."""
+    """The buffer of the gradient from the layer above. The layer below fills its LoRA columns instead of copying the gradient
+    to a wider buffer (64 copies of T x D, 4 ms of an 8B step)."""
 
     buffer: Tensor | None = None
 
     def with_columns(self, dh: Tensor, extra: int) -> Tensor | None:
-        """dh with `extra` columns more, if it is still in that buffer and the buffer has as many."""
+        """dh with `extra` LoRA columns, if it is in that buffer and the buffer has them."""
         if not extra or not self.holds(dh):
             return None
         assert self.buffer is not None
@@ -39,13 +39,13 @@ class Documents:
     longest: int
     rotary: dict[str, tuple[Tensor, Tensor]]  # kind of RoPE -> cos, sin, float32, [T, P / 2]
     spans_2T: Tensor  # where each token's document begins and ends
-    typical: int  # mean length of the documents, each token counted: what is fast depends on it, the results do not
+    typical: int  # mean document length, weighted by tokens: affects speed, not results
     query_scale_T: Tensor | None = None  # factor of each token's queries, where the model has one
-    load: RouterStats | None = None  # what the experts of this step are given
+    load: RouterStats | None = None  # of the experts in this step
     grad_buffer: GradBuffer = field(default_factory=GradBuffer)
-    guarded: bool = False  # whether a program may do anything between forward and backward
+    guarded: bool = False  # whether other code may run between forward and backward
     weights: Weights | None = None  # if so: those of this forward
-    leaves: dict[int, Tensor] | None = None  # by a parameter's id: what autograd sees in its place (model/captured_layers.py)
+    leaves: dict[int, Tensor] | None = None  # by a parameter's id: its replacement for autograd (model/captured_layers.py)
 
 
 class Norm:
