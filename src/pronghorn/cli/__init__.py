@@ -91,7 +91,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     verbs = _verbs(parser)
     require_verb(ours, verbs, _verbs(verbs["data"]))
     arguments, left = parser.parse_known_args(ours)
-    arguments.words, arguments.own_process = of_script, words is None
+    arguments.words, arguments.own_process, arguments.given = of_script, words is None, ours
     takes_keys = hasattr(arguments, "overrides")
     if takes_keys:
         arguments.overrides = arguments.overrides + [word for word in left if "=" in word and not word.startswith("-")]
@@ -140,6 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--fresh", action="store_true", help="start over; the old folder is renamed, not deleted")
     one.add_argument("--allow-change", action="append", default=[], metavar="KEY",
                      help="resume with a changed value of this key: train.lr=1e-5 --allow-change train.lr")
+    one.add_argument("--ranks", type=int, metavar="N", help="train in N processes on this machine (docs/scale.md)")
     evaluating.own_metric(one)
 
     def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -263,6 +264,9 @@ def train(arguments: argparse.Namespace) -> None:
     from pronghorn.report.stages import Stages
 
     stages, (rank, ranks) = Stages(), started_as()
+    if arguments.ranks not in (None, 1) and ranks == 1:
+        _launch(arguments)
+        return
     with displaying(arguments, stages, quiet=rank > 0) as display:
         with stages("imports"), _importing(recipe.model):
             from pronghorn.train.loop import train as run
@@ -273,6 +277,15 @@ def train(arguments: argparse.Namespace) -> None:
                          metric_file=arguments.metric_file, world=world)
     if not arguments.json and rank == 0:
         _show_summary(result.folder)
+
+
+def _launch(arguments: argparse.Namespace) -> None:
+    """This command again, once for each rank; they find that they are ranks."""
+    if arguments.ranks < 1:
+        raise CommandError(what=f"--ranks {arguments.ranks} is not a number of processes", fix="use --ranks 1 or more")
+    with importing():
+        from pronghorn.train.launch import launch
+    launch(arguments.ranks, [sys.executable, "-m", "pronghorn.cli", *arguments.given])
 
 
 def _show_summary(folder: Path) -> None:

@@ -85,7 +85,7 @@ def train(recipe: Recipe, *, display: Display, stages: Stages | None = None, fre
             session = _ready(recipe, folder, display, stages, allow, world)
             if old:
                 session.notices.insert(0, f"the previous run was moved to {old}")
-            with _log_of(world, folder, display) as log, StopRequest() as stop:
+            with _log_of(world, folder, display) as log, StopRequest(quiet=not world.writes) as stop:
                 started = True
                 while True:
                     try:

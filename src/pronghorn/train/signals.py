@@ -27,7 +27,9 @@ _SHOW_CURSOR = "\x1b[?25h"  # a live display hides the cursor, and os._exit give
 class StopRequest:
     """Catches these signals inside a `with`; outside the main thread, where Python allows none, it does nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
+        """`quiet`: another rank of the run shows that it stops."""
+        self._quiet = quiet
         self.signal_number: int | None = None  # of the first signal: 2 for Ctrl-C, 15 for SIGTERM, 1 for SIGHUP
         self._process = os.getpid()
         self._old: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | signal.Handlers | None] = {}
@@ -55,7 +57,8 @@ class StopRequest:
             _receive_in_forked_worker(number)
         elif self.signal_number is None:
             self.signal_number = number
-            _say(_FIRST)
+            if not self._quiet:
+                _say(_FIRST)
         elif number == signal.SIGINT:
             _say(_SECOND, _SHOW_CURSOR)
             os._exit(128 + signal.SIGINT)

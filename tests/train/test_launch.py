@@ -1,0 +1,41 @@
+"""Ranks that are started here: what they exit with is what the command exits with, and none outlives the others."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pronghorn.errors import EndedElsewhere, EnvironmentFault
+from pronghorn.train.launch import launch
+
+RANK = "import os, signal, sys, time; rank = int(os.environ['RANK'])\n"  # quick to start: nothing else is imported
+
+
+def command(script: str) -> list[str]:
+    return [sys.executable, "-c", RANK + script]
+
+
+def test_every_rank_is_told_who_it_is(tmp_path: Path) -> None:
+    launch(3, command(f"open({str(tmp_path)!r} + f'/{{rank}}', 'w').write(os.environ['WORLD_SIZE'])"))
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"0": "3", "1": "3", "2": "3"}
+
+
+def test_the_exit_code_of_the_rank_that_failed_first_is_kept(tmp_path: Path) -> None:
+    """The other would run for minutes; it is asked to end, and does."""
+    asked = tmp_path / "asked"
+    other = (f"signal.signal(signal.SIGTERM, lambda *_: (open({str(asked)!r}, 'w').close(), sys.exit(3)))\n"
+             f"open({str(tmp_path / 'ready')!r}, 'w').close(); time.sleep(300)")
+    failing = f"while not os.path.exists({str(tmp_path / 'ready')!r}): time.sleep(0.01)\nsys.exit(4)"
+    script = f"exec({failing!r} if rank else {other!r})"
+    with pytest.raises(EndedElsewhere, match="rank 1") as ended:
+        launch(2, command(script))
+    assert ended.value.exit_code == 4
+    assert ended.value.told
+    assert asked.exists()
+
+
+def test_a_killed_rank_is_an_environment_fault() -> None:
+    with pytest.raises(EnvironmentFault, match="rank 1 was killed by SIGKILL"):
+        launch(2, command("os.kill(os.getpid(), 9) if rank else time.sleep(300)"))
