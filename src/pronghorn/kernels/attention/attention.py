@@ -69,8 +69,8 @@ def attention_reference(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         i = torch.arange(end - start, device=scores.device)
-        behind = i[:, None] - i[None, :]
-        unseen = (behind < 0) if window is None else (behind < 0) | (behind >= window)
+        distance = i[:, None] - i[None, :]
+        unseen = (distance < 0) if window is None else (distance < 0) | (distance >= window)
         scores = scores.masked_fill(unseen, float("-inf"))
         if sinks_N is not None:
             column = sinks_N.to(scores.dtype)[:, None, None].expand(-1, end - start, 1)

@@ -55,12 +55,12 @@ def gated_mm(x_TK: Tensor, weight_GK: Tensor, kind: Kind, *, gu_out: Tensor, a_o
     T, F = a_out.shape
     if F % 8 or not _fit(x_TK, lora_TR, weight_GK, gu_out, a_out):
         return False
-    piece = (NARROW_CHUNK, 1, ROWS // 2)
+    box = (NARROW_CHUNK, 1, ROWS // 2)
     rows, K = _rows(x_TK, lora_TR)
     maps = [
         *rows, TensorMap(weight_GK, (K, F, 2), (weight_GK.stride(0), F * weight_GK.stride(0)), (TERMS, HALF, 1)),
-        TensorMap(gu_out, (F, 2, T), (F, gu_out.stride(0)), piece),
-        TensorMap(a_out, (F, 1, T), (a_out.stride(0), a_out.stride(0)), piece),
+        TensorMap(gu_out, (F, 2, T), (F, gu_out.stride(0)), box),
+        TensorMap(a_out, (F, 1, T), (a_out.stride(0), a_out.stride(0)), box),
     ]
     return _run(_source(K, GATED=1, GELU=int(kind == "gelu_tanh")), x_TK, 3 * NARROW_CHUNK,
                 [*maps, _sizes(T, F, HALF, K, x_TK)])
@@ -164,8 +164,8 @@ def _multiplication(columns: int) -> str:
             f'               : {results} : "l"(x), "l"(w), "r"(add));')  # fmt: skip
 
 
-def _run(source: Source, x: Tensor, piece_columns: int, arguments: list[object]) -> bool:
-    stage, piece = (ROWS + COLUMNS) * TERMS * 2, piece_columns * ROWS // 2 * 2
-    shared = 1024 + STAGES * (stage + 16) + 2 * BUFFERS * piece
+def _run(source: Source, x: Tensor, box_columns: int, arguments: list[object]) -> bool:
+    stage, box = (ROWS + COLUMNS) * TERMS * 2, box_columns * ROWS // 2 * 2
+    shared = 1024 + STAGES * (stage + 16) + 2 * BUFFERS * box
     blocks = processor_count(x.device) // 2 * 2
     return launch(source, "hopper_gemm", blocks, THREADS, shared, arguments)

@@ -52,12 +52,12 @@ def _anchor_kernel(  # type: ignore[no-untyped-def]
 def _finish_kernel(  # type: ignore[no-untyped-def]
     powers_ptr, row_stride, sums_ptr, tiles, anchors_ptr, label_logits_ptr, labels_ptr, weights_ptr, losses_ptr, factors_ptr,
     grad_scale_ptr, redo_ptr, rows, vocabulary, logit_scale,
-    HAS_WEIGHTS: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, REDO: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Losses, factors, and the label's gradient of ROWS rows. In the first pass, rows whose maximum is too far above the anchor
-    get a new anchor and request a second GEMM; AGAIN: the pass after that."""
+    get a new anchor and request a second GEMM; REDO: the pass after that."""
     wanted = 1
-    if AGAIN:
+    if REDO:
         wanted = tl.load(redo_ptr)
     if wanted != 0:
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -73,7 +73,7 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
         label = tl.load(labels_ptr + row, mask=inside, other=_IGNORED)
         anchor = tl.load(anchors_ptr + row, mask=inside, other=0.0)
         counts = label != _IGNORED
-        if not AGAIN:
+        if not REDO:
             highest = most * logit_scale * _LOG2_E
             risen = counts & (highest > anchor + _RISE)
             tl.store(anchors_ptr + row, tl.ceil(highest), mask=inside & risen)
@@ -88,8 +88,8 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
         tl.store(losses_ptr + row, tl.where(counts, loss, 0.0), mask=inside)
         gradient = tl.exp2(logit * _LOG2_E - anchor) - total
         rounded = gradient.to(powers_ptr.dtype.element_ty)
-        kept = tl.where(rounded.to(tl.float32) == 0.0, 1.0, gradient / rounded.to(tl.float32))
-        factor = weight * tl.load(grad_scale_ptr) * logit_scale / total * kept
+        correction = tl.where(rounded.to(tl.float32) == 0.0, 1.0, gradient / rounded.to(tl.float32))
+        factor = weight * tl.load(grad_scale_ptr) * logit_scale / total * correction
         tl.store(factors_ptr + row, tl.where(counts, factor, 0.0), mask=inside)
         target = tl.where(valid, label, 0)
         tl.store(powers_ptr + row.to(tl.int64) * row_stride + target, rounded, mask=inside & counts)
@@ -127,7 +127,7 @@ class Powers:
             _finish_kernel[(triton.cdiv(rows, ROWS),)](
                 out_CV, out_CV.stride(0), sums, tiles, of_rows.anchors_C, of_rows.logits_C, of_rows.labels_C, weights_C,
                 losses_C, factors_C, grad_scale, redo, rows, vocabulary, self.logit_scale,
-                HAS_WEIGHTS=weights_C is not None, AGAIN=once_more, ROWS=ROWS, TILES=64, num_warps=4,
+                HAS_WEIGHTS=weights_C is not None, REDO=once_more, ROWS=ROWS, TILES=64, num_warps=4,
             )  # fmt: skip
         return True
 

@@ -219,8 +219,8 @@ def _loss_and_gradient_kernel(  # type: ignore[no-untyped-def]
             if ONCE:
                 gradient = power - total
                 rounded = (gradient * target_slope).to(dtype).to(tl.float32)
-                kept = tl.where(rounded == 0.0, 1.0, gradient * target_slope / rounded)
-                tl.store(factors_ptr + row, factor / total * kept)
+                correction = tl.where(rounded == 0.0, 1.0, gradient * target_slope / rounded)
+                tl.store(factors_ptr + row, factor / total * correction)
             else:
                 share = (1.0 + 2.0 * z_loss * lse) / total * factor
                 for index in tl.range(0, blocks, num_stages=STAGES):  # backwards: the last blocks are still in the cache

@@ -63,7 +63,7 @@ def expert_gated_reference(
     return (gate_SF * torch.sigmoid(activation.alpha * gate_SF) * (up_SF + 1)).to(gu_SG.dtype)
 
 
-def _pieces_torch(gate: Tensor, up: Tensor, activation: ExpertActivation) -> tuple[Tensor, Tensor, Tensor]:
+def _value_and_slopes_torch(gate: Tensor, up: Tensor, activation: ExpertActivation) -> tuple[Tensor, Tensor, Tensor]:
     """(a, da/dgate, da/dup)"""
     if activation.kind == "silu":
         sigmoid = torch.sigmoid(gate)
@@ -103,7 +103,7 @@ def _gate_and_up(
 
 
 @jit
-def _pieces(gate: tl.tensor, up: tl.tensor, limit: tl.tensor, alpha: tl.tensor, CLAMPED: tl.constexpr) -> tl.tensor:
+def _value_and_slopes(gate: tl.tensor, up: tl.tensor, limit: tl.tensor, alpha: tl.tensor, CLAMPED: tl.constexpr) -> tl.tensor:
     """(a, da/dgate, da/dup). `where` instead of min and max, which would hide NaN."""
     if CLAMPED:
         held = tl.where(gate > limit, limit, gate)
@@ -129,7 +129,7 @@ def _forward_kernel(
     if BIAS:
         bias += tl.load(ids + tl.load(order + row)).to(tl.int64) * 2 * F
     gate, up = _gate_and_up(gu + row * gu_row, bias, first, F, BLOCK, CLAMPED, BIAS)
-    value, _, _ = _pieces(gate, up, limit, alpha, CLAMPED)
+    value, _, _ = _value_and_slopes(gate, up, limit, alpha, CLAMPED)
     column = first + tl.arange(0, BLOCK)
     tl.store(a + row * a_row + column, value.to(a.dtype.element_ty), mask=column < F)
 
@@ -155,7 +155,7 @@ def _backward_kernel(
         inside = column < F
         grad = tl.load(da + row * da_row + column, mask=inside, other=0.0).to(tl.float32)
         gate, up = _gate_and_up(gu + row * gu_row, bias, first, F, BLOCK, CLAMPED, BIAS)
-        value, by_gate, by_up = _pieces(gate, up, limit, alpha, CLAMPED)
+        value, by_gate, by_up = _value_and_slopes(gate, up, limit, alpha, CLAMPED)
         total += grad * value
         grad *= weight
         if CLAMPED:
@@ -230,7 +230,7 @@ def _backward_torch(
     wide_SG = gu_SG.to(wide)
     if bias_EG is not None and ids_TK is not None:
         wide_SG = wide_SG + bias_EG[_row_experts(ids_TK, order_S)]
-    value_SF, by_gate_SF, by_up_SF = _pieces_torch(*_halves(wide_SG, activation.kind), activation)
+    value_SF, by_gate_SF, by_up_SF = _value_and_slopes_torch(*_halves(wide_SG, activation.kind), activation)
     grad_SF, dweights_TK = da_SF.to(wide), None
     if weights_TK is not None:
         slot_S = order_S.long()

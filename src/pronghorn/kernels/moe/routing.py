@@ -87,8 +87,8 @@ def _sigmoid_reference(logits_TE: Tensor, K: int, normalise: bool, scale: float,
         grouped_TGX = choice_TE.view(T, rule.groups, E // rule.groups)
         sums_TG = grouped_TGX.topk(2, dim=-1)[0].sum(-1)
         best_TG = torch.sort(sums_TG, dim=-1, descending=True, stable=True)[1][:, : rule.kept]
-        is_kept_TG = torch.zeros_like(sums_TG, dtype=torch.bool).scatter_(1, best_TG, True)
-        choice_TE = grouped_TGX.masked_fill(~is_kept_TG[..., None], float("-inf")).view(T, E)
+        chosen_TG = torch.zeros_like(sums_TG, dtype=torch.bool).scatter_(1, best_TG, True)
+        choice_TE = grouped_TGX.masked_fill(~chosen_TG[..., None], float("-inf")).view(T, E)
     ids_TK = torch.sort(choice_TE, dim=-1, descending=True, stable=True)[1][:, :K]
     weights_TK = scores_TE.gather(1, ids_TK)
     if normalise:
@@ -150,12 +150,12 @@ def _without_lesser_groups(
         rest = tl.where(expert[None, :] == first[:, None], float("-inf"), here)
         both = tl.max(here, axis=1) + tl.max(rest, axis=1)
         sums = tl.where(number[None, :] == g, tl.where(both > _LOWEST, both, _LOWEST)[:, None], sums)
-    is_kept = group[None, :] < 0
+    chosen_group = group[None, :] < 0
     for _ in tl.static_range(KEPT):
         best = tl.argmax(sums, axis=1, tie_break_left=True)
         sums = tl.where(number[None, :] == best[:, None], float("-inf"), sums)
-        is_kept = is_kept | (group[None, :] == best[:, None])
-    return tl.where(is_kept, choice, float("-inf"))
+        chosen_group = chosen_group | (group[None, :] == best[:, None])
+    return tl.where(chosen_group, choice, float("-inf"))
 
 
 @jit
@@ -201,9 +201,9 @@ def _route_kernel(
             total = tl.sum(tl.exp(given - largest[:, None]), axis=1)
         result = power / total[:, None] * scale
     target = row[:, None] * K + place[None, :]
-    kept = (row[:, None] < T) & (place[None, :] < K)
-    tl.store(weights + target, result, mask=kept)
-    tl.store(ids + target, chosen, mask=kept)
+    stored = (row[:, None] < T) & (place[None, :] < K)
+    tl.store(weights + target, result, mask=stored)
+    tl.store(ids + target, chosen, mask=stored)
 
 
 @jit
