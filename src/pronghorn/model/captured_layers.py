@@ -323,8 +323,8 @@ class _Pair:
         torch.remainder(torch.arange(tokens - real, device=self.positions.device), longest, out=self.positions[real:])
         given = len(cu_seqlens)
         self.cu_seqlens[:given].copy_(cu_seqlens)
-        behind = torch.arange(1, entries - given + 1, device=self.cu_seqlens.device) * longest + real
-        self.cu_seqlens[given:].copy_(behind.clamp(max=tokens))
+        ends = torch.arange(1, entries - given + 1, device=self.cu_seqlens.device) * longest + real
+        self.cu_seqlens[given:].copy_(ends.clamp(max=tokens))
 
     def eager(self) -> _Ends:
         engine, size = self.state.engine, self.size
@@ -391,8 +391,8 @@ class _Replayed(torch.autograd.Function):
         keeps = keeps_graph()
         if not keeps:
             ctx.waiting = None
-        # A graph's backward leaves nothing for a second one, and reads what another forward may have put in its place: the
-        # forward is done again, outside of it.
+        # A graph's backward leaves nothing for a second one, and another forward may have overwritten its inputs:
+        # recompute the forward outside the graph.
         with as_at_forward(ctx.weights, ctx.stamp, state.read, "a decoder layer") as others:
             if keeps or others:
                 dh, *gradients = pair.gradients(pair.eager())

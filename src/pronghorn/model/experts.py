@@ -1,13 +1,12 @@
-"""A layer's router and its two stacks of experts, frozen, adapted or trained, as the layer uses them: linears.py's
-counterpart for mixtures of experts.
+"""A layer's router and its two stacks of experts, frozen, adapted or trained: linears.py for mixtures of experts.
 
 T = packed tokens, E = experts, K = experts a token, S = T * K rows sorted by expert, D = input width, O = output width of a
 stack, R = extra columns that carry its adapter, r = the adapter's rank.
 
 The modules stay the model's own; PEFT wraps them around the parameters it adapts (`target_parameters`), one wrapper around
 another. With an adapter the stack moves into one buffer with it (grouped_lora.py), and the model's parameter becomes a
-view of that, so it is stored once and keeps its name. A quantized stack (formats/experts.py) stays where it is; one in FP8 is
-multiplied in FP8 where the chip has such products, with the rows cast before each.
+view of that, so it exists once and keeps its name. A quantized stack (formats/experts.py) stays in place; one in FP8 is
+multiplied in FP8 where the chip supports it.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ CHOICE_BIAS = "e_score_correction_bias"
 
 
 class Adapted:
-    """A module whose parameters PEFT may have wrapped, and what the model asks of any group of parameters of a layer."""
+    """A module whose parameters PEFT may have wrapped, with the interface of a layer's parameter group."""
 
     def __init__(self, parent: nn.Module, name: str) -> None:
         self.parent, self.name = parent, name
@@ -60,7 +59,7 @@ class Adapted:
         return found
 
     def wrapper(self, parameter: str) -> ParamWrapper | None:
-        """Around this parameter, if its adapter is in use."""
+        """PEFT's wrapper around this parameter, if its adapter is in use."""
         found = getattr(self.parent, self.name)
         while isinstance(found, ParamWrapper):
             if found.parameter_name == parameter:
@@ -96,7 +95,7 @@ class Adapted:
 
     @property
     def grad_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
-        """Of dA and dB^T, where the adapters' gradients are to be added up; None: autograd adds them up."""
+        """Shapes of the accumulation buffers of dA and dB^T; None: autograd accumulates."""
         return None
 
     def accumulate_in(self, sums: tuple[Tensor, Tensor] | None) -> None:
@@ -113,8 +112,8 @@ class Adapted:
 
 
 class Router(Adapted):
-    """logits_TE = x W^T + bias, frozen or trained, with or without an adapter on W. `wide`: in float32, whatever x is: bf16 has
-    8 bits, and experts that are chosen by sigmoids near 0.5 differ by less."""
+    """logits_TE = x W^T + bias, frozen or trained, with or without an adapter on W. `wide`: in float32, whatever x is: bf16's 8
+    bits do not separate experts with sigmoids near 0.5."""
 
     def __init__(self, parent: nn.Module, name: str, *, wide: bool = False) -> None:
         super().__init__(parent, name)
@@ -150,7 +149,7 @@ class Router(Adapted):
         self.x_dtype = dtype
         dtype = torch.promote_types(dtype, torch.float32) if self.wide else dtype
         self.weight_ED = self.parameters[0].detach().to(dtype)
-        for adapter in self.adapters:  # E x D: small enough to be added up
+        for adapter in self.adapters:  # E x D: small enough to accumulate
             delta_ED = (adapter.B_OR.detach() @ adapter.A_RD.detach()) * adapter.scale
             self.weight_ED = (self.weight_ED.to(delta_ED.dtype) + delta_ED).to(dtype)
         self._bias_E = None if self._bias is None else self._bias.detach().to(dtype)
@@ -176,11 +175,11 @@ class Router(Adapted):
 
 
 class ExpertStack(Adapted):
-    """All experts' gate and up, or all experts' down: one grouped product, its bias left to the kernels around it."""
+    """All experts' gate and up, or all experts' down: one grouped GEMM; the neighbouring kernels add its bias."""
 
     def __init__(self, parent: nn.Module, parameter: str, *, transposed: bool, scratch: SharedBytes) -> None:
-        """`transposed`: the model keeps [E, D, O] instead of [E, O, D]. `turned`: where stacks in FP8 are turned round for
-        backward, shared by all layers."""
+        """`transposed`: the model stores [E, D, O] instead of [E, O, D]. `scratch`: shared by all layers, for transposing FP8
+        stacks in backward."""
         super().__init__(parent, "experts")
         self.parameter, self.transposed, self.scratch = parameter, transposed, scratch
         self.bias_EO: Tensor | None = None
@@ -203,7 +202,7 @@ class ExpertStack(Adapted):
         return ""
 
     def stored(self) -> QuantizedStack | None:
-        """The stack in few bits, if it is kept so."""
+        """The quantized stack, if there is one."""
         found: QuantizedStack | None = getattr(self.module(), "stacks", {}).get(self.parameter)
         return found
 
@@ -226,7 +225,7 @@ class ExpertStack(Adapted):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def prepare(self, dtype: torch.dtype) -> bool:
-        """Returns whether the buffer of weights and adapter was built anew."""
+        """Returns whether the buffer of weights and adapter was rebuilt."""
         self.bias_EO = None if self._bias is None else self._bias.detach().to(dtype)
         if not self.adapters and self._weight is not None:
             self.group, self._built_for = ExpertGroup(self._usual(self._weight.detach()).to(dtype)), ()
@@ -348,7 +347,7 @@ class ExpertStack(Adapted):
         if self._sums is not None:
             return [*grads, None, None]
         found = adapters.grads()
-        adapters.sums = None  # the next backward begins from zero
+        adapters.sums = None  # the next backward starts from zero
         return [*grads, *found]
 
     def _weight_grad(self, dy_SO: Tensor, x_SD: Tensor | None, offsets_E1: Tensor) -> Tensor:

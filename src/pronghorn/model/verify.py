@@ -33,7 +33,7 @@ NARROW = 24  # tokens: a window that some of these documents are longer than
 LAST = 2**20  # no position is larger
 # Relative difference of the loss, and smallest cosine of a gradient with its counterpart. float32 differs by the order of
 # sums (seen: 5e-7 and 1 - 1e-10 on nine families); half precision by its own rounding, twice.
-# In FP8 both sides round activations and gradients to 3 bits behind the first, each in its own places.
+# In FP8 both sides round activations and gradients to 3 mantissa bits, each in its own places.
 FP8_TOLERANCE = (1e-2, 0.9)
 TOLERANCES = {torch.float32: (1e-5, 0.99999), torch.float16: (5e-3, 0.99), torch.bfloat16: (2e-2, 0.97)}
 

@@ -1,7 +1,7 @@
 // Products x W^T of bf16 on Hopper with what follows them done before the result leaves the multiprocessor.
 //
 //   GATED   [gate | up] = x W^T, W [2 F, K], is kept for the backward pass, and a = act(gate) up is written beside it: 537 MB
-//           at 16,384 tokens and F = 8,192 that a kernel of its own would read again.
+//           at 16,384 tokens and F = 8,192 that a separate kernel would read.
 //   POWERS  2^(logit scale - anchor) of logits = x W^T, W [V, K], with the sum and the largest logit of each row of a tile,
 //           and each row's logit at its label.
 //   ROPE  [q | k | v] = x W^T, W [heads H, K], q and k rotated by RoPE: by halves, over the whole head.
@@ -160,7 +160,7 @@ __device__ __forceinline__ Place place_of(int tile, int row_pairs, int column_ti
   return {rest / wide, first + rest % wide};
 }
 
-// columns: F, V or heads H; of the tiles of terms x has the first, what lies behind it the others
+// columns: F, V or heads H; x has the first tiles of terms, its LoRA columns the others
 struct Sizes { int rows, columns, row_pairs, column_tiles, k_tiles, x_tiles, band; };
 
 struct Mine {  // a thread's part in giving a tile away

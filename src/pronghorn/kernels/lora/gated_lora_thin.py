@@ -104,6 +104,6 @@ def _add_blocks_kernel(
             part = tl.load(sums + place[:, None] * WIDTH + rank[None, :], mask=inside[:, None], other=0.0)
             total += part.to(tl.float32) * factor[:, None]
     target = out + row.to(tl.int64)[:, None] * out_row
-    behind = (row < T)[:, None] & ((every >= WIDTH) & (every < R))[None, :]
-    tl.store(target + every[None, :], tl.zeros([ROWS, R_BLOCK], out.dtype.element_ty), mask=behind)
+    beyond = (row < T)[:, None] & ((every >= WIDTH) & (every < R))[None, :]
+    tl.store(target + every[None, :], tl.zeros([ROWS, R_BLOCK], out.dtype.element_ty), mask=beyond)
     tl.store(target + rank[None, :], total.to(out.dtype.element_ty), mask=(row < T)[:, None] & (rank < R)[None, :])

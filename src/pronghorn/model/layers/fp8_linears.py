@@ -1,12 +1,12 @@
-"""Linears of a layer that share an input, multiplied in FP8 both ways, with their adapters: linears.py with another operand.
+"""Linears of a layer that share an input, FP8 forward and backward, with their adapters: linears.py with another operand.
 
-T = packed tokens, D = input width, O = output width of all of them together, R = ranks of their adapters, E = 3R columns that
-carry those in the FP8 product (kernels/lora/fp8.py).
+T = packed tokens, D = input width, O = output width of all of them together, R = ranks of their adapters, E = 3R LoRA
+columns of the FP8 GEMM (kernels/lora/fp8.py).
 
 The frozen weights are stored in FP8 (with adapters they move into one matrix for each group, and the modules' weights become
 views of it), or in another format that says how FP8 is made of it (model/formats/table.py), for each use, in memory that all
 layers share. Weights that are trained (method: full) are rounded to FP8 at the beginning of every forward, for it and for
-the gradient of its input; their own gradient is a product in 16 bits, of the 16-bit rows.
+the gradient of its input; their own gradient is a 16-bit GEMM of the 16-bit rows.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from pronghorn.model.layers.weight_grads import weight_and_bias_grads
 
 
 def trains_whole(module: nn.Module) -> bool:
-    """A plain linear whose weight is trained itself."""
+    """A plain linear whose weight is trained."""
     return type(module) is nn.Linear and module.weight.requires_grad
 
 
 class ByteRows(NamedTuple):
-    """Inputs of a product, or gradients of its outputs: as they are, for the adapters, and in FP8 with a scale a row."""
+    """Inputs or output gradients of a GEMM: in 16 bits, for the adapters, and in FP8 with a scale per row."""
 
     values: Tensor
-    bytes_ext: Tensor  # e4m3, with the E columns behind, which the product fills
+    bytes_ext: Tensor  # e4m3, with E LoRA columns, which the GEMM fills
     scale_T: Tensor
 
 
 class SharedBytes:
-    """A flat e4m3 buffer as large as its largest user needs, allocated when it is first used; and who filled it last."""
+    """A flat e4m3 buffer of the largest user's size, allocated on first use; and its current owner."""
 
     def __init__(self) -> None:
         self.owner: Any = None
@@ -79,10 +79,10 @@ class Fp8Workspace:
 
 
 class SharedFp8Group(Fp8Group):
-    """An `Fp8Group` whose matrix is there after `load`, until another group loads, made from weights in fewer bits.
+    """An `Fp8Group` whose matrix, made from weights in fewer bits, is valid from `load` until another group loads.
 
-    One load serves a layer's recomputed forward and its backward. Who owns the buffer follows from the order of calls alone,
-    so a CUDA graph holds every load it needs, provided that its calls begin with `owner = None` (kernels/lora/nf4_lora.py).
+    One load serves a layer's recomputed forward and its backward. The order of calls determines the owner, so a CUDA graph
+    contains every load it needs, provided that its calls begin with `owner = None` (kernels/lora/nf4_lora.py).
     """
 
     def __init__(self, weights: Sequence[StoredTensor], to_fp8: ToFp8, adapters: Sequence[Adapter], matrix: SharedBytes,
@@ -105,14 +105,14 @@ class SharedFp8Group(Fp8Group):
 
 
 class Fp8Gradient(NamedTuple):
-    """What the parameters' gradients are made of."""
+    """Operands of the parameters' gradients."""
 
     dy: Tensor
     dyb: Tensor | None  # dy sB
 
 
 class Fp8LinearGroup(LinearGroup):
-    """The same linears with FP8 products. Operands are `ByteRows`, or 16-bit rows for the product to cast."""
+    """The same linears with FP8 GEMMs. Operands are `ByteRows`, or 16-bit rows, which are cast first."""
 
     fp8 = True
 
@@ -143,7 +143,7 @@ class Fp8LinearGroup(LinearGroup):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def prepare(self, dtype: torch.dtype) -> bool:
-        """As `LinearGroup.prepare`. Filling in the adapters' present values is left to `copy_jobs`, then `split_jobs`."""
+        """As `LinearGroup.prepare`. `copy_jobs`, then `split_jobs` fill in the adapters' current values."""
         self._bias = joined_bias(self.linears, dtype)
         identity = (*self._identity(), dtype)
         rebuilt = self._group is None or self._built_for != identity
@@ -152,7 +152,7 @@ class Fp8LinearGroup(LinearGroup):
             self._built_for = (*self._identity(), dtype)
         elif self.trains_weights:
             self.group.requantize([linear.weight for linear in self.linears])
-        self.forget_weights()  # what was loaded before this forward is out of date
+        self.forget_weights()  # earlier loads are stale
         return rebuilt
 
     def _build(self, dtype: torch.dtype) -> None:
@@ -182,12 +182,12 @@ class Fp8LinearGroup(LinearGroup):
 
     @property
     def split_jobs(self) -> list[SplitJob]:
-        """What makes the adapters' FP8 columns of their values; all layers' in one launch, after all `copy_jobs`."""
+        """Jobs that make the adapters' FP8 columns; all layers' in one launch, after all `copy_jobs`."""
         return self._group.split_jobs if self._group else []
 
     @property
     def extra(self) -> int:
-        """Rows in 16 bits have no columns behind them."""
+        """16-bit rows have no LoRA columns."""
         return 0
 
     # ---- operands of the forward product -----------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class Fp8LinearGroup(LinearGroup):
         return self._of_norm(norm, y, saved, slot, residual_TD=h, multiplier=multiplier, h_out=y)
 
     def _of_norm(self, norm: Norm, x: Tensor, saved: Saved, slot: str, **options: Any) -> ByteRows:
-        """Norm and cast in one pass, and the residual where there is one."""
+        """Norm and cast in one pass, with the residual if there is one."""
         bytes_ext = self.byte_buffer(x)
         normed = rms_norm_fp8_forward(x, norm.weight, norm.eps, one_plus=norm.one_plus, bound=self.group.bound,
                                       out8=bytes_ext[:, : x.shape[1]], **options)
@@ -282,11 +282,11 @@ class Fp8LinearGroup(LinearGroup):
     # ---- forward -------------------------------------------------------------------------------------------------
 
     def byte_buffer(self, like: Tensor) -> Tensor:
-        """Of FP8 rows of inputs, E columns included."""
+        """For FP8 rows of inputs, with E LoRA columns."""
         return fp8_rows(len(like), self.group.input_width, like.device)
 
     def mm(self, x: Tensor | ByteRows) -> tuple[Tensor, Tensor | None]:
-        """(y_TO, x A^T or None), of rows that are in FP8 already, or are cast here."""
+        """(y_TO, x A^T or None), of rows in FP8, or cast here."""
         group = self.group
         if isinstance(x, Tensor):
             bytes_ext = self.byte_buffer(x)
@@ -302,11 +302,11 @@ class Fp8LinearGroup(LinearGroup):
     # ---- backward ------------------------------------------------------------------------------------------------
 
     def grad_byte_buffer(self, like: Tensor) -> Tensor:
-        """Of FP8 rows of gradients."""
+        """For FP8 rows of gradients."""
         return fp8_rows(len(like), self.group.grad_width, like.device)
 
     def product_back(self, dy: Tensor | ByteRows) -> tuple[Tensor, Tensor | None]:
-        """(dx_TD, dy sB or None), of rows whose FP8 form has the weight's scales in it already, or are cast here."""
+        """(dx_TD, dy sB or None), of rows in FP8 with the weight's scales folded in, or cast here."""
         group = self.group
         if isinstance(dy, Tensor):
             bytes_ext = self.grad_byte_buffer(dy)
@@ -316,7 +316,7 @@ class Fp8LinearGroup(LinearGroup):
         return group.backward_input(dy.bytes_ext, dy.scale_T, self._transposed_weight()), dyb_TR
 
     def backward_adapters(self, dy_TO: Tensor) -> Tensor | None:
-        """dy sB alone, where nobody needs dx."""
+        """dy sB alone, without dx."""
         return self.group.extend_grad(dy_TO, None, None)
 
     def _transposed_weight(self) -> Tensor:

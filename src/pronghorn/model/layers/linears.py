@@ -1,16 +1,16 @@
-"""Linears of a layer that share an input (q, k, v; gate, up; o; down), frozen, adapted or trained, as one product.
+"""Linears of a layer that share an input (q, k, v; gate, up; o; down), frozen, adapted or trained, as one GEMM.
 
 T = packed tokens, D = input width, O = output width of all of them together, R = extra columns that carry their adapters.
 
-A product reads an operand: rows with R columns behind them for x A^T, which ride along in the same product (`Rows`). Operands
-are made where the rows are made: by a norm, by an activation. The other kind of operand, bytes in FP8 with a scale a row, has
-the same interface (fp8_linears.py), and the layer does not know which it has. What only 16-bit products can do (RoPE or
-activation in the epilogue, the residual added by the product) answers None or False where it is not offered.
+A GEMM reads an operand: rows with R LoRA columns for x A^T (`Rows`). The norm or activation that makes the rows makes the
+operand. The other kind of operand, FP8 bytes with a scale per row, has the same interface (fp8_linears.py), and the layer does
+not know which it has. What only 16-bit GEMMs can do (RoPE or activation in the epilogue, adding the residual) returns None or
+False where it is not available.
 
-The modules stay the model's own: `nn.Linear`, one in few bits (model/formats/), or PEFT's wrapper around either. With
-adapters, the frozen weights move into one buffer (kernels/lora/lora_linear.py) and the modules' weights become views of it, so
-they are stored once and keep their names.
-Weights in few bits stay where they are, and are dequantized into memory that all layers share (nf4_lora.py).
+The modules stay the model's own: `nn.Linear`, a quantized one (model/formats/), or PEFT's wrapper around either. With adapters,
+the frozen weights move into one buffer (kernels/lora/lora_linear.py) and the modules' weights become views of it, so they exist
+once and keep their names. Quantized weights stay in place and are dequantized into a buffer that all layers share
+(nf4_lora.py).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from pronghorn.model.layers.types import GradBuffer, Grads, Norm
 from pronghorn.model.layers.weight_grads import weight_and_bias_grads
 from pronghorn.model.rows import rows_like
 
-Operand = Any  # rows as a group's products read them; `Any` in the other kind of group, too
+Operand = Any  # what a group's GEMMs read; its type depends on the kind of group
 
 
 class Group(Protocol):
-    """Parameters of a layer that are read together, as the model looks at any of them."""
+    """Parameters of a layer that are read together: what the model needs of any group."""
 
-    fp8: bool  # whether its products are
+    fp8: bool  # whether it multiplies in FP8
     parameters: list[Tensor]
     adapters: list[Adapter]
 
@@ -66,7 +66,7 @@ class Group(Protocol):
 
 
 class Rows(NamedTuple):
-    """x, with R columns behind it, which hold x A^T already (`extended`) or are filled by the product."""
+    """x with R LoRA columns, which hold x A^T (`extended`) or are filled by the GEMM."""
 
     ext: Tensor
     extended: bool = False
@@ -77,7 +77,7 @@ class LinearGroup:
 
     def __init__(self, parent: nn.Module, names: tuple[str, ...]) -> None:
         self.parent, self.names = parent, names
-        self.linears: list[nn.Linear] = []  # this and what follows: found anew by `prepare`, before every forward
+        self.linears: list[nn.Linear] = []  # this and what follows: set by `prepare`, before every forward
         self.adapters: list[Adapter] = []
         self.parameters: list[Tensor] = []  # weights, biases, then A and B of each adapter: gradients come in this order
         self.needs_input = False  # whether `backward_parameters` will look at x
@@ -86,8 +86,8 @@ class LinearGroup:
         self._group: LoraGroup | None = None
         self._built_for: tuple[Any, ...] = ()
         self._weights: list[Tensor] = []  # without adapters: the weights in the compute dtype
-        self.accumulate_weights = False  # whether gradients of weights are added to their `.grad` here
-        self.adds_freely = False  # whether a product adds to its output at no cost
+        self.accumulate_weights = False  # whether weight gradients are accumulated in `.grad` here
+        self.adds_freely = False  # whether a GEMM adds the residual at no cost
 
     def modules(self) -> list[Any]:
         """Looked up at each use, because adding an adapter replaces them."""
@@ -116,7 +116,7 @@ class LinearGroup:
         return next((linear for linear in self.linears if isinstance(linear, StoredLinear)), None)
 
     def _look(self) -> None:
-        """What the modules are now. Once per forward, because the products ask for it many times."""
+        """Reads the current modules, once per forward."""
         modules = self.modules()
         self.linears = [m.get_base_layer() if isinstance(m, LoraLinear) else m for m in modules]
         self.adapters = _adapters(modules)
@@ -129,9 +129,9 @@ class LinearGroup:
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def prepare(self, dtype: torch.dtype) -> bool:
-        """Before each forward: the weights are where and in the dtype in which the products want them.
+        """Before each forward: puts the weights where, and in the dtype in which, the GEMMs need them.
 
-        Returns whether the adapters' buffer was built anew; filling it with their present values is left to `copy_jobs`.
+        Returns whether the adapters' buffer was rebuilt; `copy_jobs` fills it with their current values.
         """
         self._bias = joined_bias(self.linears, dtype)
         self.adds_freely = bool(self.linears) and adds_freely(dtype, self.linears[0].weight.device)
@@ -139,8 +139,8 @@ class LinearGroup:
             return self._prepare_stored(stored, dtype)
         if not self.adapters:
             had_group, self._group = self._group is not None, None
-            # float32 master weights are computed with in the activations' dtype. Made again each time: version counters
-            # do not tell of an update, since torch's fused optimizers leave them as they are (seen with torch 2.13).
+            # float32 master weights, cast to the activations' dtype. Each time, because torch's fused optimizers do not bump
+            # version counters (torch 2.13).
             self._weights = [linear.weight.detach().to(dtype) for linear in self.linears]
             return had_group
         if self._group is not None and self._built_for == self._identity():
@@ -152,7 +152,7 @@ class LinearGroup:
         return True
 
     def _prepare_stored(self, first: StoredLinear, dtype: torch.dtype) -> bool:
-        """Adapters are read at each load, and whatever was loaded before this forward is out of date."""
+        """Adapters are read at each load, so earlier loads are stale."""
         identity = (*self._identity(), dtype)
         rebuilt = self._group is None or self._built_for != identity
         if rebuilt:
@@ -164,12 +164,12 @@ class LinearGroup:
         return rebuilt
 
     def forget_weights(self) -> None:
-        """The next use dequantizes again, as in a model of many layers; for who times one layer alone."""
+        """The next use dequantizes again, as in a model of many layers; for timing a single layer."""
         if self._group:
             self._group.forget()
 
     def separate(self) -> None:
-        """Each weight in memory of its own, instead of views of one buffer, until the next `prepare`."""
+        """Gives each weight its own memory, instead of views of one buffer, until the next `prepare`."""
         self._group = None
         for module in self.modules():
             linear = module.get_base_layer() if isinstance(module, LoraLinear) else module
@@ -183,21 +183,21 @@ class LinearGroup:
 
     @property
     def copy_jobs(self) -> list[CopyJob]:
-        """What puts the adapters' present values into the buffer; the model runs those of all layers in one launch."""
+        """Jobs that copy the adapters' current values into the buffer; the model runs all layers' in one launch."""
         return self._group.jobs if self._group else []
 
     @property
     def split_jobs(self) -> Sequence[SplitJob]:
-        """What makes the adapters' FP8 columns of their values."""
+        """Jobs that make the adapters' FP8 columns."""
         return ()
 
     @property
     def grad_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
-        """Of dA and dB^T, where the adapters' gradients are to be added up."""
+        """Shapes of the accumulation buffers of dA and dB^T."""
         return self._group.grad_shapes if self._group and self.adapters else None
 
     def accumulate_in(self, sums: tuple[Tensor, Tensor] | None) -> None:
-        """The adapters' gradients are added to dA and dB^T instead of being handed to autograd."""
+        """Accumulates the adapters' gradients in dA and dB^T instead of returning them to autograd."""
         assert self._group is not None
         self._group.sums = sums
 
@@ -206,21 +206,21 @@ class LinearGroup:
         return self._group.sums if self._group else None
 
     def columns_of(self, linear: int) -> slice | None:
-        """Which of the extra columns belong to the adapter of this linear; None without one."""
+        """The LoRA columns of this linear's adapter; None without one."""
         group = self._group
         pairs = zip(group.adapters, group.columns, strict=True) if group else ()
         return next((columns for adapter, columns in pairs if adapter.linear == linear), None)
 
     @property
     def adapter_rows(self) -> Tensor:
-        """[R, D]: the adapters' A as the product reads it."""
+        """[R, D]: the adapters' A as the GEMM reads it."""
         assert self._group is not None
         self._group.load()
         return self._group.M[self._group.O :, : self._group.D]
 
     @property
     def adapter_columns(self) -> Tensor:
-        """[O, R]: the adapters' B, times their scales, as the product backward reads it."""
+        """[O, R]: the adapters' B, scaled, as the backward GEMM reads it."""
         assert self._group is not None
         self._group.load()
         return self._group.M[: self._group.O, self._group.D :]
@@ -241,14 +241,14 @@ class LinearGroup:
         return Rows(normed_rows(norm, h, self.extra, saved, slot))
 
     def of_norm_of_sum(self, norm: Norm, y: Tensor, h: Tensor, multiplier: float, saved: Saved, slot: str) -> Operand:
-        """norm(h + multiplier * y), with the sum in y's place: residual and norm in one pass."""
+        """norm(h + multiplier * y), with the sum written over y: residual and norm in one pass."""
         return Rows(normed_sum(norm, y, h, multiplier, self.extra, saved, slot))
 
     def of_rows(self, x_ext: Tensor) -> Operand:
         return Rows(x_ext)
 
     def of_activation(self, gu: Tensor, kind: Kind) -> Operand:
-        """act(gate) * up, and behind it a A^T, in one pass where the rank allows."""
+        """act(gate) * up and its LoRA columns a A^T, in one pass where the rank allows."""
         width = gu.shape[1] // 2
         a_ext = rows_like(gu, width + self.extra)
         if self.extra and not why_not(self.extra):
@@ -264,14 +264,14 @@ class LinearGroup:
     # ---- products ------------------------------------------------------------------------------------------------
 
     def apply(self, x: Operand) -> tuple[Tensor, Tensor | None]:
-        """(y, x A^T or None), which may be columns of the operand: `owned` gives who saves it memory of its own."""
+        """(y, x A^T or None), perhaps as columns of the operand: `owned` copies it for saving."""
         return self.forward(x.ext, extended=x.extended)
 
     def owned(self, xa: Tensor | None) -> Tensor | None:
         return None if xa is None else xa.clone()
 
     def apply_add(self, x: Operand, h: Tensor, multiplier: float, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(h + multiplier * y, x A^T). One product: the residual is added before the result is rounded. `out` may be h."""
+        """(h + multiplier * y, x A^T). One GEMM: the residual is added before rounding. `out` may be h."""
         bias = self._bias
         if self._group:
             self._group.load()
@@ -287,11 +287,11 @@ class LinearGroup:
         return x_ext[:, x_ext.shape[1] - self.extra :] if self.extra else None
 
     def leaves_residual_to_norm(self, multiplier: float) -> bool:
-        """Whether the norm that follows adds the residual: a product that adds it would have to copy it first."""
+        """Whether the next norm adds the residual, because the GEMM would have to copy it first."""
         return multiplier == 1.0 and not self.adds_freely
 
     def apply_spare(self, x: Operand) -> tuple[Tensor, Tensor | None]:
-        """The same, x A^T owned, with spare columns behind y for those of its gradient, which takes y's place."""
+        """The same with x A^T owned, and spare columns in y for its gradient, which overwrites it."""
         if not self.extra:
             return self.forward(x.ext)[0], None
         y_ext = self._spare_output(x.ext)
@@ -299,8 +299,7 @@ class LinearGroup:
         return y_ext, self.owned(xa)
 
     def apply_gated(self, x: Operand, kind: Kind, down: LinearGroup) -> tuple[Tensor, Tensor | None, Operand] | None:
-        """`apply_spare` of gate and up, and the operand that `down` reads. None, and nothing is done, where no product does
-        both."""
+        """`apply_spare` of gate and up, and the operand of `down`. None, with nothing done, if no GEMM has this epilogue."""
         if (group := self._fusable(x.ext)) is None:
             return None
         width = group.O // 2
@@ -314,7 +313,7 @@ class LinearGroup:
 
     def apply_rotated(self, x: Operand, cos: Tensor, sin: Tensor, heads: int, head_width: int
                       ) -> tuple[Tensor, Tensor | None] | None:
-        """`apply_spare` of q, k and v, the first heads rotated. None, and nothing is done, where no product does both."""
+        """`apply_spare` of q, k and v, with RoPE on the first heads. None, with nothing done, if no GEMM has this epilogue."""
         if (group := self._fusable(x.ext)) is None:
             return None
         rows, xa, y_ext = *self._beside(x.ext), self._spare_output(x.ext)
@@ -324,14 +323,13 @@ class LinearGroup:
         return y_ext, xa
 
     def extend(self, x_ext: Tensor) -> None:
-        """Fills the `extra` columns behind x with x A^T."""
+        """Fills x's `extra` LoRA columns with x A^T."""
         if self._group:
             self._group.load()
             self._group.extend(x_ext)
 
     def forward(self, x_ext: Tensor, *, extended: bool = False, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(y_TO, x A^T or None). x_ext has `extra` columns behind x, which this fills, unless they are (`extended`), and which
-        it returns: who wants to keep them without x_ext copies them."""
+        """(y_TO, x A^T or None). Fills the `extra` LoRA columns of x_ext, unless `extended`, and returns them as a view."""
         bias = self._bias
         if self._group:
             self._group.load()
@@ -346,20 +344,20 @@ class LinearGroup:
         return y if bias is None else y.add_(bias), None
 
     def _spare_output(self, x_ext: Tensor) -> Tensor:
-        """Zeros on the CPU, as in decoder_layer.rows_like."""
+        """Zeroed on the CPU, as in rows.rows_like."""
         make = x_ext.new_empty if x_ext.is_cuda else x_ext.new_zeros
         return make(x_ext.shape[0], sum(self.widths) + self.extra)
 
     def _fusable(self, x_ext: Tensor) -> LoraGroup | None:
-        """The group, if a product with an epilogue covers it. Weights in 4 bits are dequantized first: before their first load
-        there is no matrix to look at, and the first forward would take another path than all later ones."""
+        """The group, if a GEMM with an epilogue supports it. Quantized weights are loaded first: without a matrix to inspect,
+        the first forward would take another path than later ones."""
         if self._group is None or self._bias is not None:
             return None
         self._group.load()
         return self._group if covered(x_ext, self._group.M) else None
 
     def _beside(self, x_ext: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x, and x A^T in memory of its own, for a product that reads both; where there are adapters."""
+        """x, and x A^T in its own memory (if there are adapters), for a GEMM that reads both."""
         group = self._group
         assert group is not None
         x = x_ext[:, : group.D]
@@ -368,7 +366,8 @@ class LinearGroup:
     # ---- operands of the backward product ----------------------------------------------------------------------------
 
     def grad_of_residual(self, dh: Tensor, multiplier: float, grad_buffer: GradBuffer) -> Operand:
-        """Of a branch that ends with this group: the residual stream's gradient, in its own buffer where that has columns."""
+        """The operand for a branch that ends with this group: the residual stream's gradient, in place if its buffer has LoRA
+        columns."""
         if multiplier == 1.0 and (dh_ext := grad_buffer.with_columns(dh, self.extra)) is not None:
             return Rows(dh_ext)
         dy = self.grad_rows(dh)
@@ -376,13 +375,13 @@ class LinearGroup:
         return dy
 
     def grad_rows(self, dh: Tensor) -> Operand:
-        """To be filled, but for the columns."""
+        """An uninitialized gradient operand."""
         return Rows(rows_like(dh, dh.shape[1] + self.extra))
 
     def grad_of_activation(self, da: Tensor, gu_ext: Tensor, kind: Kind, down: LinearGroup, dy: Operand, xa: Tensor | None,
                            thin: bool) -> tuple[Operand, bool]:
-        """(the gradient of gate and up, in their place, whether the adapters' sums have their share of it already). The
-        activation, if down's gradients need it, takes da's place. `thin`: dgu sB may be made in the same pass."""
+        """(the gradient of gate and up, written over them; whether the adapters' gradients are already accumulated). Overwrites
+        da with the activation, if down's gradients need it. `thin`: dgu sB may be made in the same pass."""
         fused, extended = gated_backward(self, down, da, gu_ext, kind, dy.ext, xa, thin)
         return Rows(gu_ext, extended), fused
 
@@ -391,7 +390,7 @@ class LinearGroup:
         return values
 
     def shared_buffer(self, dh: Tensor, grad_buffer: GradBuffer) -> Tensor | None:
-        """The buffer that holds dh, if another gradient may take dh's place in it."""
+        """The buffer of dh, if another gradient may overwrite dh."""
         return grad_buffer.with_columns(dh, self.extra)
 
     def back(self, dy: Operand) -> tuple[Tensor, Any]:
@@ -399,7 +398,7 @@ class LinearGroup:
         return self.backward_input(dy.ext, extended=dy.extended), dy
 
     def back_adapters(self, dy: Operand) -> Any:
-        """What `gradients` reads, where nobody needs dx."""
+        """What `gradients` reads, without dx."""
         self.extend_grad(dy.ext)
         return dy
 
@@ -410,13 +409,13 @@ class LinearGroup:
     # ---- backward ------------------------------------------------------------------------------------------------
 
     def extend_grad(self, dy_ext: Tensor) -> None:
-        """Fills the `extra` columns behind dy, which the adapters' gradients need."""
+        """Fills dy's `extra` LoRA columns, which the adapters' gradients need."""
         if self._group:
             self._group.load()
             self._group.extend_grad(dy_ext)
 
     def backward_input(self, dy_ext: Tensor, *, extended: bool = False) -> Tensor:
-        """dx_TD. dy_ext has `extra` columns behind dy, which this fills, unless they are (`extended`)."""
+        """dx_TD. Fills the `extra` LoRA columns of dy_ext, unless `extended`."""
         if not extended:
             self.extend_grad(dy_ext)
         if self._group:
@@ -431,13 +430,13 @@ class LinearGroup:
 
     @property
     def trains_weights(self) -> bool:
-        """Whether `backward_parameters` needs x itself; for adapters the input of the norm before it will do."""
+        """Whether `backward_parameters` needs x itself; adapters only need the norm's input."""
         return any(linear.weight.requires_grad for linear in self.linears)
 
     def backward_parameters(self, dy_ext: Tensor, x_TD: Tensor, xa_TR: Tensor | None, norm: NormOf | None = None,
                             without: Part | None = None) -> list[Tensor | None]:
         """Gradients of `parameters`, None where frozen. After `backward_input` or `extend_grad`, which filled dy_ext. With
-        `norm`, x is that norm's input. `without`: what another kernel has added to the sums already."""
+        `norm`, x is that norm's input. `without`: what another kernel already accumulated."""
         parts = dy_ext[:, : sum(self.widths)].split(self.widths, dim=1)
         grads = weight_and_bias_grads(self.linears, parts, x_TD, in_place=self.accumulate_weights)
         if self._group is None or not self.adapters:
