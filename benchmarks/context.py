@@ -169,9 +169,9 @@ def ours_longest(model: str, method: Method, budget: str) -> int:
     from pronghorn.memory.costs import predicted_costs
     from pronghorn.memory.forecast import problem_of
     from pronghorn.memory.gpus import find_gpu
+    from pronghorn.memory.job import Job, shape_of
     from pronghorn.memory.max_context import max_context
     from pronghorn.memory.plan import host_room
-    from pronghorn.memory.sizes import Job, shape_of
 
     job = Job(shape_of(MODELS[model]), 16384, method, LORA_RANK, graphed=False, in_place=True)  # by flash-attn-4
     problem = problem_of(job, predicted_costs(job, find_gpu("h200")), bytes_of(budget), host_room())  # times do not matter

@@ -45,9 +45,9 @@ class Switch:
         """Every so many layers offload; 0: none."""
         import torch
 
+        from pronghorn.memory.dry_run import kept_bytes
         from pronghorn.memory.levels import SLOT_PADDING
         from pronghorn.memory.offload import OffloadPool
-        from pronghorn.memory.sizes import kept_bytes
         from pronghorn.model.causal_lm import engine_of
         from pronghorn.train.graphed_step import make_step
 

@@ -59,7 +59,7 @@ KERNEL_ARROWS = {
 }
 # Imports inside functions: what a command needs is loaded when it runs, and some things only where there is a use for them.
 LAZY = {"cli", "bench/worker.py", "scripts/explain.py", "scripts/fronts.py", "dropin/instance.py", "dropin/saving.py",
-        "data/stats.py", "kernels/runtime/dispatch.py", "memory/sizes.py", "hub.py", "__init__.py"}
+        "data/stats.py", "kernels/runtime/dispatch.py", "hub.py", "__init__.py"}
 MAY_BE_USED_BY_ALL = {"report": {"errors"}, "recipe": set(), "errors": set(), "folders": set(), "hub": {"errors", "folders"},
                       "model_files": {"errors"}, "kernels": {"errors"}}
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from pronghorn.bench.workloads import MODELS, WORKLOADS
+from pronghorn.kernels.runtime.dispatch import HOPPER, Target
 from pronghorn.memory.costs import Model, predicted_costs
 from pronghorn.memory.forecast import problem_of
 from pronghorn.memory.gpus import GPUS
-from pronghorn.memory.moe_sizes import Mixture
+from pronghorn.memory.job import Job, shape_of
 from pronghorn.memory.plan import make_plan
-from pronghorn.memory.sizes import Job, shape_of
 from tables import table
 
 
@@ -50,14 +50,14 @@ def test_step_and_peak_of_an_h200_are_foretold(name: str) -> None:
 
 def test_a_mixture_takes_the_time_of_the_experts_that_are_chosen() -> None:
     """Not of all of them, beyond reading their weights."""
-    shape = shape_of(MODELS["qwen3-30b-a3b-4layers"])
-    assert shape.mixture is not None
+    config = MODELS["qwen3-30b-a3b-4layers"]
+    shape = shape_of(config)
 
     def longer(**changes: int) -> float:
-        other = replace(shape, mixture=Mixture(**(vars(shape.mixture) | changes)))
+        other = shape_of(config | changes)
         return predicted_costs(Job(other, 8192), GPUS["h200"]).forward - predicted_costs(Job(shape, 8192), GPUS["h200"]).forward
 
-    chosen, there = longer(chosen=16), longer(experts=256)
+    chosen, there = longer(num_experts_per_tok=16), longer(num_experts=256)
     assert 1.0 < chosen < 2.0
     assert 0.1 < there < 0.5
     attention, experts = (predicted_costs(Job(shape, 8192, targets=targets), GPUS["h200"])
@@ -86,7 +86,7 @@ def test_its_parts_are_those_of_the_profile(model: str, products: float, element
 def test_our_own_attention_over_documents_that_are_not_short_is_foretold(model: str, length: int, measured: float) -> None:
     """One rate for all lengths, by the times of the kernel alone; by flash-attn-4's rate 4,096 tokens would take a fifth
     less."""
-    job = job_of(model, attended=length, documents=16384 // length, own_attention=True)
+    job = job_of(model, attended=length, documents=16384 // length, target=Target(HOPPER))
     assert sum(Model(job, GPUS["h200"]).attention()) == pytest.approx(measured, rel=0.2)
 
 
@@ -102,7 +102,7 @@ def test_more_work_takes_longer() -> None:
 
 
 def test_a_norm_behind_the_mlp_needs_its_product_again() -> None:
-    shape = shape_of(MODELS["llama-8b"])
-    sandwich = replace(shape, norms=("before_attention", "after_attention", "before_mlp", "after_mlp"))
-    plain, more = (predicted_costs(Job(s, 16384), GPUS["h200"]) for s in (shape, sandwich))
+    llama = {name: value for name, value in MODELS["llama-8b"].items() if name not in ("model_type", "rope_parameters")}
+    plain, more = (predicted_costs(Job(shape_of(llama | {"model_type": kind}), 16384), GPUS["h200"])
+                   for kind in ("llama", "olmo2"))
     assert more.recompute_layer - plain.recompute_layer > 1.0  # the down projection: 2.9 ms

@@ -82,7 +82,7 @@ def test_the_recipe_decides() -> None:
 
 
 @table(("changes", "gpu", "error", "said"), [
-    ({"train": {"capacity": 262144, "batch_tokens": 262144}}, "rtx4090", RecipeError, "the smallest that works"),
+    ({"memory": {"budget": "6GB"}}, "rtx4090", RecipeError, "the smallest that works"),
     ({"memory": {"budget": "200GB"}}, "h200", RecipeError, "exceeds the GPU's memory"),
     ({"method": "fp8"}, "a100-80", CommandError, "does not support FP8"),
     ({}, "gtx970", CommandError, "unknown GPU"),

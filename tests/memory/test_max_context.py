@@ -9,16 +9,24 @@ import pytest
 
 from pronghorn.bench.workloads import MODELS
 from pronghorn.errors import RecipeError
+from pronghorn.kernels.runtime.dispatch import CHIPS, Target
+from pronghorn.memory import job as job_module
 from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.forecast import max_context_report, problem_of
 from pronghorn.memory.gpus import find_gpu
+from pronghorn.memory.job import Job, shape_of
 from pronghorn.memory.levels import Problem
 from pronghorn.memory.max_context import EXACT, STEP, max_context, with_one_document
 from pronghorn.memory.plan import make_plan, smallest_budget
-from pronghorn.memory.sizes import Job, shape_of
 from pronghorn.recipe import Recipe
 
 H200 = find_gpu("h200")
+
+
+@pytest.fixture(autouse=True)
+def _few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece of an MLP is run: 32 of them, many times over, would be the most of this file's time."""
+    monkeypatch.setattr(job_module, "MOST_PIECES", 4)
 
 
 def problem(budget: float, host: float = 0.0, **changes: Any) -> Problem:
@@ -65,8 +73,8 @@ def test_the_report_is_of_that_length() -> None:
 
 def test_nothing_overflows_where_a_tensor_has_more_elements_than_an_int32_counts() -> None:
     """Half a million tokens of an 8B model: sizes stay proportional to the tokens."""
-    job = Job(shape_of(MODELS["llama-8b"]), 16384, "qlora", graphed=False)
+    job = Job(shape_of(MODELS["llama-8b"]), 16384, "qlora", graphed=False, target=Target(CHIPS[8, 0]))
     asked = problem_of(job, predicted_costs(job, H200), 10**9, 10**12)
-    needed = [smallest_budget(replace(with_one_document(asked, tokens), pieces=(32,), embeddings=(True,)))
+    needed = [smallest_budget(replace(with_one_document(asked, tokens), pieces=(4,), embeddings=(True,)))
               for tokens in (262144, 524288, 1048576)]
     assert needed[2] - needed[1] == pytest.approx(2 * (needed[1] - needed[0]), rel=1e-3)

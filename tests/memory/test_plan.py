@@ -17,10 +17,10 @@ from pronghorn.memory import levels
 from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.forecast import problem_of as problem_for
 from pronghorn.memory.gpus import GPUS
+from pronghorn.memory.job import Job, peak_within, shape_of
 from pronghorn.memory.levels import KEEP, LEVELS, Level, Outcome, Problem, evaluate
 from pronghorn.memory.plan import host_room, make_plan, parse_budget, plan_of, smallest_budget
 from pronghorn.memory.search import worth_its_memory
-from pronghorn.memory.sizes import Job, peak_within, shape_of
 from tables import table
 
 GB = 10**9

@@ -13,10 +13,10 @@ from pronghorn.bench.workloads import MODELS
 from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.forecast import problem_of
 from pronghorn.memory.gpus import GPUS
+from pronghorn.memory.job import RECOMPUTES, Job, shape_of
 from pronghorn.memory.levels import Level, Problem, evaluate
 from pronghorn.memory.plan import make_plan, smallest_budget
 from pronghorn.memory.search import KINDS, _Grid, fastest, smallest, splits_of, worth_its_memory
-from pronghorn.memory.sizes import RECOMPUTES, Job, shape_of
 from tables import table
 
 GB = 10**9
@@ -24,7 +24,7 @@ GB = 10**9
 
 def problem(layers: int, budget: float, *, tokens: int = 16384, document: int = 300, host: float = 100.0) -> Problem:
     shape = replace(shape_of(MODELS["llama-8b"]), layers=layers)
-    job = Job(shape, tokens, "qlora", graphed=False, in_place=True, attended=document)
+    job = Job(shape, tokens, "qlora", graphed=False, attended=document)
     return problem_of(job, predicted_costs(job, GPUS["h200"]), int(budget * GB), int(host * GB))
 
 

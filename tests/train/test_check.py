@@ -44,25 +44,19 @@ def test_what_is_foretold_is_what_happens(recipe_for: RecipeFor, changes: dict[s
     assert (facts.precision, facts.device) == ("fp32", "cpu")
 
 
-def test_memory_is_the_sum_of_its_parts_and_follows_the_recipe(recipe_for: RecipeFor) -> None:
+def test_memory_is_the_planners_and_follows_the_recipe(recipe_for: RecipeFor) -> None:
     lora, full = check(recipe_for()), check(recipe_for(method="full"))
     assert lora.memory == lora.memory_weights + lora.memory_training + lora.memory_activations
-    assert lora.memory_weights == full.memory_weights == 4 * lora.parameters
+    assert full.memory_weights == 4 * lora.parameters < lora.memory_weights  # adapters' columns are in the weights' buffers
     assert lora.memory_training == 16 * lora.trainable  # the adapter, its gradient and two moments, in float32
     assert full.memory_training == 12 * full.parameters  # gradient and two moments; the weights are counted already
-    twice = check(recipe_for(train={"capacity": 512}))
-    assert twice.memory_activations == 2 * lora.memory_activations
-    # two layers of 32: residuals 64, q, k, v and out 96, gate and up 128 numbers a token, and a logit for each of 259 tokens
-    assert lora.memory_activations == 256 * 4 * (2 * (64 + 96 + 128) + 259)
-    assert check(recipe_for(layers="own")).memory_activations > lora.memory_activations
-    assert check(recipe_for(precision="bf16")).memory_weights == 2 * lora.parameters
+    assert check(recipe_for(train={"capacity": 512})).memory_activations > lora.memory_activations
+    assert check(recipe_for(precision="bf16")).memory_weights < 0.6 * lora.memory_weights
     qlora = check(recipe_for(method="qlora"))
-    layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32
-    # embeddings and norms as they are, two layers of linears in 4 bits, and room for one of them dequantized
-    assert qlora.memory_weights == pytest.approx(4 * (lora.parameters - 2 * layer + layer) + 0.516 * 2 * layer, rel=1e-4)
+    assert qlora.memory_weights < lora.memory_weights
     assert (qlora.trainable, qlora.memory_training) == (lora.trainable, lora.memory_training)
-    in_fp8 = check(recipe_for(method="fp8")).memory_weights
-    assert in_fp8 == pytest.approx(4 * (lora.parameters - 2 * layer) + 2 * layer, rel=0.01)  # and the scales
+    own = check(recipe_for(layers="own"))
+    assert (own.memory, own.no_memory) == (0, "layers: own uses the transformers layers, whose memory is not planned")
 
 
 def test_the_table_and_the_json_say_the_same(recipe_for: RecipeFor, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from pronghorn.cli import main
 from pronghorn.errors import EnvironmentFault, RecipeError
-from pronghorn.memory import working
+from pronghorn.memory import job as job_module
 from pronghorn.memory.plan import smallest_budget
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of, install
 from pronghorn.model.export import trained_model
@@ -186,7 +186,7 @@ def test_every_budget_trains_the_same_numbers(recipe_for: RecipeFor, tmp_path: P
 def test_the_smallest_budget_does_the_mlp_in_pieces(recipe_for: RecipeFor, tmp_path: Path,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """The same run to the rounding of sums in another order, which turns some roundings to FP8."""
-    monkeypatch.setattr(working, "SMALLEST_PIECE", 32)
+    monkeypatch.setattr(job_module, "SMALLEST_PIECE", 32)
     folder = saved(tmp_path / "deep", num_hidden_layers=4)
     changes = RUNS["qlora"][0] | {"model": folder, "train": {"steps": 2, "lr": 1e-3}, "data": {"eval": None}}
     free = curve(train(recipe_for(**changes, output=str(tmp_path / "free")), display=Silent()))

@@ -13,8 +13,10 @@ from test_loop import Silent, same, weights
 
 from pronghorn.data.batches import Shapes
 from pronghorn.errors import EnvironmentFault, Interrupted, RecipeError
-from pronghorn.memory import working
+from pronghorn.kernels.runtime.dispatch import CHIPS, Target
+from pronghorn.memory import job as job_module
 from pronghorn.memory.costs import LayerCosts, predicted_costs
+from pronghorn.memory.dry_run import attends_itself
 from pronghorn.memory.forecast import problem_of
 from pronghorn.memory.gpus import GPUS
 from pronghorn.memory.levels import KEEP
@@ -194,7 +196,7 @@ def test_offloaded_layers_train_the_same_numbers(deep_recipe: RecipeFor, tmp_pat
     def watched(*args: Any, **options: Any) -> Any:
         pool, made = pools[-1], real(*args, **options)
         turn = pool.start_prefetch
-        monkeypatch.setattr(pool, "turn", lambda: (turns.append(len(pool._away)), turn()))
+        monkeypatch.setattr(pool, "start_prefetch", lambda: (turns.append(len(pool._away)), turn()))
         return made
 
     monkeypatch.setattr(setup, "make_step", watched)
@@ -235,7 +237,7 @@ def test_the_smallest_budget_does_the_mlp_in_pieces_and_reads_embeddings_from_th
 
     make_model(**SIX_LAYERS, tie_word_embeddings=False).save_pretrained(tmp_path / "untied")
     make_tokenizer().save_pretrained(tmp_path / "untied")
-    monkeypatch.setattr(working, "SMALLEST_PIECE", 32)
+    monkeypatch.setattr(job_module, "SMALLEST_PIECE", 32)
 
     def recipe(name: str, **changes: Any) -> Recipe:
         return recipe_for(model=str(tmp_path / "untied"), data={"eval": None}, train={"steps": 4},
@@ -416,24 +418,16 @@ def test_check_tells_the_plan_and_refuses_what_a_run_would(deep_recipe: RecipeFo
         check_run(deep_recipe(memory={"budget": "100MB"}), report=lambda *_: None)
 
 
-@pytest.mark.parametrize(
-    ("device", "backend", "own"), [("cuda", "short", True), ("cuda", "flash2", False), ("cpu", "torch", None)])  # fmt: skip
-def test_the_plan_knows_whose_attention_it_will_be(recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch, device: str,
-                                                   backend: str, own: bool | None) -> None:
-    """Asked with the lengths of this run's documents; a document alone in a longer batch may be another's."""
-    asked: list[int] = []
-
-    def pick(*_: Any, typical: int, **__: Any) -> str:
-        asked.append(typical)
-        return backend
-
-    monkeypatch.setattr("pronghorn.train.memory.pick_backend", pick)
+def test_the_plan_is_for_this_machines_gpu_and_the_lengths_of_this_runs_documents(
+        recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pronghorn.train.memory.local_target", lambda device: Target(CHIPS[8, 9]))
     recipe = recipe_for()
     shapes = shapes_of(recipe)
-    job = run_job(recipe, read_config(recipe.model), shapes, torch.device(device), "bf16")
-    assert (job.own_attention, asked) == (own, [shapes.typical])
+    job = run_job(recipe, read_config(recipe.model), shapes, CPU, "bf16")
+    assert (job.target.chip.capability, job.attended) == ((8, 9), shapes.typical)
+    assert attends_itself(job)
     problem = problem_of(job, predicted_costs(job, GPUS["h200"]), 10**9, 10**9)
-    assert with_one_document(problem, 4096).job.own_attention is None
+    assert not attends_itself(with_one_document(problem, 4096).job)
 
 
 def test_evaluation_is_paid_for_where_a_captured_step_keeps_its_memory(recipe_for: RecipeFor) -> None:

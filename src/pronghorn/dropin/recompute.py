@@ -18,10 +18,11 @@ from pronghorn.dropin.arguments import Recompute
 from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.memory.costs import predicted_costs
+from pronghorn.memory.dry_run import static_parts
 from pronghorn.memory.gpus import local_gpu, reckoned_with
+from pronghorn.memory.job import FP32, Job, Method, local_target, shape_of
 from pronghorn.memory.levels import KEEP, Problem
 from pronghorn.memory.plan import Plan, make_plan
-from pronghorn.memory.sizes import FP32, Job, Method, shape_of, static_parts
 from pronghorn.model.captured_layers import rounded
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of
 from pronghorn.model.formats.table import storage_of
@@ -167,7 +168,9 @@ def job_of(engine: FastCausalLM, tokens: int) -> Job:
         method = "fp8" if stored.in_fp8 else "qlora"
     rank = max((rank for _, module in adapters for rank in module.r.values()), default=16)
     return Job(shape_of(engine.model.config), tokens, method, rank, tuple(sorted({name for name, _ in adapters})),
-               engine.backbone.embed_tokens.weight.element_size(), graphed=engine.captured.on)
+               engine.backbone.embed_tokens.weight.element_size(), graphed=engine.captured.on,
+               storage=stored.name if stored and stored.read else "auto",
+               target=local_target(engine.backbone.embed_tokens.weight.device))
 
 
 def group_names(group: Any) -> tuple[str, ...]:

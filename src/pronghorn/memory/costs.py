@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pronghorn.kernels.attention.attention import SHORT
-from pronghorn.memory import moe_sizes
+from pronghorn.memory.dry_run import Group, attends_itself, groups, shared_bytes, stacks, trained_parameters
 from pronghorn.memory.gpus import Gpu
-from pronghorn.memory.sizes import FP32, Job, Recompute, moment_bytes
+from pronghorn.memory.job import FP32, Job, Recompute, moment_bytes
 
 PRODUCTS = 0.73  # of the bf16 rate, bytes aside: what is left of 752 TFLOP/s of 989 in a step, at the power limit
 FP8_PRODUCTS = 0.65  # 1,160 to 1,380 of 1,979 at layer shapes
@@ -85,11 +85,11 @@ class Model:
     """The predictor of one job on one GPU."""
 
     def __init__(self, job: Job, gpu: Gpu) -> None:
-        self.job, self.gpu = job, gpu
+        self.job, self.gpu, self.groups = job, gpu, groups(job)
         self.plain_rate = gpu.bf16_tflops * PRODUCTS * 1e9 / (16 if job.element == FP32 else 1)  # fp32: no tensor cores
         self.rate = gpu.fp8_tflops * FP8_PRODUCTS * 1e9 if job.fp8 else self.plain_rate  # operations a ms
         self.bytes = gpu.bandwidth_gbs * BANDWIDTH * 1e6  # bytes a ms
-        mlp = [name for name in ("gate_up", "down") if job.groups()[name].adapters]
+        mlp = [name for name in ("gate_up", "down") if name in self.groups and self.groups[name].adapters]
         self.fused = [] if job.fp8 or not job.graphed else mlp  # adapters' sums made by the activation's kernels
 
     def product(self, rows: int, inner: int, outputs: int, *, plain: bool = False) -> float:
@@ -100,11 +100,8 @@ class Model:
 
     def products(self, *names: str, turned: bool = False, plain: bool = False) -> float:
         """Forward, or (turned) the gradient of the input."""
-        groups, T, total = self.job.groups(), self.job.capacity, 0.0
-        for name in names or tuple(groups):
-            g = groups[name]
-            if not g.weights:
-                continue
+        T, total = self.job.capacity, 0.0
+        for g in (group for name, group in self.groups.items() if not names or name in names):
             extra = 3 * g.extra if self.job.fp8 else g.extra  # kernels/lora/fp8.py
             inner, outputs = g.inputs + (0 if turned else extra), sum(g.outputs) + (extra if turned else 0)
             total += self.product(T, outputs, inner) if turned else self.product(T, inner, outputs, plain=plain)
@@ -118,7 +115,7 @@ class Model:
         s, T = self.job.shape, self.job.capacity
         seen = [min(self.job.attended, 2 * window) for window in s.windows]
         seen += [self.job.attended] * (s.layers - len(seen))
-        own = self.job.attends_itself
+        own = attends_itself(self.job)
         share = OWN_ATTENTION if own and self.job.attended > SHORT else ATTENTION[self.gpu.flash4]
         length = sum(seen) / len(seen) + (SHORT_TILE if own else ATTENTION_TILE)
         operations = 2.0 * T * length * s.out_width
@@ -130,7 +127,7 @@ class Model:
         return forward, backward
 
     def forward(self) -> Parts:
-        s, groups = self.job.shape, self.job.groups()
+        s, groups = self.job.shape, self.groups
         turned = (s.heads + s.kv_heads) * s.head_width
         elementwise = self.move((2 * len(s.norms) + 2) * s.width + 2 * turned + 3 * s.mlp_width) / ELEMENTWISE
         elementwise += self.casts(turned=False)
@@ -139,7 +136,7 @@ class Model:
         return Parts(self.products(), elementwise, self.attention()[0], thin, KERNELS[0] * LAUNCH_MS, self.unpack())
 
     def backward(self) -> Parts:
-        s, groups = self.job.shape, self.job.groups()
+        s, groups = self.job.shape, self.groups
         turned = (s.heads + s.kv_heads) * s.head_width * (2 if s.qk_norm else 1)
         elementwise = self.move(4 * s.width * len(s.norms) + 2 * turned + (5 if self.fused else 6) * s.mlp_width) / ELEMENTWISE
         elementwise += self.casts(turned=True)
@@ -176,9 +173,9 @@ class Model:
 
     def unpack(self, *, turned: bool = False) -> float:
         """Weights made ready to multiply: NF4 read and written out; trained ones rounded to FP8; FP8 bytes turned round."""
-        weights = sum(g.weights for g in self.job.groups().values())
+        weights = sum(g.weights for g in self.groups.values())
         moved = 2.0 if self.job.fp8 and turned else 0.0
-        if self.job.linears == "qlora":
+        if self.job.method == "qlora" and shared_bytes(self.job):  # not where the checkpoint has only its experts in 4 bits
             moved += 0.516 + (1 if self.job.fp8 else 2)
         elif self.job.method == "full" and self.job.fp8 and not turned:
             moved += FP32 + 1
@@ -193,11 +190,11 @@ class Model:
 
     def piece(self) -> float:
         """The MLP's weights are read once more, forward, backward and again; and there are more launches."""
-        groups = self.job.groups()
-        return 3.0 * (groups["gate_up"].weights + groups["down"].weights) * self.job.element / self.bytes + 40 * LAUNCH_MS
+        weights = self.groups["gate_up"].weights + self.groups["down"].weights
+        return 3.0 * weights * self.job.element / self.bytes + 40 * LAUNCH_MS
 
     def optimizer(self) -> float:
-        trained = self.job.parameters() if self.job.method == "full" else self.job.adapter_parameters()
+        trained = trained_parameters(self.job)
         on_device, on_host = moment_bytes(self.job.optimizer, trained)
         # Read: the gradient, twice, the weight, the moments. Written: the weight, the moments. The link carries both at once.
         update = (4.0 * FP32 * trained + 2.0 * on_device) / self.bytes
@@ -217,7 +214,7 @@ class MixtureModel(Model):
     def __init__(self, job: Job, gpu: Gpu) -> None:
         super().__init__(job, gpu)
         assert job.shape.mixture is not None
-        self.mixture, (self.up, self.down) = job.shape.mixture, moe_sizes.stacks(job)
+        self.mixture, (self.up, self.down) = job.shape.mixture, stacks(job)
         self.slots = job.capacity * self.mixture.chosen
         self.fused = []
 
@@ -227,7 +224,7 @@ class MixtureModel(Model):
         dequantize the same bytes where they multiply."""
         return self.job.fp8 and self.gpu.flash4
 
-    def grouped(self, *stacks: moe_sizes.Stack) -> float:
+    def grouped(self, *stacks: Group) -> float:
         """One product of all rows with their experts; either way, since they are as large. Weights of all experts are read."""
         weight = {"qlora": 0.53, "fp8": 1.0}.get(self.job.method, float(self.job.element))  # bytes
         share = GROUPED_4_BITS if weight <= 1 else GROUPED
@@ -235,9 +232,9 @@ class MixtureModel(Model):
         total = 0.0
         for stack in stacks:
             inner = stack.inputs + (0 if self.in_fp8 else stack.extra)  # in FP8 adapters are products of their own
-            read, written = inner * (1 if self.in_fp8 else self.job.element), stack.outputs * self.job.element
+            read, written = inner * (1 if self.in_fp8 else self.job.element), sum(stack.outputs) * self.job.element
             moved = stack.weights * weight + self.slots * (read + written)
-            total += 2.0 * self.slots * inner * stack.outputs / rate + moved / self.bytes
+            total += 2.0 * self.slots * inner * sum(stack.outputs) / rate + moved / self.bytes
         return total
 
     def rows(self, elements: float) -> float:
@@ -256,12 +253,12 @@ class MixtureModel(Model):
         """Read and written in FP8."""
         return self.rows(elements) * (1 + 1 / self.job.element) if self.in_fp8 else 0.0
 
-    def thin_forward(self, stack: moe_sizes.Stack) -> float:
+    def thin_forward(self, stack: Group) -> float:
         """x A^T, which gate and up have from who gathers their rows; not so in FP8, where adapters' results are added apart."""
         if not stack.rank:
             return 0.0
         apart = self.in_fp8 or stack is self.down
-        return self.rows((stack.inputs if apart else 0) + (2 * stack.outputs if self.in_fp8 else 0)) / GROUPED_THIN
+        return self.rows((stack.inputs if apart else 0) + (2 * sum(stack.outputs) if self.in_fp8 else 0)) / GROUPED_THIN
 
     def with_experts(self, parts: Parts, products: float, elementwise: float, thin: float, kernels: int) -> Parts:
         return replace(parts, products=parts.products + products, elementwise=parts.elementwise + elementwise,

@@ -12,12 +12,12 @@ from typing import Any
 
 from pronghorn.errors import CommandError
 from pronghorn.memory.costs import LayerCosts, predicted_costs
+from pronghorn.memory.dry_run import host_moments, kept_bytes, static_parts
 from pronghorn.memory.gpus import PRICES_AS_OF, Gpu, find_gpu
+from pronghorn.memory.job import Job, pieces_worth_trying, shape_of, target_of
 from pronghorn.memory.levels import LEVELS, POOL_SLOTS, Level, Problem, evaluate
 from pronghorn.memory.max_context import STEP, max_context, with_one_document
 from pronghorn.memory.plan import Plan, make_plan, parse_budget
-from pronghorn.memory.sizes import Job, host_moments, kept_bytes, shape_of, static_parts
-from pronghorn.memory.working import pieces_worth_trying
 from pronghorn.recipe import Recipe
 
 BLOCKS = {"nothing": "█", "gate_up": "▓", "around_attention": "▒", "layer": "░"}
@@ -103,7 +103,7 @@ def plan_report(recipe: Recipe, config: Any, *, gpu: str | Gpu = "h200", tokens:
     chosen = find_gpu(gpu) if isinstance(gpu, str) else gpu
     if price is not None and price < 0:
         raise CommandError(what=f"--price {price} is negative", fix="set the price per GPU hour in USD")
-    job = job_of(recipe, config, attended=attended, loss_share=loss_share)
+    job = job_of(recipe, config, chosen, attended=attended, loss_share=loss_share)
     if job.fp8 and not chosen.fp8_tflops:
         raise CommandError(what=f"{chosen.title} does not support FP8", fix="choose another --gpu, or method: lora or qlora")
     budget = parse_budget(recipe.memory.budget, chosen.memory)
@@ -118,7 +118,7 @@ def max_context_report(recipe: Recipe, config: Any, *, gpu: str | Gpu, price: fl
                    loss_share: float = 1.0) -> Forecast:
     """The same recipe with the longest document that fits, one a step."""
     chosen = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    job = job_of(recipe, config, loss_share=loss_share)
+    job = job_of(recipe, config, chosen, loss_share=loss_share)
     problem = problem_of(job, predicted_costs(job, chosen), parse_budget(recipe.memory.budget, chosen.memory), host)
     if not (tokens := max_context(problem)):
         make_plan(with_one_document(problem, STEP))  # raises, with what would work
@@ -133,13 +133,15 @@ def problem_of(job: Job, costs: LayerCosts, budget: int, host: int, aside: int =
     return Problem(job, costs, budget, host, pieces_worth_trying(job), embeddings, MARGIN, aside)
 
 
-def job_of(recipe: Recipe, config: Any, *, attended: int | None = None, loss_share: float = 1.0) -> Job:
+def job_of(recipe: Recipe, config: Any, gpu: Gpu | None = None, *, attended: int | None = None, loss_share: float = 1.0) -> Job:
+    """`gpu`: the one that it is planned for; None: an H200."""
     capacity, targets = recipe.train.capacity, recipe.lora.targets
     step = max(16, capacity // 16)  # loss rows are padded to sixteenths: data/batches.py
     rows = min(capacity, -(-int(capacity * loss_share) // step) * step)
     job = Job(shape_of(config), capacity, recipe.method, recipe.lora.r,
               targets if isinstance(targets, str) else tuple(targets), ELEMENT[recipe.precision],
-              compute="fp8" if recipe.fp8 else "bf16", loss_rows=rows, optimizer=recipe.train.optimizer)
+              compute="fp8" if recipe.fp8 else "bf16", loss_rows=rows, optimizer=recipe.train.optimizer,
+              storage=recipe.stored_as, target=target_of(gpu or find_gpu("h200")))
     return job if attended is None else Job(**(vars(job) | {"attended": attended}))
 
 

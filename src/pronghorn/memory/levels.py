@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pronghorn.memory.costs import LayerCosts
-from pronghorn.memory.sizes import RECOMPUTES, Job, Recompute, host_moments, kept_bytes, static_parts
-from pronghorn.memory.working import forward_bytes, head_bytes, top_bytes, working_bytes
+from pronghorn.memory.dry_run import forward_bytes, head_bytes, host_moments, kept_bytes, static_parts, top_bytes, working_bytes
+from pronghorn.memory.job import RECOMPUTES, Job, Recompute
 
 POOL_SLOTS = 3  # layers' worth of device memory that offloading takes: two buffers for the way back, one layer on its way out
 SLOT_PADDING = 16 * 256  # bytes: what aligning a layer's tensors costs at most; one with experts has twice as many

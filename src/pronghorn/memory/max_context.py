@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pronghorn.memory.job import Job, pieces_worth_trying
 from pronghorn.memory.levels import Problem
-from pronghorn.memory.search import fastest
-from pronghorn.memory.sizes import Job
-from pronghorn.memory.working import pieces_worth_trying
+from pronghorn.memory.plan import smallest_bytes
 
 STEP = 1024  # tokens: lengths are multiples of it
 MOST = 4096  # steps: beyond, offsets within a tensor are no longer tried by anybody
@@ -20,24 +19,26 @@ def with_one_document(problem: Problem, tokens: int) -> Problem:
     job = problem.job
     step = max(16, tokens // 16)  # loss rows are padded to sixteenths
     rows = min(tokens, -(-(job.rows * tokens // job.capacity) // step) * step)
-    longer = Job(**(vars(job) | {"capacity": tokens, "loss_rows": rows, "documents": ENTRIES, "attended": tokens,
-                              "own_attention": None}))
+    longer = Job(**(vars(job) | {"capacity": tokens, "loss_rows": rows, "documents": ENTRIES, "attended": tokens}))
     return replace(problem, job=longer, pieces=pieces_worth_trying(longer))
 
 
 def max_context(problem: Problem) -> int:
-    """In tokens; 0 if not even STEP of them fit. Costs are looked at by nobody."""
-    fits, too_long = 0, 16
-    while too_long <= MOST and _fits(problem, too_long):
-        fits, too_long = too_long, 2 * too_long
-    too_long = min(too_long, MOST + 1)
+    """In tokens; 0 if not even STEP of them fit. Costs are looked at by nobody. Bytes are nearly a straight line over the
+    length, so the next length to try is where the line through the two nearest ones meets the budget."""
+    fits, too_long, step, needed = 0, MOST + 1, 16, {0: 0}
     while too_long - fits > max(1, fits // EXACT):
-        middle = (fits + too_long) // 2
-        fits, too_long = (middle, too_long) if _fits(problem, middle) else (fits, middle)
+        needed[step] = _needed(problem, step)
+        fits, too_long = (step, too_long) if needed[step] <= problem.usable else (fits, step)
+        low, high = (fits, too_long) if too_long in needed else sorted(needed)[-2:]
+        slope = max(1.0, (needed[high] - needed[low]) / (high - low))
+        there = int(low + (problem.usable - needed[low]) / slope)
+        margin = max(1, (too_long - fits) // 64)  # of a bracket that would not shrink from one side
+        step = min(max(there, fits + margin), too_long - margin)
     return fits * STEP
 
 
-def _fits(problem: Problem, steps: int) -> bool:
+def _needed(problem: Problem, steps: int) -> int:
     """Only the smallest ways to do it are tried: most pieces, embeddings on the host if they may go there."""
     longer = with_one_document(problem, steps * STEP)
-    return fastest(replace(longer, pieces=longer.pieces[-1:], embeddings=longer.embeddings[-1:])) is not None
+    return smallest_bytes(replace(longer, pieces=longer.pieces[-1:], embeddings=longer.embeddings[-1:]))

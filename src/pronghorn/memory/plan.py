@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from pronghorn.errors import CommandError, EnvironmentFault, RecipeError, counted
+from pronghorn.memory.dry_run import static_parts
+from pronghorn.memory.job import RECOMPUTES, Job, device_bytes, peak_within
 from pronghorn.memory.levels import KEEP, LEVELS, Level, Problem, evaluate
 from pronghorn.memory.search import Found, fastest, smallest
-from pronghorn.memory.sizes import RECOMPUTES, Job, device_bytes, peak_within, static_parts
 
 NOTCH = 0.94  # after an allocation failed, the next plan uses no more than this of what the failed one expected
 UNITS = {"GB": 10**9, "MB": 10**6, "GiB": 2**30, "MiB": 2**20}
@@ -96,8 +97,13 @@ def make_plan(problem: Problem) -> Plan:
     return _plan(found)
 
 
+def smallest_bytes(problem: Problem) -> int:
+    """That tensors can do with."""
+    return _plan(smallest(problem)).needed_bytes
+
+
 def smallest_budget(problem: Problem) -> int:
-    return problem.budget_for(_plan(smallest(problem)).needed_bytes)
+    return problem.budget_for(smallest_bytes(problem))
 
 
 def _ways_out(problem: Problem, needed: int | None = None) -> str:
@@ -111,7 +117,7 @@ def _ways_out(problem: Problem, needed: int | None = None) -> str:
     for optimizer in ("adamw_8bit", "paged_adamw_8bit") if job.method == "full" else ():
         changes[f"train.optimizer: {optimizer}"] = replace(job, optimizer=optimizer)
     if job.method in ("lora", "full"):
-        changes["method: qlora"] = replace(job, method="qlora")
+        changes["method: qlora"] = replace(job, method="qlora", storage="auto")
     sizes = {change: smallest_budget(replace(problem, job=smaller)) for change, smaller in changes.items()}
     fitting = [f"{change} ({_gb_up(size)})" for change, size in sizes.items() if size <= problem.budget]
     others = [f"{change} ({_gb_up(size)})" for change, size in sizes.items() if problem.budget < size < now]

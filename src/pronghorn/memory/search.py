@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pronghorn.memory.dry_run import forward_bytes, head_bytes, kept_bytes, static_parts, top_bytes, working_bytes
+from pronghorn.memory.job import RECOMPUTES, Recompute
 from pronghorn.memory.levels import POOL_SLOTS, Counts, Problem, milliseconds_of
-from pronghorn.memory.sizes import RECOMPUTES, Recompute, kept_bytes, static_parts
-from pronghorn.memory.working import forward_bytes, head_bytes, top_bytes, working_bytes
 
 KINDS, AROUND = len(RECOMPUTES), RECOMPUTES.index("around_attention")
 MANY = 256  # splits looked at together: a hundred cost little more time than one

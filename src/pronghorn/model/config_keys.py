@@ -87,7 +87,7 @@ def unknown_key(config: Any) -> str:
     """A key that may change what the model computes and that the fast layers do not know, in a sentence; else empty."""
     kind = type(config)
     if not dataclasses.is_dataclass(kind):
-        return ""  # a plain dictionary of sizes (memory/sizes.py)
+        return ""  # not one of transformers
     fields, default = fields_of(config), _default(kind)
     for key, value in sorted(vars(config).items()):
         if key.startswith("_") or key in HARMLESS or (key in fields and key in HONOURED):

@@ -45,10 +45,14 @@ def _merge(adapted: PeftModel, merge: Callable[..., Any], *rest: Any, **options:
 
 
 def add_adapter(model: torch.nn.Module, lora: Lora, seed: int) -> PeftModel:
+    torch.manual_seed(seed)  # the same recipe starts from the same adapter
+    return with_adapter(model, lora)
+
+
+def with_adapter(model: torch.nn.Module, lora: Lora) -> PeftModel:
     """The adapter of a recipe."""
     _refuse_unmatched_targets(model, lora)
     modules, parameters = _targets(model, lora)
-    torch.manual_seed(seed)  # the same recipe starts from the same adapter
     return attach(model, r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=modules,
                   target_parameters=parameters, exclude_modules=not_adapted(model), use_rslora=lora.rslora, use_dora=lora.dora)
 

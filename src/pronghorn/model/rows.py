@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from pronghorn.kernels.runtime.dispatch import is_gpu
+
 
 def rows_like(x: Tensor, width: int) -> Tensor:
     """A buffer of T rows. Zeroed on the CPU, whose bf16 mm reads beyond the given columns (torch 2.13): unfilled columns must
     be finite."""
-    make = x.new_empty if x.is_cuda else x.new_zeros
+    make = x.new_empty if is_gpu(x) else x.new_zeros
     return make(x.shape[0], width)
 
 

@@ -7,17 +7,13 @@ beside the text model is frozen, has no adapter, stays in 16 bits whatever the m
 
 from __future__ import annotations
 
-import functools
-import json
 import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft.utils import ModulesToSaveWrapper
-from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -90,25 +86,6 @@ def freeze_beside_text(model: Any) -> int:
 def set_cache(model: Any, keeps: bool) -> None:
     """Whether keys and values are kept, as generation wants it. The text model reads its own config."""
     model.config.use_cache = text_config(model.config).use_cache = keeps
-
-
-def parameters_beside(config: Any) -> int:
-    """Of what stands beside the text model, by the config alone; nothing is allocated."""
-    if text_config(config) is config:
-        return 0
-    return _parameters_beside(config.to_json_string(use_diff=False))
-
-
-@functools.lru_cache(maxsize=8)  # a plan asks again for every GPU
-def _parameters_beside(written: str) -> int:
-    config = AutoConfig.for_model(**json.loads(written))
-    text = text_config(config)
-    text.num_hidden_layers = 1  # the others are not counted, and take time
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:1]
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, trust_remote_code=False)
-    return freeze_beside_text(model)
 
 
 def stored_names(model: Any, keys: Iterable[str]) -> dict[str, str]:

@@ -19,17 +19,16 @@ import torch
 
 from pronghorn.data.batches import PackedBatch, Shapes
 from pronghorn.errors import EnvironmentFault, RecipeError
-from pronghorn.kernels.attention.attention import gradients_in_place, pick_backend
 from pronghorn.memory.calibrate import calibrate
 from pronghorn.memory.costs import predicted_costs
+from pronghorn.memory.dry_run import evaluation_bytes, host_moments
 from pronghorn.memory.forecast import job_of, memory_lines, picture, problem_of
 from pronghorn.memory.gpus import local_gpu, reckoned_with
 from pronghorn.memory.host_embeddings import move_embeddings, why_embeddings_stay
+from pronghorn.memory.job import CONTEXT_BYTES, Job, head_share, local_target
 from pronghorn.memory.levels import KEEP
 from pronghorn.memory.offload import OffloadPool
-from pronghorn.memory.plan import Plan, host_room, make_plan, parse_budget
-from pronghorn.memory.sizes import CONTEXT_BYTES, Job, host_moments
-from pronghorn.memory.working import evaluation_bytes, head_share
+from pronghorn.memory.plan import Plan, host_room, make_plan, parse_budget, plan_of
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.load import DTYPES, Precision
@@ -56,10 +55,12 @@ def evaluation_capacity(recipe: Recipe) -> int:
 def plan_memory(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision, *,
                 evaluates: bool = False) -> RunMemory | None:
     """None where there is nothing to plan. An error if the budget is too small, with the smallest that works."""
-    if why := why_no_plan(recipe, config, device):
+    if why := why_no_plan(recipe, config):
         if recipe.memory.budget != "auto":
             raise RecipeError(what=f"memory.budget: {recipe.memory.budget} cannot be planned for this run", why=why,
                               fix="set memory.budget: auto, or remove the cause named above")
+        return None
+    if device.type != "cuda" and recipe.memory.budget == "auto":
         return None
     job = run_job(recipe, config, shapes, device, precision)
     aside = evaluation_bytes(job, evaluation_capacity(recipe)) if evaluates and job.graphed else 0
@@ -74,6 +75,15 @@ def plan_memory(recipe: Recipe, config: Any, shapes: Shapes, device: torch.devic
                      explicit=recipe.memory.budget != "auto", remark=remark)
 
 
+def plan_of_everything(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision) -> Plan | str:
+    """What the run would take with all activations saved, on this machine's GPU or on an H200; or why nobody knows."""
+    if why := why_no_plan(recipe, config):
+        return why
+    job = run_job(recipe, config, shapes, device, precision)
+    costs = predicted_costs(job, reckoned_with(local_gpu(device), fp8=job.fp8))
+    return plan_of(problem_of(job, costs, 0, 0), (KEEP,) * job.shape.layers, 1)
+
+
 def run_job(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision) -> Job:
     """With the sizes of the first epoch's batches. A pack of a later one may be larger; it would re-plan the run."""
 
@@ -81,13 +91,8 @@ def run_job(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, p
         return sizes[-2] if len(sizes) > 1 else sizes[-1]
 
     graphed = device.type == "cuda" and precision != "fp16" and recipe.train.graph != "off"
-    job = job_of(recipe, config)
-    s, softcap = job.shape, getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    backend = pick_backend(device, DTYPES[precision], s.head_width, softcap=softcap, typical=shapes.typical)
-    in_place = backend != "flash2" and not s.qk_norm and gradients_in_place(backend, s.heads, s.kv_heads, s.head_width)
-    return replace(job, element=DTYPES[precision].itemsize, loss_rows=usual(shapes.rows), documents=usual(shapes.entries),
-                   attended=shapes.typical, graphed=graphed, in_place=in_place,
-                   own_attention=backend == "short" if device.type == "cuda" else None)
+    return replace(job_of(recipe, config), element=DTYPES[precision].itemsize, loss_rows=usual(shapes.rows),
+                   documents=usual(shapes.entries), attended=shapes.typical, graphed=graphed, target=local_target(device))
 
 
 def budget_of(text: str, device: torch.device) -> tuple[int, str]:

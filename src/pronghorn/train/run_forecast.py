@@ -12,7 +12,7 @@ from pronghorn.data.tokens import TokenizerFiles
 from pronghorn.errors import CommandError, PronghornError, RecipeError
 from pronghorn.memory.forecast import HOST_BYTES, Forecast, comparison, max_context_report, plan_report
 from pronghorn.memory.gpus import GPUS, find_gpu
-from pronghorn.memory.moe_sizes import why_not_planned
+from pronghorn.memory.job import why_not_planned
 from pronghorn.memory.plan import host_room, parse_host
 from pronghorn.model.config import read_config
 from pronghorn.model.families import FAMILIES, why_not_fast
@@ -21,7 +21,7 @@ from pronghorn.recipe import Recipe
 __all__ = ["comparison", "forecast"]
 
 
-def why_no_plan(recipe: Recipe, config: Any, device: torch.device) -> str:
+def why_no_plan(recipe: Recipe, config: Any) -> str:
     if recipe.layers == "own":
         return "layers: own uses the transformers layers, whose memory is not planned"
     text = config.get_text_config()
@@ -34,7 +34,7 @@ def why_no_plan(recipe: Recipe, config: Any, device: torch.device) -> str:
         return "the checkpoint is stored in 4 bits, and method: fp8 needs 16-bit weights"
     if recipe.method != "full" and (recipe.lora.dropout or recipe.lora.dora):
         return "lora.dropout and lora.dora run layers as separate operations, whose memory is not planned"
-    return "no NVIDIA GPU found" if device.type != "cuda" and recipe.memory.budget == "auto" else ""
+    return ""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def forecast(recipe: Recipe, *, gpu: str | None, price: float | None = None, tok
         chosen = find_gpu(torch.cuda.get_device_name())
         room = host_room() if host is None else room  # as a run here would
     config, data = read_config(recipe.model), cached_data(recipe)
-    if why := why_no_plan(recipe, config, torch.device("cuda")):
+    if why := why_no_plan(recipe, config):
         raise RecipeError(what="this run cannot be planned", why=why, fix="remove the cause named above")
     known = data.tokens if data and not recipe.train.steps else None
     if longest:

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from pronghorn.data.batches import StepBatch
 from pronghorn.errors import EnvironmentFault
-from pronghorn.memory.sizes import moment_bytes
+from pronghorn.memory.job import moment_bytes
 from pronghorn.model.export import AdapterFiles, adapter_files, savable, save_model, save_small_files
 from pronghorn.model.load import ModelFacts
 from pronghorn.recipe import Recipe

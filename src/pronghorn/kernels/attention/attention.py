@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from pronghorn.errors import EnvironmentFault
 from pronghorn.kernels.attention import attention_flash, attention_flex, attention_short, attention_torch
 from pronghorn.kernels.attention.attention_torch import Backend, Computed, Grads, Packed, Parts
-from pronghorn.kernels.runtime.dispatch import HAS_TRITON, Chip, cuda_capability, on_gpu, pretended, say_once
+from pronghorn.kernels.runtime.dispatch import HAS_TRITON, Target, cuda_capability, dry, on_gpu, pretended, say_once
 
 MAX_FLASH_WIDTH = 256  # widest head of FlashAttention-2, and of flash-attn-4 on Hopper
 HALF = (torch.bfloat16, torch.float16)
@@ -111,8 +111,8 @@ class _Case:
 
 
 @cache
-def _pick(case: _Case, chip: Chip | None) -> Backend:
-    """`chip`: the one to pretend, if not the device's own."""
+def _pick(case: _Case, target: Target | None) -> Backend:
+    """`target`: the one to pretend, if not the device's own."""
     reasons: list[str] = []
     for backend, why_not in REFUSALS.items():
         reason = why_not(case)
@@ -126,7 +126,7 @@ def _pick(case: _Case, chip: Chip | None) -> Backend:
 
 
 def _no_short(case: _Case) -> str | None:
-    if not on_gpu(case.device) or not HAS_TRITON:
+    if not on_gpu(case.device) or not (HAS_TRITON or dry()):
         return "needs an NVIDIA GPU and Triton"
     if case.dtype not in (*HALF, torch.float32) or case.head_width > attention_short.MAX_WIDTH:
         return f"supports bf16, fp16 and fp32, and head widths up to {attention_short.MAX_WIDTH}"
@@ -137,7 +137,7 @@ def _no_short(case: _Case) -> str | None:
 
 
 def _no_flash(case: _Case) -> str | None:
-    if case.device.type != "cuda":
+    if case.device.type != "cuda" and not dry():
         return "needs an NVIDIA GPU"
     if case.dtype not in HALF:
         return "supports bf16 and fp16 only"
@@ -155,6 +155,8 @@ def _no_flash4(case: _Case) -> str | None:
     # Blackwell's own kernels end at 128; its separate one for 256 knows neither soft-caps nor sinks backward.
     if major > 9 and case.head_width > 128 and (case.head_width != 256 or case.softcap or case.sinks):
         return "does not support this case on Blackwell"
+    if (target := pretended()) is not None and dry():
+        return None if target.flash4 else "is not installed"
     return attention_flash.why_no_flash4()
 
 
@@ -163,13 +165,13 @@ def _no_flash2(case: _Case) -> str | None:
         return reason
     if case.softcap:
         return "does not support soft-caps"
-    if cuda_capability(case.device) < (8, 0) or not torch.backends.cuda.is_flash_attention_available():
+    if cuda_capability(case.device) < (8, 0) or not (dry() or torch.backends.cuda.is_flash_attention_available()):
         return "the GPU is older than Ampere, or this torch build lacks it"
     return None
 
 
 def _no_flex(case: _Case) -> str | None:
-    return None if case.device.type == "cuda" and HAS_TRITON else "needs an NVIDIA GPU and Triton"
+    return None if (case.device.type == "cuda" and HAS_TRITON) or dry() else "needs an NVIDIA GPU and Triton"
 
 
 # In order of preference: None where the backend computes a case, else the reason it does not.

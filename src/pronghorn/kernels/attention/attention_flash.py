@@ -53,6 +53,17 @@ def backward_chunks(tokens: int, heads: int, kv_heads: int, head_width: int) -> 
     return chunks
 
 
+def _allocated_backward(done: Computed, packed: Packed, chunks: int = 1) -> None:
+    """A dry run's backward: sums of dq, dk, dv in fp32, with 128 rows more for each document; of some heads at a time."""
+    (tokens, heads, width), kv_heads = done[0].shape, done[1].shape[1]
+    done[0].new_empty(tokens + 128 * len(packed.cu_seqlens), -(-(heads + 2 * kv_heads) // chunks), width, dtype=torch.float32)
+
+
+def _allocated_forward(q_TNH: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    lse_NT = q_TNH.new_empty(q_TNH.shape[1], len(q_TNH), dtype=torch.float32)
+    return q_TNH.new_empty(q_TNH.shape) if out is None else out, lse_NT
+
+
 class Flash4:
     title: ClassVar[str] = "flash-attn-4"
 
@@ -73,6 +84,8 @@ class Flash4:
 
     @staticmethod
     def forward(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: Packed, out: Tensor | None) -> tuple[Tensor, Tensor]:
+        if q_TNH.is_meta:
+            return _allocated_forward(q_TNH, out)
         module, _ = _flash4()
         result = module._flash_attn_fwd(q_TNH, k_TKH, v_TKH, out=out, return_lse=True, **Flash4._options(packed))
         return result[0], result[1]
@@ -80,9 +93,13 @@ class Flash4:
     @staticmethod
     def backward(dout_TNH: Tensor, done: Computed, packed: Packed, grads: Parts | None) -> Grads:
         q_TNH, k_TKH, v_TKH, out_TNH, lse_NT = done
-        module, _ = _flash4()
         heads, kv_heads = q_TNH.shape[1], k_TKH.shape[1]
         chunks = backward_chunks(len(q_TNH), heads, kv_heads, q_TNH.shape[2])
+        if q_TNH.is_meta:
+            _allocated_backward(done, packed, chunks if grads is not None and packed.sinks_N is None else 1)
+            found = tuple(torch.empty_like(x) for x in done[:3]) if grads is None else grads
+            return written(grads, found, sink_gradients(dout_TNH, out_TNH, lse_NT, packed.sinks_N))
+        module, _ = _flash4()
         if chunks > 1 and grads is not None and packed.sinks_N is None:
             for i in range(chunks):
                 mine, shared = (slice(i * n // chunks, (i + 1) * n // chunks) for n in (heads, kv_heads))
@@ -109,7 +126,7 @@ class Flash2:
     @staticmethod
     def forward(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: Packed, out: Tensor | None) -> tuple[Tensor, Tensor]:
         bounds, longest = packed.cu_seqlens, packed.longest
-        result = torch.ops.aten._flash_attention_forward(
+        result = _allocated_forward(q_TNH, None) if q_TNH.is_meta else torch.ops.aten._flash_attention_forward(
             q_TNH, k_TKH, v_TKH, bounds, bounds, longest, longest, 0.0, packed.window is None, False, **Flash2._options(packed)
         )
         out_TNH, lse_NT = result[0], result[1]
@@ -125,8 +142,12 @@ class Flash2:
         bounds, longest = packed.cu_seqlens, packed.longest
         no_dropout = torch.empty(2, dtype=torch.uint64, device=dout_TNH.device)  # random state, not read
         unused = torch.empty(0, device=dout_TNH.device)
-        found = torch.ops.aten._flash_attention_backward(
-            dout_TNH, *done, bounds, bounds, longest, longest, 0.0, packed.window is None, no_dropout, unused,
-            **Flash2._options(packed),
-        )  # fmt: skip
+        if dout_TNH.is_meta:
+            found = tuple(torch.empty_like(x) for x in done[:3])
+            _allocated_backward(done, packed)
+        else:
+            found = torch.ops.aten._flash_attention_backward(
+                dout_TNH, *done, bounds, bounds, longest, longest, 0.0, packed.window is None, no_dropout, unused,
+                **Flash2._options(packed),
+            )  # fmt: skip
         return written(grads, found, sink_gradients(dout_TNH, done.out_TNH, done.lse_NT, packed.sinks_N))

@@ -93,14 +93,21 @@ class Flex:
 
     @staticmethod
     def forward(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: Packed, out: Tensor | None) -> tuple[Tensor, Tensor]:
-        out_TNH, lse_NT = _run(q_TNH, k_TKH, v_TKH, packed.sinks_N, packed)
+        if q_TNH.is_meta:
+            out_TNH, lse_NT = q_TNH.new_empty(q_TNH.shape), q_TNH.new_empty(q_TNH.shape[1], len(q_TNH), dtype=torch.float32)
+        else:
+            out_TNH, lse_NT = _run(q_TNH, k_TKH, v_TKH, packed.sinks_N, packed)
         return (out_TNH.contiguous() if out is None else out.copy_(out_TNH)), lse_NT
 
     @staticmethod
     def backward(dout_TNH: Tensor, done: Computed, packed: Packed, grads: Parts | None) -> Grads:
         leaves = [x.detach().requires_grad_() for x in done[:3]]  # the forward is recomputed
         sinks = None if packed.sinks_N is None else packed.sinks_N.detach().requires_grad_()
-        with torch.enable_grad():
-            out, _ = _run(leaves[0], leaves[1], leaves[2], sinks, packed)
-            found = torch.autograd.grad(out, leaves if sinks is None else [*leaves, sinks], dout_TNH)
+        wanted = leaves if sinks is None else [*leaves, sinks]
+        if dout_TNH.is_meta:
+            found = tuple(torch.empty_like(x) for x in (*wanted, dout_TNH))[: len(wanted)]
+        else:
+            with torch.enable_grad():
+                out, _ = _run(leaves[0], leaves[1], leaves[2], sinks, packed)
+                found = torch.autograd.grad(out, wanted, dout_TNH)
         return written(grads, found, None if sinks is None else found[3])

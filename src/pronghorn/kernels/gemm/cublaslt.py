@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.runtime.dispatch import cuda_capability, say_once
+from pronghorn.kernels.runtime.dispatch import address, cuda_capability, dry, is_gpu, say_once
 
 
 class Algorithm(NamedTuple):
@@ -64,6 +64,8 @@ def try_mm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None, alpha: 
     """out = alpha a @ b (+ add); False, with nothing done, where torch should do it. `add` must not be `out`: the library adds
     in float32 and rounds once; in place it would round twice."""
     assert add is None or not a.is_cuda or add.data_ptr() != out.data_ptr()
+    if out.is_meta:
+        return True
     prepared = _prepared_for(a, b, out, add)
     return prepared is not None and prepared.run(a, b, out, add, alpha, torch.cuda.current_stream().cuda_stream)
 
@@ -92,10 +94,10 @@ def _prepared_for(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None) -> _Pre
 def covered(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> bool:
     """Whether this file handles such operands, whatever their sizes."""
     operands = (a, b, out) if add is None else (a, b, out, add)
-    if not a.is_cuda or cuda_capability(a.device) != (9, 0) or a.device.index != torch.cuda.current_device():
+    if not is_gpu(a) or cuda_capability(a.device) != (9, 0) or (a.is_cuda and a.device.index != torch.cuda.current_device()):
         return False
     rows = (a, out) if add is None else (a, out, add)
-    return (all(x.dtype == torch.bfloat16 and x.data_ptr() % ALIGNMENT == 0 for x in operands)
+    return (all(x.dtype == torch.bfloat16 and address(x) % ALIGNMENT == 0 for x in operands)
             and all(x.stride(1) == 1 for x in rows) and 1 in b.stride())
 
 
@@ -103,8 +105,10 @@ def adds_freely(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a GEMM adds the residual from another buffer without copying it. In a 1B step of 149 ms, adding it in the output
     projection instead of in the next norm saves a rounding and 0.0 to 0.3 ms, 0.16 on average
     (docs/log/2026-11-16-llama-1b-variants.md)."""
-    if device.type != "cuda" or dtype != torch.bfloat16 or cuda_capability(device) != (9, 0):
+    if dtype != torch.bfloat16 or cuda_capability(device) != (9, 0):
         return False
+    if device.type != "cuda":
+        return dry()
     index = torch.cuda.current_device()
     return device.index in (None, index) and _library(index) is not None
 

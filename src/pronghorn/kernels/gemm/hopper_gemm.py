@@ -29,7 +29,7 @@ from torch import Tensor
 from pronghorn.kernels.mlp.gated_mlp import Kind
 from pronghorn.kernels.runtime import cuda_source
 from pronghorn.kernels.runtime.cuda_source import Source, TensorMap, launch
-from pronghorn.kernels.runtime.dispatch import HAS_TRITON, cuda_capability, processor_count
+from pronghorn.kernels.runtime.dispatch import HAS_TRITON, address, cuda_capability, is_gpu, processor_count
 
 ROWS, TERMS, HALF = 128, 64, 96  # of a tile, which has 2 HALF columns: gate and up of 96 neurons, or 192 logits
 COLUMNS = 2 * HALF
@@ -55,6 +55,8 @@ def gated_mm(x_TK: Tensor, weight_GK: Tensor, kind: Kind, *, gu_out: Tensor, a_o
     T, F = a_out.shape
     if F % 8 or not _fit(x_TK, lora_TR, weight_GK, gu_out, a_out):
         return False
+    if x_TK.is_meta:
+        return True
     box = (NARROW_CHUNK, 1, ROWS // 2)
     rows, K = _rows(x_TK, lora_TR)
     maps = [
@@ -82,6 +84,8 @@ def powers_mm(x_CK: Tensor, weight_VK: Tensor, rows: Labelled, *, out: Tensor, s
     (C, K), V = x_CK.shape, weight_VK.shape[0]
     if not _fit(x_CK, None, weight_VK, out):
         return False
+    if x_CK.is_meta:
+        return True
     assert sums_2NC.shape == (2, column_tiles(V), C)
     assert all(x.is_contiguous() for x in (sums_2NC, *rows))
     assert rows.labels_C.dtype == torch.int64
@@ -105,6 +109,8 @@ def rope_mm(x_TK: Tensor, weight_XK: Tensor, cos_TP: Tensor, sin_TP: Tensor, *, 
     fits = all(x.dtype == torch.float32 and x.is_contiguous() and x.shape == angles for x in (cos_TP, sin_TP))
     if not fits or head_width % (2 * NARROW_CHUNK) or not _fit(x_TK, lora_TR, weight_XK, out):
         return False
+    if x_TK.is_meta:
+        return True
     rows, K = _rows(x_TK, lora_TR)
     maps = [
         *rows, TensorMap(weight_XK, (K, X, 1), (weight_XK.stride(0), weight_XK.stride(0)), (TERMS, NARROW_CHUNK, 1)),
@@ -121,10 +127,12 @@ def column_tiles(columns: int) -> int:
 def covered(*operands: Tensor) -> bool:
     """Whether this file handles such operands."""
     first = operands[0]
-    if not first.is_cuda or cuda_capability(first.device) != (9, 0) or first.device.index != torch.cuda.current_device():
+    if not is_gpu(first) or cuda_capability(first.device) != (9, 0):
         return False
-    fits = all(x.dtype == torch.bfloat16 and x.stride(1) == 1 and x.stride(0) % 8 == x.data_ptr() % 16 == 0 for x in operands)
-    return fits and len(first) > 0 and HAS_TRITON and cuda_source.available()
+    fits = all(x.dtype == torch.bfloat16 and x.stride(1) == 1 and x.stride(0) % 8 == address(x) % 16 == 0 for x in operands)
+    if first.is_meta or not fits or not len(first):
+        return fits and len(first) > 0
+    return first.device.index == torch.cuda.current_device() and HAS_TRITON and cuda_source.available()
 
 
 def _fit(x_TK: Tensor, lora_TR: Tensor | None, *others: Tensor) -> bool:

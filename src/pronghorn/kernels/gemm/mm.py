@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.gemm.cublaslt import covered, try_mm
+from pronghorn.kernels.runtime.dispatch import address, is_gpu
 
 
 def mm(a: Tensor, b: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
     """a @ b, summed in fp32 and rounded once, to `dtype` (fp32 gradients of bf16 activations; default: a's)."""
     if dtype is None or a.dtype == dtype:
-        if a.dtype in (torch.bfloat16, torch.float16) and not a.is_cuda:
+        if a.dtype in (torch.bfloat16, torch.float16) and not is_gpu(a):
             # torch 2.13's mm on the CPU reads past the end of strided rows and multiplies what lies there by 0: NaN if the
             # extra columns are not filled yet.
             a = a.contiguous()
@@ -20,6 +21,8 @@ def mm(a: Tensor, b: Tensor, dtype: torch.dtype | None = None, out: Tensor | Non
         return out if try_mm(a, b, out) else torch.mm(a, b, out=out)
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=dtype) if out is None else torch.mm(a, b, out_dtype=dtype, out=out)
+    if is_gpu(a):
+        return a.new_empty(a.shape[0], b.shape[1], dtype=dtype) if out is None else out
     result = torch.mm(a.to(dtype), b.to(dtype))
     return result if out is None else out.copy_(result)
 
@@ -30,7 +33,7 @@ def mm_accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     elif a.is_cuda:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)  # type: ignore[call-overload]
-    else:
+    elif not is_gpu(a):
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
@@ -40,7 +43,7 @@ def mm_add(h: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, out: Tensor | No
     torch.addmm on Hopper rounds the product before it adds: sums of 8,208 terms in bf16 were 1.38 times as far from float64 as
     with one rounding (benchmarks/results/gpu-checks.json). And where `out` is not h, it copies h.
     """
-    if out is not None and covered(a, b, out) and out.data_ptr() == h.data_ptr():
+    if out is not None and covered(a, b, out) and address(out) == address(h):
         return out.copy_(mm_add(h, a, b, alpha))
     if out is None:
         out = torch.empty(h.shape, dtype=h.dtype, device=h.device)

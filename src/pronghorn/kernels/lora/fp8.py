@@ -48,6 +48,8 @@ def fp8_mm(
 ) -> Tensor:  # fmt: skip
     """(a8 * scale_T) (b8 * scale_O)^T + bias, rounded once. Fast accumulation keeps the sum in the tensor cores, with about 14
     bits: a smaller error than the operands' rounding."""
+    if a8_TK.is_meta:
+        return a8_TK.new_empty(len(a8_TK), len(b8_OK), dtype=dtype) if out is None else out
     if not a8_TK.is_cuda:
         scale = scale_T[:, None] if scale_O is None else scale_T[:, None] * scale_O
         y = (a8_TK.float() @ b8_OK.float().T) * scale

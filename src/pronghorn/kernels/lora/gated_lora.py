@@ -39,6 +39,7 @@ from pronghorn.kernels.runtime.dispatch import (
     KERNELS_ARE_INTERPRETED,
     Chip,
     chip_of,
+    is_gpu,
     jit,
     processor_count,
     tl,
@@ -363,7 +364,7 @@ def gated_lora_forward(gu_TG: Tensor, kind: Kind, A_RF: Tensor, *, out_ext: Tens
         a_TF = out_ext[:, :F].copy_(_activation_torch(gate_TF, kind)[0] * up_TF)
         mm(a_TF, A_RF.T, out=out_ext[:, F:])
         return out_ext
-    if gu_TG.dtype == torch.float32 and gu_TG.is_cuda:
+    if gu_TG.dtype == torch.float32 and is_gpu(gu_TG):
         # fp32 sums of one program after the other's columns are 6 times as far from the truth as the library's (5e-7 and 8e-8
         # at F = 300), and fp32 is for looking closely.
         mm(gated_activation_forward(gu_TG, kind, out=out_ext[:, :F]), A_RF.T, out=out_ext[:, F:])

@@ -30,6 +30,7 @@ from pronghorn.kernels.gemm.mm import mm, mm_accumulate_
 from pronghorn.kernels.lora.lora_grad_gemm import LoraGradJob, covered, lora_grad_gemm
 from pronghorn.kernels.lora.multi_copy import CopyJob, CopyTable
 from pronghorn.kernels.lora.multi_gather import GatherJob
+from pronghorn.kernels.runtime.dispatch import is_gpu
 
 AdapterGrads = tuple[Tensor, Tensor]  # dA [r, D], dB [O_i, r]
 Part = Literal["dA", "dB"]
@@ -257,7 +258,7 @@ class LoraGroup(AdapterGroup):
         weight = self.M[: self.O].T
         if bias_O is None:
             return mm(x_ext, weight, out=out)
-        if out is None or x_ext.is_cuda:  # one kernel: the bias is added in the GEMM's epilogue
+        if out is None or is_gpu(x_ext):  # one kernel: the bias is added in the GEMM's epilogue
             return torch.addmm(bias_O, x_ext, weight) if out is None else torch.addmm(bias_O, x_ext, weight, out=out)
         return mm(x_ext, weight, out=out).add_(bias_O)
 

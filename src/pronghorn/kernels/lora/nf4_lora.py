@@ -23,6 +23,7 @@ from torch import Tensor
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup
 from pronghorn.kernels.lora.multi_copy import CopyJob, CopyTable
 from pronghorn.kernels.quant.stored import DequantizeJob, DequantizeTable, StoredTensor
+from pronghorn.kernels.runtime.dispatch import address
 
 
 class Scratch:
@@ -97,7 +98,7 @@ class StoredLoraGroup(LoraGroup):
         if scratch.owner is self:
             return
         M = scratch.matrix(self.O + self.R, self.D + self.R)
-        if M.data_ptr() != self.M.data_ptr() or M.shape != self.M.shape:
+        if address(M) != address(self.M) or M.shape != self.M.shape:
             self._build(M)
         if self.R and scratch.layout != self._layout:
             self.M[: self.O, self.D :] = 0

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from pronghorn.kernels.gemm.mm import mm
 from pronghorn.kernels.loss.cross_entropy_powers import powers_for
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED, Terms, loss_and_gradient, takes_factors
-from pronghorn.kernels.runtime.dispatch import jit, keeps_graph, tl, triton, use_triton
+from pronghorn.kernels.runtime.dispatch import jit, keeps_graph, on_gpu, tl, triton, use_triton
 
 # Largest chunk of logits, the only scratch memory beside the outputs. 2,048 rows at V = 128,256: 525 MB, products
 # of 2.15 TFLOP each (about 3 ms) beside some 0.3 ms of softmax, and 16 x 16 tiles of 128 x 256 for the hidden gradient at
@@ -109,7 +109,7 @@ def _scale_in_place(x: torch.Tensor, scale: torch.Tensor, factors_N: torch.Tenso
 
 def chunk_rows(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device, share: int = 1) -> int:
     """A power of two (whole waves of tiles, see GPU_SCRATCH_BYTES) that keeps the chunk under its limit, or all rows."""
-    limit = (GPU_SCRATCH_BYTES if device.type == "cuda" else CPU_SCRATCH_BYTES) // share
+    limit = (GPU_SCRATCH_BYTES if on_gpu(device) else CPU_SCRATCH_BYTES) // share
     fit = limit // (_padded(vocabulary) * dtype.itemsize)
     return min(rows, max(16, 1 << max(fit, 1).bit_length() - 1))
 
@@ -124,6 +124,8 @@ def _add_weight_grad(d_weight_VD: torch.Tensor, d_logits_CV: torch.Tensor, hidde
     On a GPU cuBLAS takes bf16 factors and an fp32 sum, so nothing is copied; reading and writing the sum costs about 1 ms a
     chunk at 128,256 x 4,096 (4.2 GB) beside about 9 ms of products. The first chunk writes without reading.
     """
+    if d_logits_CV.is_meta:
+        return
     if d_logits_CV.is_cuda and d_logits_CV.dtype != d_weight_VD.dtype:
         if first:
             torch.mm(d_logits_CV.t(), hidden_CD, out_dtype=torch.float32, out=d_weight_VD)  # type: ignore[call-overload]

@@ -125,6 +125,8 @@ def fp8_grouped_mm(
     dtype: torch.dtype = torch.bfloat16, fast_accumulation: bool = True,
 ) -> Tensor:  # fmt: skip
     """(a8 * scale_S) (b8 * scale_EO)^T of each row's expert, rounded once."""
+    if a8_SD.is_meta:
+        return a8_SD.new_empty(len(a8_SD), b8_EOD.shape[1], dtype=dtype)
     if not a8_SD.is_cuda:
         y = torch.empty(len(a8_SD), b8_EOD.shape[1], dtype=dtype)
         for expert, (start, stop) in enumerate(pairwise(offsets_E1.tolist())):

@@ -25,7 +25,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.runtime.add_dot import EXACT_INNER, add_dot
-from pronghorn.kernels.runtime.dispatch import HOPPER, Chip, chip_of, cuda_capability, jit, tl, triton, use_triton
+from pronghorn.kernels.runtime.dispatch import (
+    HOPPER,
+    Chip,
+    address,
+    chip_of,
+    cuda_capability,
+    is_gpu,
+    jit,
+    tl,
+    triton,
+    use_triton,
+)
 
 THIN = 64  # up to so many outputs the GEMM is bound by memory
 
@@ -199,13 +210,13 @@ def _aligned(matrix: Tensor) -> bool:
     (rows, columns), (row, column) = matrix.shape[-2:], matrix.stride()[-2:]
     apart = row if column == 1 and row >= columns else column if row == 1 and column >= rows else 0
     steps = (apart, *matrix.stride()[:-2])
-    in_bytes = matrix.data_ptr() % 16 == 0 and all(step * matrix.element_size() % 16 == 0 for step in steps)
+    in_bytes = address(matrix) % 16 == 0 and all(step * matrix.element_size() % 16 == 0 for step in steps)
     return apart > 0 and in_bytes
 
 
 def _torch_can(a: Tensor, b: Tensor, chips: tuple[int, ...]) -> bool:
     """Whether torch's grouped GEMM runs its kernel here, not its loop on the host."""
-    if not a.is_cuda or a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16 or cuda_capability(a.device)[0] not in chips:
+    if not is_gpu(a) or a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16 or cuda_capability(a.device)[0] not in chips:
         return False
     return min(*a.shape[-2:], *b.shape[-2:]) > 0 and _aligned(a) and _aligned(b)
 
@@ -227,6 +238,8 @@ def grouped_linear_forward(
     S, (E, outputs, D) = x_SD.shape[0] if order_S is None else len(order_S), weight_EOD.shape
     plain = bias_EO is None and order_S is None and out is None and outputs > THIN
     if plain and _torch_can(x_SD, weight_EOD, (9, 10)):
+        if x_SD.is_meta:
+            return x_SD.new_empty(S, outputs)
         product: Tensor = torch._grouped_mm(x_SD, weight_EOD.transpose(1, 2), offs=offsets_E1[1:])
         return product
     y_SO = torch.empty(S, outputs, dtype=x_SD.dtype, device=x_SD.device) if out is None else out
@@ -264,6 +277,8 @@ def grouped_linear_backward_weight(
     E, outputs, D = len(offsets_E1) - 1, dy_SO.shape[1], x_SD.shape[1]
     dtype = (dtype or x_SD.dtype) if out is None else out.dtype
     if out is None and dtype == torch.bfloat16 and min(outputs, D) > THIN and _torch_can(dy_SO, x_SD, (9,)):
+        if x_SD.is_meta:
+            return x_SD.new_empty(E, outputs, D)
         product: Tensor = torch._grouped_mm(dy_SO.T, x_SD, offs=offsets_E1[1:])
         return product
     dW_EOD = torch.empty(E, outputs, D, dtype=dtype, device=x_SD.device) if out is None else out

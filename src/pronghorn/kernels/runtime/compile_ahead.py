@@ -12,9 +12,9 @@ nothing of them, and must run again afterwards.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Any
@@ -47,6 +47,16 @@ def _submitted(mode: Any, compilation: Callable[[], Any]) -> Any:
     if isinstance(kernel, triton.FutureKernel) and kernel.future is not None and kernel.future.done():
         kernel.result(ignore_errors=True)  # the next layer then finds it at once, without hashing its source
     return kernel
+
+
+@contextmanager
+def without_launches() -> Iterator[None]:
+    """Kernels are neither compiled nor launched."""
+    _elsewhere.append(lambda kernel, compilation, options: None)
+    try:
+        yield
+    finally:
+        _elsewhere.pop()
 
 
 class _Compilers(ThreadPoolExecutor):

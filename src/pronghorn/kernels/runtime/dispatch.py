@@ -6,6 +6,10 @@ the Triton kernels run on CPU tensors through Triton's interpreter: slow, and me
 
 `CHIPS` is the only place that knows what a GPU offers: tiles are chosen by `chip_of(device)`. Within `as_on(chip)` every op
 behaves as on that chip, wherever its tensors are: for compiling kernels without the chip (compile_for.py).
+
+Within `dry_run(target)` ops on torch's meta device take the path of the target's chip, allocate what they would allocate there
+and launch nothing: memory is planned this way (memory/dry_run.py). Code that asks whether a tensor is on a GPU calls `is_gpu`;
+code that compares addresses calls `address`, because meta tensors have none.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,7 +33,7 @@ try:
     triton, tl = _triton, _tl
     HAS_TRITON = True
 except ImportError:  # CPU-only builds and platforms without Triton: names that decorators and constants can use
-    triton = SimpleNamespace(jit=lambda function: function)
+    triton = SimpleNamespace(cdiv=lambda x, y: -(-x // y), next_power_of_2=lambda n: 1 << max(0, n - 1).bit_length())
     tl = SimpleNamespace(constexpr=lambda value: value)
     HAS_TRITON = False
 
@@ -66,7 +70,18 @@ CHIPS = {chip.capability: chip for chip in (
 )}
 HOPPER, BLACKWELL = CHIPS[9, 0], CHIPS[10, 0]
 _SMALLEST = CHIPS[8, 6]
-_as_on: list[Chip] = []
+
+
+class Target(NamedTuple):
+    """The GPU of a dry run."""
+
+    chip: Chip
+    flash4: bool = False  # whether flash-attn-4 is installed there
+    processors: int = 132  # an H200's: how many partial sums there are depends on it, a thousandth of a layer's bytes
+
+
+_as_on: list[Target] = []
+_dry: list[Target] = []
 
 
 def _interpreting() -> bool:
@@ -79,11 +94,21 @@ KERNELS_ARE_INTERPRETED = HAS_TRITON and _interpreting()
 
 def jit(function: Callable[..., Any]) -> Any:
     """`triton.jit` with a type: the result is launched as `kernel[grid](...)`, or compiled ahead of that."""
-    if not HAS_TRITON or _interpreting():
+    if not HAS_TRITON:
+        return _NoKernel()
+    if _interpreting():
         return triton.jit(function)
     from pronghorn.kernels.runtime.compile_ahead import Kernel  # needs Triton
 
     return Kernel(function)
+
+
+class _NoKernel:
+    """A kernel where there is no Triton: only dry runs launch it."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        assert _dry, "no Triton on this machine"
+        return lambda *args, **kwargs: None
 
 
 def compile_kernels(work: Callable[[], None]) -> None:
@@ -107,7 +132,9 @@ def use_triton(tensor: torch.Tensor) -> bool:
     """Whether an op on this tensor runs through its Triton kernels; they compute in fp32, so float64 never does."""
     if tensor.dtype == torch.float64:
         return False
-    if tensor.is_cuda or _as_on:
+    if tensor.is_meta:
+        return bool(_dry)
+    if tensor.is_cuda or (_as_on and not _dry):
         return HAS_TRITON
     return KERNELS_ARE_INTERPRETED and _interpreting() and tensor.device.type == "cpu"
 
@@ -136,7 +163,7 @@ def cuda_capability(device: torch.device | str) -> tuple[int, int]:
     """(9, 0) on Hopper; (0, 0) without CUDA, so that comparisons with a minimum fail."""
     device = torch.device(device)
     if _as_on:
-        return _as_on[-1].capability
+        return _as_on[-1].chip.capability
     if device.type != "cuda":
         return 0, 0
     return _capability_of(torch.cuda.current_device() if device.index is None else device.index)
@@ -146,25 +173,57 @@ def on_gpu(device: torch.device | str) -> bool:
     return bool(_as_on) or torch.device(device).type == "cuda"
 
 
+def is_gpu(tensor: torch.Tensor) -> bool:
+    """Whether this tensor is on a GPU, or on `meta` in a dry run for one."""
+    return tensor.is_cuda or (tensor.is_meta and bool(_dry))
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where its first element lies. On `meta`, where every address is 0: numbers that differ as addresses would."""
+    if not tensor.is_meta:
+        return tensor.data_ptr()
+    return int(tensor.untyped_storage()._cdata) * 256 + int(tensor.storage_offset()) * tensor.element_size()
+
+
 def chip_of(device: torch.device | str) -> Chip:
     """An unknown chip counts as the newest known one that is not newer. The interpreter uses small tiles."""
     capability = cuda_capability(device)
     return CHIPS[max((known for known in CHIPS if known <= capability), default=_SMALLEST.capability)]
 
 
-def pretended() -> Chip | None:
-    """The chip of `as_on`."""
+def pretended() -> Target | None:
+    """The target of `as_on` or `dry_run`."""
     return _as_on[-1] if _as_on else None
 
 
 @contextmanager
 def as_on(chip: Chip) -> Iterator[None]:
     """Ops launch what they would launch on this chip; the kernels cannot run (compile_for.py)."""
-    _as_on.append(chip)
+    _as_on.append(Target(chip))
     try:
         yield
     finally:
         _as_on.pop()
+
+
+@contextmanager
+def dry_run(target: Target) -> Iterator[None]:
+    """Ops on `meta` allocate what they allocate on this target, and launch nothing."""
+    launches: Any = nullcontext
+    if HAS_TRITON and not _interpreting():
+        from pronghorn.kernels.runtime.compile_ahead import without_launches as launches
+    _as_on.append(target)
+    _dry.append(target)
+    try:
+        with launches():
+            yield
+    finally:
+        _dry.pop()
+        _as_on.pop()
+
+
+def dry() -> bool:
+    return bool(_dry)
 
 
 @cache
@@ -176,5 +235,5 @@ def processor_count(device: torch.device | str) -> int:
     """Multiprocessors of the GPU, for fixed-size grids; 2 for the interpreter, so that tests cover more than one."""
     device = torch.device(device)
     if device.type != "cuda":
-        return 100 if _as_on else 2
+        return _as_on[-1].processors if _dry else 100 if _as_on else 2
     return _processors_of(torch.cuda.current_device() if device.index is None else device.index)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pronghorn.kernels.attention.attention import (
@@ -139,7 +140,7 @@ class AttentionHalf:
     def backward(self, do: Tensor, saved: Saved, documents: Documents, norm_grads: dict[str, Tensor | None]
                  ) -> tuple[Tensor, Tensor | None]:
         """(the gradient of q, k and v before RoPE and qk-norm, in rows with spare columns; that of the sinks)"""
-        backend = self.backend(do, documents)
+        backend = self.backend(do.device, do.dtype, documents.typical)
         dqkv_ext = self._dqkv_buffer(do, saved["qkv"], backend)
         options, sinks, rotary = self.options, self.sinks, documents.rotary[self.rope]
         if sinks is not None and not sinks.requires_grad and backend in ("short", "flash2"):
@@ -156,10 +157,10 @@ class AttentionHalf:
             self._back_through_rope((dq, dk, dv), dqkv_ext, saved, documents, norm_grads)
         return dqkv_ext, dsinks
 
-    def backend(self, do: Tensor, documents: Documents) -> Backend:
+    def backend(self, device: torch.device, dtype: torch.dtype, typical: int) -> Backend:
         """The backend of the backward."""
-        return pick_backend(do.device, do.dtype, self.head_width, softcap=self._options["softcap"] is not None,
-                            sinks=self.sinks is not None, typical=documents.typical)
+        return pick_backend(device, dtype, self.head_width, softcap=self._options["softcap"] is not None,
+                            sinks=self.sinks is not None, typical=typical)
 
     def _dqkv_buffer(self, do: Tensor, qkv: Tensor | None, backend: Backend) -> Tensor:
         """Overwrites q, k and v, if attention reads them before it writes; not with qk-norm, which needs them."""

@@ -33,6 +33,7 @@ from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.lora.nf4_lora import StoredLoraGroup
 from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation_forward
 from pronghorn.kernels.runtime.copy_rows import copy_rows
+from pronghorn.kernels.runtime.dispatch import address
 from pronghorn.model.formats.linear import StoredLinear, dequantizes
 from pronghorn.model.layers.gated import gated_backward
 from pronghorn.model.layers.normed import normed_rows, normed_sum
@@ -179,7 +180,7 @@ class LinearGroup:
     def _identity(self) -> tuple[Any, ...]:
         """Changes when an adapter is added, replaced or scaled, or a weight moves to another place or device."""
         adapters = tuple((id(adapter.A_RD), id(adapter.B_OR), adapter.scale) for adapter in self.adapters)
-        return adapters, tuple(linear.weight.data_ptr() for linear in self.linears)
+        return adapters, tuple(address(linear.weight) for linear in self.linears)
 
     @property
     def copy_jobs(self) -> list[CopyJob]:
@@ -344,9 +345,7 @@ class LinearGroup:
         return y if bias is None else y.add_(bias), None
 
     def _spare_output(self, x_ext: Tensor) -> Tensor:
-        """Zeroed on the CPU, as in rows.rows_like."""
-        make = x_ext.new_empty if x_ext.is_cuda else x_ext.new_zeros
-        return make(x_ext.shape[0], sum(self.widths) + self.extra)
+        return rows_like(x_ext, sum(self.widths) + self.extra)
 
     def _fusable(self, x_ext: Tensor) -> LoraGroup | None:
         """The group, if a GEMM with an epilogue supports it. Quantized weights are loaded first: without a matrix to inspect,

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pronghorn.kernels.runtime.dispatch import address
 from pronghorn.model.router_stats import RouterStats
 from pronghorn.model.same_weights import Weights
 
@@ -28,7 +29,7 @@ class GradBuffer:
         return self.buffer if self.buffer.shape == (dh.shape[0], dh.shape[1] + extra) else None
 
     def holds(self, dh: Tensor) -> bool:
-        return self.buffer is not None and dh.data_ptr() == self.buffer.data_ptr() and dh.stride() == self.buffer.stride()
+        return self.buffer is not None and address(dh) == address(self.buffer) and dh.stride() == self.buffer.stride()
 
 
 @dataclass(frozen=True)

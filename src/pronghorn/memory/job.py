@@ -1,0 +1,215 @@
+"""A run, as far as its memory goes: the model's sizes, what is trained and how, and the GPU it is planned for.
+
+Bytes are counted by running a layer of it without memory (dry_run.py), times are foretold from shapes (costs.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from pronghorn.errors import ModelError
+from pronghorn.kernels.attention.attention_flash import why_no_flash4
+from pronghorn.kernels.optim.adamw8bit import BLOCK as MOMENT_BLOCK
+from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER, Target, chip_of, processor_count
+from pronghorn.memory.gpus import Gpu
+from pronghorn.model.families import (
+    FAMILIES,
+    family_of,
+    layer_type,
+    num_experts,
+    rope_kind,
+    text_config,
+    ties_embeddings,
+    why_not_fast,
+)
+from pronghorn.model.layers import saved
+from pronghorn.model.one_layer import as_config, written
+
+Method = Literal["lora", "qlora", "fp8", "full"]
+Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
+Recompute = saved.Level  # what backward recomputes
+RECOMPUTES: tuple[Recompute, ...] = ("layer", "around_attention", "gate_up", "nothing")  # the largest working set first
+
+FP32 = 4
+CONTEXT_BYTES = 600_000_000  # what the driver takes for itself before the first tensor; not in the allocator's peak
+FRAGMENTS = 0.02  # of the peak: blocks that are free but too small for what is asked
+SMALLEST_PIECE = 2048  # rows: below, a product of the MLP does not fill the GPU any more
+MOST_PIECES = 32
+H200 = Target(HOPPER, flash4=True)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A layer's experts."""
+
+    experts: int
+    chosen: int  # of them, by each token
+    width: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model that our layers serve."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    mlp_width: int  # of a mixture of experts: of the expert that all tokens share; 0 without one
+    vocabulary: int
+    tied: bool
+    qk_norm: Literal["per_head", "full"] | None
+    norms: tuple[str, ...]  # slots of families.Norms that are filled
+    windows: tuple[int, ...]  # of the layers whose attention looks back only so far
+    mixture: Mixture | None  # its layers have experts
+    rope_tables: int  # of cos and sin: kinds of RoPE that its layers have
+    config: str = field(repr=False)  # Hugging Face's, as JSON, for one_layer.py
+
+    @property
+    def qkv_width(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_width
+
+    @property
+    def out_width(self) -> int:
+        """Of the attention's output."""
+        return self.heads * self.head_width
+
+
+def shape_of(config: Any) -> ModelShape:
+    """From a Hugging Face config, or a plain dict of its values."""
+    whole = as_config(config)
+    config = text_config(whole)
+    if why := why_not_fast(whole) or why_not_planned(config):
+        raise ModelError(what="the memory plan does not support this model", why=why,
+                         fix="remove memory.budget to train without a plan; unsupported layers run on the transformers layers")
+    family, heads, layers = family_of(config), int(config.num_attention_heads), int(config.num_hidden_layers)
+    sliding = [i for i in range(layers) if layer_type(config, i) == "sliding_attention"]
+    slots = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+    mixture = None
+    if family.experts is not None:
+        width = int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+        mixture = Mixture(num_experts(config), int(config.num_experts_per_tok), width)
+    return ModelShape(
+        layers=layers, width=int(config.hidden_size), heads=heads,
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_width=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        mlp_width=_shared_width(config) if mixture else int(config.intermediate_size), vocabulary=int(config.vocab_size),
+        tied=ties_embeddings(whole), qk_norm=family.qk_norm,
+        norms=tuple(slot for slot in slots if getattr(family.norms, slot)),
+        windows=tuple(int(config.sliding_window) for _ in sliding), mixture=mixture,
+        rope_tables=len({rope_kind(config, i) for i in range(layers)}), config=written(whole),
+    )
+
+
+def _shared_width(config: Any) -> int:
+    """Of the expert that all tokens go through; 0: there is none."""
+    several = getattr(config, "n_shared_experts", None) or getattr(config, "num_shared_experts", None)
+    if several:  # as wide as so many of the others
+        return int(several) * int(config.moe_intermediate_size)
+    return int(getattr(config, "shared_expert_intermediate_size", None) or 0)
+
+
+def why_not_planned(config: Any) -> str:
+    """Plans take all layers for alike."""
+    if FAMILIES[config.model_type].experts is None:
+        return ""
+    some = getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1
+    some = some or "dense" in (getattr(config, "mlp_layer_types", None) or ()) or getattr(config, "first_k_dense_replace", 0)
+    return "some layers have experts and some do not; the plan needs identical layers" if some else ""
+
+
+@dataclass(frozen=True)
+class Job:
+    shape: ModelShape
+    capacity: int
+    method: Method = "lora"
+    rank: int = 16
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    element: int = 2  # bytes of an activation: 2 for bf16 and fp16, 4 for fp32
+    compute: Literal["bf16", "fp8"] = "bf16"  # of the linears' products; fp8 is implied by method fp8
+    loss_rows: int = 0  # of a micro-batch, padded; 0: all of them
+    documents: int = 0  # entries of cu_seqlens, padded; 0: one for every 128 tokens, as short instructions have it
+    optimizer: Optimizer = "adamw"
+    graphed: bool = True  # the step is captured, and adapters' gradients are added up in a buffer of their own
+    storage: str = "auto"  # of the frozen weights, a row of model/formats/table.py; auto: as the method says
+    host_embeddings: bool = False  # frozen ones that no head shares wait in pinned host memory, read over the link
+    attended: int = 324  # sum of squares of the documents' lengths over the sum of lengths; 324: mean 207, log-normal
+    target: Target = H200  # its chip decides which kernels there are
+
+    @property
+    def stored_as(self) -> str:
+        by_method = {"qlora": "nf4", "fp8": "fp8"}
+        return by_method.get(self.method, "bf16") if self.storage == "auto" else self.storage
+
+    @property
+    def fp8(self) -> bool:
+        return self.method == "fp8" or self.compute == "fp8"
+
+    @property
+    def rows(self) -> int:
+        return self.loss_rows or self.capacity
+
+    @property
+    def entries(self) -> int:
+        return self.documents or max(32, self.capacity // 128)
+
+    @property
+    def may_keep_embeddings_on_host(self) -> bool:
+        named = self.targets != "all-linear" and "embed_tokens" in self.targets
+        return self.method != "full" and not self.shape.tied and not named
+
+    def with_capacity(self, capacity: int) -> Job:
+        def scaled(count: int) -> int:
+            return count * capacity // self.capacity
+
+        return replace(self, capacity=capacity, loss_rows=scaled(self.loss_rows), documents=scaled(self.documents),
+                       attended=min(self.attended, capacity))
+
+
+def target_of(gpu: Gpu) -> Target:
+    """One of the table, with everything installed that it can use."""
+    return Target(CHIPS[gpu.capability], flash4=gpu.flash4)
+
+
+def local_target(device: torch.device) -> Target:
+    """This machine's GPU, as it is; without one, an H200."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return H200
+    return Target(chip_of(device), why_no_flash4() is None, processor_count(device))
+
+
+def pieces_worth_trying(job: Job) -> tuple[int, ...]:
+    """Mixtures do their MLP at once: rows of a piece would be too few for most experts. So do FP8 layers that are trained
+    themselves."""
+    counts, pieces, at_once = [1], 2, job.shape.mixture is not None or (job.fp8 and job.method == "full")
+    while pieces <= MOST_PIECES and job.capacity // pieces >= SMALLEST_PIECE and not at_once:
+        counts.append(pieces)
+        pieces *= 2
+    return tuple(counts)
+
+
+def head_share(pieces: int) -> int:
+    """Into how many parts the logits' usual chunk is cut. It is no larger than a layer's work up to four pieces."""
+    return max(1, pieces // 4)
+
+
+def moment_bytes(optimizer: Optimizer, parameters: int) -> tuple[int, int]:
+    """(on the device, in pinned host memory). Tensors too small for 8 bits are a thousandth of a model."""
+    eight_bit, paged = optimizer.endswith("8bit"), optimizer.startswith("paged")
+    moments = 2 * parameters * (1 if eight_bit else FP32)
+    absmax = 2 * FP32 * parameters // MOMENT_BLOCK if eight_bit else 0
+    return (absmax, moments) if paged else (moments + absmax, 0)
+
+
+def device_bytes(peak: int) -> int:
+    """What the device shows for an allocator's peak."""
+    return int(peak * (1 + FRAGMENTS)) + CONTEXT_BYTES
+
+
+def peak_within(device: int) -> int:
+    """The allocator's peak that goes with so many bytes of the device."""
+    return max(0, int((device - CONTEXT_BYTES) / (1 + FRAGMENTS)))
