@@ -1,4 +1,4 @@
-"""A model's config by name or folder: all that a plan needs, so neither weights nor what loads them has to be there."""
+"""A model's config by name or folder. A plan needs nothing else, neither weights nor what loads them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from pronghorn.model_files import GENERATION, read_json, require_safe_files
 T = TypeVar("T")
 UNBUILDABLE = "config.json does not describe a valid model"
 
-# What Python, torch and transformers raise where a value from a file is not what their code takes it for. Only around their own
-# constructors: everywhere else each of these is a bug of ours.
+# What Python, torch and transformers raise on a bad value from a file. Caught only around their constructors: elsewhere each is
+# a bug of ours.
 MALFORMED = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RecursionError, RuntimeError,
              TypeError, ValueError, SafetensorError, StrictDataclassError)
 
@@ -64,12 +64,12 @@ def generation_config(name: str, folder: Path) -> GenerationConfig | None:
 
 
 def place(name: str) -> str:
-    """`~` opened, which transformers would take for part of a hub name."""
+    """Expands `~`, which transformers would take for part of a hub name."""
     return str(folder_of(name) or name)
 
 
 def constructed(name: str, what: str, construct: Callable[[], T]) -> T:
-    """What transformers makes out of a file; if it cannot, that is the file's fault (`what`), and its first words say why."""
+    """Builds a transformers object from a file; on failure raises `what` with the first line of the error as the reason."""
     try:
         return construct()
     except MALFORMED as error:
@@ -79,7 +79,7 @@ def constructed(name: str, what: str, construct: Callable[[], T]) -> T:
 
 
 def guarded(name: str, load: Callable[[], T]) -> T:
-    """transformers' own words for what a user can cause, in our form."""
+    """Converts transformers' errors that a user can cause to ours."""
     try:
         return load()
     except (OSError, ValueError, KeyError, SafetensorError) as error:

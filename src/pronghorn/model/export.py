@@ -1,4 +1,4 @@
-"""What a run leaves for others: the adapter in PEFT's layout, or one merged Hugging Face folder. Both with a model card."""
+"""Exports of a run: the adapter in PEFT's layout, or one merged Hugging Face folder, each with a model card."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from pronghorn.model.merge import save_merged
 from pronghorn.model.text_stack import auto_class, copy_processor_files
 from pronghorn.recipe import Recipe, named
 
-# Of the training state, nothing is of use to others.
+# Training state, which others do not need.
 NOT_EXPORTED = ("manifest.json", "training_state.safetensors", "README.md")
 
 
 def export(checkpoint: Path, recipe: Recipe, target: Path, to: Literal["adapter", "merged"],
            figures: dict[str, Any]) -> None:
-    """`figures` go into the model card. The target is complete or not there: it is written beside itself first."""
+    """`figures` go into the model card. The target is written to a sibling first, so it is complete or absent."""
     try:
-        target = target.resolve()  # `.` has no name that a temporary sibling could be called after
+        target = target.resolve()  # `.` has no name for a temporary sibling
     except RuntimeError as error:  # Python's word, until 3.12, for a link to itself
         raise CommandError(what="cannot write there: the path is a loop of symbolic links", where=str(target),
                            fix="choose another folder with --target") from error
@@ -67,8 +67,8 @@ def _refuse_existing(target: Path) -> None:
 
 @contextmanager
 def _beside(target: Path) -> Iterator[Path]:
-    """An empty sibling to write into, held by a lock (flock) on the folder itself: of two exports to one target the second is
-    refused, and what a killed one left is used again."""
+    """An empty sibling to write into, held by a lock (flock) on the folder itself: the second of two exports to one
+    target is refused; a killed one's folder is reused."""
     beside = target.with_name(f".{target.name}.tmp")
     lock = -1
     try:
@@ -101,7 +101,7 @@ def _beside(target: Path) -> Iterator[Path]:
 
 
 def save_model(model: Any, folder: Path) -> None:
-    """An adapter in PEFT's layout, or the whole model in Hugging Face's. Never asks the hub for anything."""
+    """An adapter in PEFT's layout, or the whole model in Hugging Face's. Without network access."""
     with without_progress_bars():
         if isinstance(model, PeftModel):
             model.save_pretrained(str(folder), save_embedding_layers=False)
@@ -111,7 +111,7 @@ def save_model(model: Any, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """What `save_model` and the tokenizer write, in parts: the tensors stay where they are, all else is bytes."""
+    """The files of `save_model` and the tokenizer: tensors by reference, everything else as bytes."""
 
     name: str  # of the file with the tensors
     tensors: dict[str, torch.nn.Parameter]  # by stored name
@@ -120,8 +120,7 @@ class AdapterFiles:
 
 
 def adapter_files(model: PeftModel, tokenizer: Any, folder: Path) -> AdapterFiles:
-    """Once a run, before its first step. PEFT writes its files with empty tensors, which says how the true ones are to be
-    called. `folder`: an empty one."""
+    """Once per run, before its first step. PEFT writes its files with empty tensors, which gives the names. `folder`: empty."""
     empty = {name: torch.empty(0) for name, _ in model.named_parameters()}
     with without_progress_bars():
         model.save_pretrained(str(folder), save_embedding_layers=False, state_dict=empty)
@@ -142,7 +141,7 @@ def adapter_files(model: PeftModel, tokenizer: Any, folder: Path) -> AdapterFile
 
 
 def save_small_files(model: Any, tokenizer: Any, folder: Path) -> None:
-    """What a whole model's folder has beside its weights."""
+    """Everything in a full model's folder except the weights."""
     model.config.save_pretrained(str(folder))
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(str(folder))
@@ -151,7 +150,7 @@ def save_small_files(model: Any, tokenizer: Any, folder: Path) -> None:
 
 @contextmanager
 def savable(what: str, model: str) -> Iterator[None]:
-    """Around what transformers, PEFT and tokenizers write: each has its own way to say that it cannot."""
+    """Around writes of transformers, PEFT and tokenizers, whose errors differ."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -161,7 +160,7 @@ def savable(what: str, model: str) -> Iterator[None]:
                                ) from error
     except Exception as error:
         if type(error) is not Exception and not isinstance(error, (ValueError, TypeError, KeyError, AttributeError)):
-            raise  # tokenizers has no error of its own: all it raises are plain ones
+            raise  # tokenizers raises plain exceptions
         raise ModelError(what=f"cannot save {what}, so no checkpoint could be written", where=model,
                          why=str(error).strip().split("\n")[0] or type(error).__name__,
                          fix="repair the model's files (tokenizer_config.json, config.json, generation_config.json)") from error
@@ -197,7 +196,7 @@ def _copy(source: Path, target: Path, wanted: Any) -> None:
 
 
 def model_card(recipe: Recipe, to: str, figures: dict[str, Any], kind: str = "AutoModelForCausalLM") -> str:
-    """`kind`: transformers' class that loads the base. Names of files and folders stand without the way to them."""
+    """`kind`: transformers' class that loads the base. Paths are reduced to their last part."""
     adapter = to == "adapter"
     base, local = _public_name(recipe.model), _is_local(recipe.model)
     data = ", ".join(_public_name(named(one)) for one in recipe.data.train)
@@ -235,5 +234,5 @@ def _is_local(name: str) -> bool:
 
 
 def _public_name(name: str) -> str:
-    """The last part of a local name, whose folders are nobody else's business; a hub name as it is."""
+    """The last part of a local path; a hub name unchanged."""
     return Path(name).resolve().name if _is_local(name) else name

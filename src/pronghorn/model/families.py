@@ -20,7 +20,7 @@ ACTIVATIONS: dict[str, Kind] = {"silu": "silu", "swish": "silu", "gelu_pytorch_t
 
 @dataclass(frozen=True)
 class Norms:
-    """The layer's norm modules by where they stand; None: no norm there."""
+    """The layer's norm modules by position; None: no norm there."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None  # of the attention's output, before it is added to the residual
@@ -38,18 +38,17 @@ AFTER_ONLY = Norms(before_attention=None, after_attention="post_attention_layern
 
 @dataclass(frozen=True)
 class Experts:
-    """Layers whose MLP is a router and a stack of experts (model/layers/moe.py). How many, and how their weights are
-    normalised, the config says; whether there is a shared expert, whether it has a gate, and whether the choice has a bias, the
-    modules."""
+    """Layers whose MLP is a mixture of experts (model/layers/moe.py). The config gives their number and the normalization of
+    their weights; the modules tell whether there is a shared expert, a gate for it, and a bias of the choice."""
 
     router: str = "gate"
     transposed: bool = False  # weights are stored [E, inputs, outputs]
     activation: ExpertKind = "silu"
-    sigmoid: bool = False  # scores are sigmoids of the logits, each by itself; else a softmax over all
-    scale: str = ""  # the config's name for what the weights are multiplied by at last
-    shared: str = "shared_expert"  # what the expert that all tokens go through is called
+    sigmoid: bool = False  # scores are sigmoids of the logits; else a softmax over all
+    scale: str = ""  # config key of the weights' final factor
+    shared: str = "shared_expert"  # name of the shared expert
     shared_gated: bool = True  # and whether it has a gate
-    shared_adapted: bool = True  # PEFT takes its linears for linears, not for parts of the other experts (model/lora.py)
+    shared_adapted: bool = True  # PEFT treats its linears as linears, not as parts of the experts (model/lora.py)
     float32: bool = False  # logits are computed in float32 whatever the weights are
     published_in: str = ""  # the 4-bit format of its published experts (model/formats/table.py)
 
@@ -66,7 +65,7 @@ class Family:
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     qk_norm: Literal["per_head", "full"] | None = None
     neighbours: bool = False  # RoPE pairs neighbours instead of halves
-    rope_needs_window: bool = False  # of a model that has a window, layers without it have no RoPE
+    rope_needs_window: bool = False  # in a model with a window, layers without it have no RoPE
     query_scale: bool = False  # queries grow with their position: `llama_4_scaling_beta` among the RoPE parameters
     logits_times: bool = False  # `logits_scaling` multiplies the logits; elsewhere it divides them
     experts: Experts | None = None
@@ -108,18 +107,18 @@ FAMILIES = {
     "solar_open": Family(experts=DEEPSEEK_V3),
     "minimax_m2": Family(qk_norm="full", experts=Experts(sigmoid=True)),
     "hy_v3": Family(qk_norm="per_head", experts=replace(DEEPSEEK_V3, scale="router_scaling_factor", shared_adapted=True)),
-    # The text models of those that read images, too. Their positions are three numbers, which are the same one for text.
+    # Text models of multimodal ones. Their positions are three numbers, which are equal for text.
     "qwen2_vl_text": Family(),
     "qwen2_5_vl_text": Family(),
     "qwen3_vl_text": Family(qk_norm="per_head"),
 }
 
-# Models with a text model inside, of which text alone needs nothing else (model/text_stack.py).
+# Multimodal models whose text model works on its own (model/text_stack.py).
 WRAPPERS = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def family_of(config: Any) -> Family:
-    """The row of a text model's config; without norms of queries and keys where the config leaves them out."""
+    """The row of a text model's config; without qk-norm if the config turns it off."""
     family = FAMILIES[config.model_type]
     left_out = "use_qk_norm" in fields_of(config) and not config.use_qk_norm
     return replace(family, qk_norm=None) if left_out else family
@@ -141,7 +140,7 @@ NO_ROPE = "none"  # the kind of RoPE of layers that have none
 
 
 def why_not_fast(config: Any) -> str:
-    """Why a model of this config trains on its own layers; empty if the fast ones serve it."""
+    """Why a model of this config trains on its own layers; empty if the fast ones support it."""
     whole, config = config, text_config(config)
     if whole is not config and whole.model_type not in WRAPPERS:
         return f"the multimodal model type {whole.model_type} is not supported by the fast layers"
@@ -168,7 +167,7 @@ def why_not_fast(config: Any) -> str:
 
 
 def why_not_routed(config: Any) -> str:
-    """What of the choice of experts the fast layers do not compute; empty if all of it."""
+    """What of the routing the fast layers do not support; empty if they support all of it."""
     experts = FAMILIES[config.model_type].experts
     if experts is None:
         return ""
@@ -194,7 +193,7 @@ def expert_groups(config: Any) -> tuple[int, int]:
 
 
 def why_not_rope(config: Any) -> str:
-    """What of the RoPE parameters the fast layers do not compute; empty if all of it."""
+    """Which RoPE parameters the fast layers do not support; empty if they support all."""
     family = FAMILIES[config.model_type]
     for parameters in rope_parameters(config):
         if "dynamic" in str(parameters.get("rope_type", "")):
@@ -235,7 +234,7 @@ def window(config: Any, index: int) -> int | None:
 
 
 def rope_kind(config: Any, index: int) -> str:
-    """Which of the model's tables of cos and sin the layer reads; NO_ROPE: it has no RoPE."""
+    """Which of the model's cos and sin tables the layer reads; NO_ROPE: none."""
     flags, thetas = getattr(config, "no_rope_layers", None), getattr(config, "layer_rope_theta", None)
     if flags and not flags[index]:
         return NO_ROPE

@@ -11,7 +11,7 @@ import torch
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.static_decode import StaticDecoding, why_not_static
 
-# Prompts in one batch. Each token of an answer is one launch of all layers, whatever the batch: a GPU takes many at a time.
+# Prompts in one batch. Each token is one launch of all layers, whatever the batch size.
 BATCH = {"cpu": 32, "cuda": 128}
 CACHED_TOKENS = 16_384  # of a batch, prompts and answers: 2 GB of keys and values for an 8B Llama in 16 bits
 
@@ -19,7 +19,7 @@ CACHED_TOKENS = 16_384  # of a batch, prompts and answers: 2 GB of keys and valu
 @dataclass(frozen=True, slots=True)
 class Generated:
     text: str
-    cut: bool  # it did not end by itself
+    cut: bool  # truncated at the limit
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
@@ -42,7 +42,7 @@ def generate(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, ma
              batch_size: int | None = None, progress: Callable[[str, int, int], None] | None = None, capture: bool = False
              ) -> list[Generated]:
     """Prompts of similar length share a batch, padded on the left; answers come back in the prompts' order. `capture`: on a
-    GPU, and where the model allows it, tokens come out of a CUDA graph (static_decode.py)."""
+    GPU, decode with a CUDA graph where the model allows it (static_decode.py)."""
     device = next(model.parameters()).device
     stops = end_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0]
@@ -70,7 +70,7 @@ def generate(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, ma
                 if len(chosen) == 1:
                     raise
                 found = None
-            if found is None:  # outside the handler, which holds on to the tensors of what failed
+            if found is None:  # outside the handler, which holds the failed call's tensors
                 _empty_cache(device)
                 say_once(f"not enough memory to generate {len(chosen)} answers at once: the batch is halved")
                 half = len(chosen) // 2
@@ -88,7 +88,7 @@ def generate(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, ma
 
 
 def batches(lengths: Sequence[int], most: int, new: int) -> Iterator[list[int]]:
-    """Which prompts are answered together: shortest first, at most so many, and only as long as keys and values have room."""
+    """Groups prompts into batches: shortest first, limited by count and by the cache's size."""
     batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if batch and (len(batch) == most or (len(batch) + 1) * (lengths[i] + new) > CACHED_TOKENS):
@@ -100,7 +100,7 @@ def batches(lengths: Sequence[int], most: int, new: int) -> Iterator[list[int]]:
 
 
 def _padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, and where they are: padding comes first."""
+    """Tokens and their mask, padded on the left."""
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), pad, dtype=torch.int64)
     mask = torch.zeros_like(ids)

@@ -1,4 +1,4 @@
-"""A model by name or folder, in the precision asked for; everything that can be wrong with it is said before it loads."""
+"""Loads a model by name or folder, in the requested precision, after all checks."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class ModelFacts:
     model_type: str
     text_type: str  # of the text model inside, or the same
     parameters: int
-    linear_parameters: int  # of these: weights that method: qlora stores in 4 bits, method: fp8 in 8
+    linear_parameters: int  # weights that method: qlora stores in 4 bits, method: fp8 in 8
     adapter_parameters: int  # 0 when no adapter was asked for
     layers: int
     width: int
     mlp_width: int
     attention_width: int  # of q, k, v and the attention's output together
-    fast: bool  # whether our layers serve it
+    fast: bool  # whether the fast layers support it
     vocabulary: int
-    longest: int  # positions the model was made for; 0 when the config does not say
+    longest: int  # context length; 0 if the config does not say
 
 
 def pick_device() -> torch.device:
@@ -66,7 +66,7 @@ def resolve_precision(asked: Literal["auto"] | Precision, device: torch.device) 
 
 
 def require_fp8_precision(device: torch.device, precision: Precision) -> None:
-    """Before anything is loaded: whether linears can be multiplied in FP8 here. A CPU can, in float32 products: for tests."""
+    """Before anything is loaded: whether linears can be multiplied in FP8 here. A CPU emulates it in float32, for tests."""
     require_fp8(device)
     if device.type == "cuda" and precision != "bf16":
         raise RecipeError(what=f"FP8 layers cannot compute in {precision}", why="FP8 GEMMs return bf16",
@@ -74,7 +74,7 @@ def require_fp8_precision(device: torch.device, precision: Precision) -> None:
 
 
 def require_fp8_products(recipe: Recipe, facts: ModelFacts) -> None:
-    """Before anything is loaded: experts are multiplied in FP8 where they are stored so, and made FP8 for no product."""
+    """Before anything is loaded: experts multiply in FP8 only if stored in FP8."""
     family = FAMILIES.get(facts.text_type)
     if recipe.compute != "fp8" or recipe.method == "fp8" or family is None or family.experts is None:
         return
@@ -90,7 +90,7 @@ def inspect_model(name: str, lora: Lora | None = None, *, storage: str = "bf16")
     config = read_config(name)
     refuse_unreadable(config, FORMATS[storage], name)
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # sizes are those of the model it was made from
+        del config.quantization_config  # its sizes are those of the original model
     stored = stored_weights(model_folder(name))
     require_weights_for(config, stored, name)
     model: Any = empty_model(name, config)
@@ -163,7 +163,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, storage: 
 
 
 def _require_enough_weights_for(config: Any, folder: Path, name: str) -> None:
-    """transformers gives memory to whatever the files lack, however much it is."""
+    """transformers allocates whatever the files lack, however much it is."""
     plain = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
@@ -171,8 +171,8 @@ def _require_enough_weights_for(config: Any, folder: Path, name: str) -> None:
 
 
 def _forget_mxfp4(model: Any, dtype: torch.dtype) -> None:
-    """Experts were dequantized to bf16 whatever was asked for; and transformers (5.22) would save them in 16 bits under the
-    names that they had in 4, which nothing reads, it neither."""
+    """transformers (5.22) dequantizes experts to bf16 whatever the config, and would save them in 16 bits under their 4-bit
+    names, which nothing reads."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype) if parameter.ndim == 3 else parameter.data
     kept = [rule for rule in getattr(model, "_weight_conversions", None) or []
@@ -182,7 +182,7 @@ def _forget_mxfp4(model: Any, dtype: torch.dtype) -> None:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """transformers' bars would run through our own display; its setting is put back afterwards."""
+    """transformers' bars would break our display; its setting is restored afterwards."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -194,8 +194,8 @@ def without_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def without_load_report(name: str) -> Iterator[None]:
-    """transformers prints a table of the weights that do not fit, before we can say it in a sentence. A filter, for this
-    time only: a raised level would make it (5.22) talk about tensor parallelism instead."""
+    """transformers prints a table of weights that do not fit before we raise our error. A temporary filter: with a higher log
+    level it (5.22) talks about tensor parallelism instead."""
     logger = logging.get_logger("transformers.modeling_utils")
 
     def errors_only(record: LogRecord) -> bool:
@@ -215,7 +215,7 @@ def without_load_report(name: str) -> Iterator[None]:
 
 
 def require_tokenizer_fits(tokenizer: Any, vocabulary: int, name: str) -> None:
-    """A token id beyond the embeddings reads foreign memory on a GPU; say it here instead."""
+    """A token id beyond the embeddings would read out of bounds on a GPU."""
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocabulary:
         raise ModelError(
@@ -239,7 +239,7 @@ def _refuse_made_up_weights(name: str, found: dict[str, Any]) -> None:
 def _refuse_unreadable_folder(name: str) -> None:
     try:
         _refuse_folder_without_weights(name)
-    except (OSError, RuntimeError) as error:  # no right to enter it, a name that is too long; the `~` of nobody
+    except (OSError, RuntimeError) as error:  # no permission, a name that is too long, an unknown `~user`
         why = str(getattr(error, "strerror", "") or error)
         raise ModelError(what="cannot open the model folder", where=name, why=why,
                          fix="check the path in `model:` and its permissions") from error

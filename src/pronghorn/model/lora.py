@@ -28,7 +28,7 @@ GATED = ("gate_proj", "up_proj", "down_proj")  # of an MLP
 
 def attach(model: torch.nn.Module, **config: Any) -> PeftModel:
     """PEFT's model around ours, by the keys of its config. Adapter weights are float32 whatever the base's precision, because
-    small updates vanish in 8 bits of mantissa. They are not merged in place while the base is quantized (merge.py)."""
+    small updates vanish in bf16. They are not merged in place while the base is quantized (merge.py)."""
     adapted: PeftModel = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config), autocast_adapter_dtype=True)
     for name in ("merge_adapter", "merge_and_unload") if is_quantized(adapted) else ():
         setattr(adapted.base_model, name, partial(_merge, adapted, getattr(adapted.base_model, name)))
@@ -36,7 +36,7 @@ def attach(model: torch.nn.Module, **config: Any) -> PeftModel:
 
 
 def _merge(adapted: PeftModel, merge: Callable[..., Any], *rest: Any, **options: Any) -> Any:
-    """PEFT would add to the bytes."""
+    """Refused: PEFT would add to the quantized bytes."""
     if is_quantized(adapted):
         raise ModelError(what="an adapter cannot be merged into quantized weights",
                          why="quantizing the merged weights again would undo much of the training",
@@ -59,7 +59,7 @@ def with_adapter(model: torch.nn.Module, lora: Lora) -> PeftModel:
 
 def _targets(model: torch.nn.Module, lora: Lora) -> tuple[str | list[str], list[str] | None]:
     """PEFT's target_modules and target_parameters. Its own "all-linear" adapts experts and routers of some families and not of
-    others (0.21); here it means the linear layers, and experts are asked for by name."""
+    others (0.21); here it means the linear layers; experts are targeted by name."""
     stacks = expert_stacks(model)
     asked: list[str] = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
     if not stacks:
@@ -84,8 +84,8 @@ def linear_names(model: torch.nn.Module, *, beside_experts: bool = False) -> lis
 
 
 def taken_for_experts(model: torch.nn.Module, names: Sequence[str]) -> set[str]:
-    """Those of the linears' names that PEFT (0.21) takes for parts of the experts, as older adapters of Qwen3-MoE and GLM-4.5
-    mean them: a dense MLP or a shared expert whose linears are called so cannot have an adapter there."""
+    """Linear names that PEFT (0.21) maps to experts, as in older adapters of Qwen3-MoE and GLM-4.5: a dense MLP or a shared
+    expert with such names cannot have an adapter there."""
     if not names or not expert_stacks(model):
         return set()
     config = LoraConfig(target_modules=list(names))
@@ -97,21 +97,21 @@ def taken_for_experts(model: torch.nn.Module, names: Sequence[str]) -> set[str]:
 
 
 def text_linears(model: torch.nn.Module) -> list[str]:
-    """Full names of the linear layers that text goes through."""
+    """Full names of the text model's linear layers."""
     beside = beside_text(model)
     linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     return [name for name in linears if not is_beside(name, beside)]
 
 
 def expert_stacks(model: torch.nn.Module) -> list[str]:
-    """`experts.gate_up_proj`, ...: what all experts of a layer keep in one parameter."""
+    """`experts.gate_up_proj`, ...: parameters that hold all experts of a layer."""
     found = (name.rsplit(".", 2) for name, p in model.named_parameters() if p.ndim == 3)
     return sorted({f"{parent}.{parameter}" for _, parent, parameter in found if parent == EXPERTS})
 
 
 def load_adapter(model: torch.nn.Module, folder: Path, lora: Lora, seed: int) -> PeftModel:
-    """A checkpoint's adapter, as its recipe describes it: what adapter_config.json says is for others. PEFT follows some of its
-    keys to modules that it imports, and opens a pickle where no safetensors file is."""
+    """A checkpoint's adapter, as its recipe describes it, without adapter_config.json: PEFT imports modules named by some of
+    its keys, and opens a pickle if there is no safetensors file."""
     model = add_adapter(model, lora, seed)
     restore_adapter(model, folder)
     return model
@@ -133,7 +133,7 @@ def restore_adapter(model: PeftModel, folder: Path) -> None:
 
 
 def require_adapter(folder: Path) -> None:
-    """Refuses a checkpoint whose adapter is not there, or pickled."""
+    """Refuses a checkpoint whose adapter is missing or pickled."""
     if not (folder / ADAPTER_WEIGHTS).is_file():
         pickled = sorted(found.name for found in folder.glob("adapter_model.*") if found.suffix in PICKLED)
         why = f"the folder has {pickled[0]}, a pickle, which can run arbitrary code when it is opened" if pickled else ""

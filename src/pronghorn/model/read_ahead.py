@@ -1,9 +1,8 @@
-"""Weights come from the disk while modules are imported and data is prepared.
+"""Reads weight files into the page cache while modules are imported and data is prepared.
 
-Importing torch and transformers takes some 5 s in which the disk is idle, preparing new data longer, and loading a model then
-waits for the disk. So a thread reads the weight files meanwhile, in the order in which they are loaded, into the system's
-cache. 2 GB that were not there took 2.1 s to load, and 0.01 s after they had been read ahead; the imports took as long as
-before (two cores, a disk of 1 GB/s). Asking the system to do it (POSIX_FADV_WILLNEED) changed nothing.
+Importing torch and transformers takes some 5 s, preparing new data longer; the disk is idle meanwhile, and loading then waits
+for it. So a thread reads the weight files in loading order. 2 uncached GB took 2.1 s to load, and 0.01 s after reading ahead;
+the imports took as long as before (two cores, a disk of 1 GB/s). POSIX_FADV_WILLNEED had no effect.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ MEMORY = Path("/proc/meminfo")
 
 
 def read_ahead(name: str) -> threading.Thread | None:
-    """Of a folder, or of a hub model as it lies in the cache; nothing without a name. Not what would not fit into memory: it
-    would be gone before it is loaded. What is wrong with the files is told by who loads them."""
+    """For a folder or a cached hub model; does nothing without a name, or if the files exceed free memory. Loading reports
+    damaged files."""
     with suppress(PronghornError, OSError):
         if name and (folder := local_files(name)):
             files = files_to_load(folder)
@@ -36,7 +35,7 @@ def read_ahead(name: str) -> threading.Thread | None:
 
 
 def _free_memory() -> int:
-    """Bytes that the system could give, its cache included; none where it does not tell."""
+    """Available memory in bytes, cache included; 0 if unknown."""
     lines = MEMORY.read_text().splitlines() if MEMORY.is_file() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
 
@@ -53,7 +52,7 @@ def _read(files: Sequence[Path]) -> None:
 
 
 def _in_cache(file: int, at: int) -> bool:
-    """Whether a byte there can be had without waiting; False where the system cannot tell."""
+    """Whether the page is cached; False if the system cannot tell."""
     try:
         return hasattr(os, "RWF_NOWAIT") and os.preadv(file, [bytearray(1)], at, os.RWF_NOWAIT) == 1
     except OSError:  # that it would have to wait is one

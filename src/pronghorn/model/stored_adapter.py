@@ -1,7 +1,7 @@
-"""A LoRA adapter out of its folder, on a model that was just loaded: as it was trained, and trainable again.
+"""Loads a LoRA adapter from its folder onto a freshly loaded model, trainable.
 
-PEFT follows some keys of adapter_config.json to modules that it imports, and opens a pickle where no safetensors file is. So
-the file is read as JSON, by a list of keys, and the weights from adapter_model.safetensors alone.
+PEFT imports modules named by some keys of adapter_config.json, and opens a pickle if there is no safetensors file. So the file
+is read as JSON, by a list of known keys, and the weights only from adapter_model.safetensors.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from pronghorn.model_files import ADAPTER, CONFIG, read_json
 HONOURED = ("r", "lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora", "target_modules", "target_parameters",
             "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
             "fan_in_fan_out")
-# Says where it came from, or how it began.
+# Origin and initialization.
 SAYS_NOTHING = ("base_model_name_or_path", "task_type", "peft_type", "peft_version", "auto_mapping", "inference_mode",
                 "megatron_core", "qalora_group_size", "loftq_config", "runtime_config", "eva_config",
                 "ensure_weight_tying", "unsloth_fixed")
 INIT = "init_lora_weights"
-BEGAN_BESIDE = (None, True, False, "gaussian", "orthogonal", "eva")  # the adapter began so, and the weights stayed as they were
-TAKEN_OUT = ("pissa", "olora")  # the adapter began as a part of the weights, which is taken out of them again
+BEGAN_BESIDE = (None, True, False, "gaussian", "orthogonal", "eva")  # initializations that leave the weights unchanged
+TAKEN_OUT = ("pissa", "olora")  # initialized from a part of the weights, which is subtracted from them
 
 
 def adapter_folder(name: str, token: str | None = None) -> Path | None:
-    """The folder, of this name or of this hub name, where it holds an adapter and no model."""
+    """The local or cached folder of this name, if it holds an adapter and no model."""
     folder = folder_of(name)
     if folder is None:
         return hub.adapter_folder(name, token=token)
@@ -91,7 +91,7 @@ def attach_adapter(model: torch.nn.Module, folder: Path) -> PeftModel:
 
 
 def _require_ranks(config: dict[str, Any], weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Before memory is given to them: no rank is larger than what the file holds."""
+    """Before allocation: no rank exceeds what the file holds."""
     largest = max((tensor.shape[0] for name, tensor in weights.items() if "lora_" in name and "_A" in name and tensor.ndim),
                   default=0)
     pattern = config.get("rank_pattern", {})
@@ -101,7 +101,7 @@ def _require_ranks(config: dict[str, Any], weights: dict[str, torch.Tensor], fol
 
 
 def replace_weights(model: PeftModel, folder: Path) -> None:
-    """Puts the weights of an adapter folder into the model's own adapter, which has to be like it."""
+    """Copies the weights of an adapter folder into the model's own adapter, which must match it."""
     try:
         found = set_peft_model_state_dict(model, _weights(folder))
     except (KeyError, RuntimeError) as error:

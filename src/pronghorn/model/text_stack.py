@@ -1,8 +1,8 @@
-"""Where the text model of a checkpoint is: all of it, or one part of a model that reads images, too (families.WRAPPERS).
+"""The text model of a checkpoint: all of it, or one part of a multimodal model (families.WRAPPERS).
 
-Such a checkpoint is loaded by its own class, so every name in it stays Hugging Face's: the text model under
-`model.language_model`, the head beside it, the vision tower and its projector under `model`. Text is trained; whatever stands
-beside the text model is frozen, has no adapter, stays in 16 bits whatever the method, and is exported as it was loaded.
+A multimodal checkpoint is loaded by its own class, so all names stay Hugging Face's: the text model under
+`model.language_model`, the head beside it, the vision tower and its projector under `model`. Only the text model is trained;
+the rest is frozen, has no adapter, stays in 16 bits, and is exported unchanged.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pronghorn.hub import model_folder
 from pronghorn.model.families import text_config
 
 INNER = "language_model"
-# What makes pixels of images: nothing of it depends on weights.
+# Image processor files; they do not depend on weights.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json",
                    "chat_template.jinja")
 
 
 def auto_class(config: Any) -> Any:
-    """transformers' class that loads the model with everything it has."""
+    """transformers' class that loads the whole model."""
     only_with_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if only_with_images else AutoModelForCausalLM
 
@@ -42,12 +42,12 @@ def backbone(model: Any) -> Any:
 
 
 def head_of(model: Any) -> Any:
-    """The layer that makes logits: PEFT's trained copy of it, where modules_to_save names it."""
+    """The LM head, or PEFT's trained copy if modules_to_save names it."""
     return in_use(model.get_output_embeddings())
 
 
 def in_use(module: Any) -> Any:
-    """The module, or PEFT's trained copy of it where its wrapper would run that."""
+    """The module, or PEFT's trained copy if its wrapper runs that."""
     if not isinstance(module, ModulesToSaveWrapper):
         return module
     active = module.active_adapters
@@ -56,7 +56,7 @@ def in_use(module: Any) -> Any:
 
 
 def beside_text(model: Any) -> list[str]:
-    """Names of the modules that text does not go through. Empty for a model of text alone."""
+    """Names of modules outside the text model. Empty for a text-only model."""
     inner = getattr(model, "model", None)
     if inner is None or not hasattr(inner, INNER):
         return []
@@ -75,7 +75,7 @@ def not_adapted(model: Any) -> str | None:
 
 
 def freeze_beside_text(model: Any) -> int:
-    """How many parameters text does not train."""
+    """Freezes everything outside the text model. Returns the number of parameters."""
     modules = beside_text(model)
     found = [parameter for name, parameter in model.named_parameters() if is_beside(name, modules)]
     for parameter in found:
@@ -84,7 +84,7 @@ def freeze_beside_text(model: Any) -> int:
 
 
 def set_cache(model: Any, keeps: bool) -> None:
-    """Whether keys and values are kept, as generation wants it. The text model reads its own config."""
+    """Switches the KV cache, for generation. The text model reads its own config."""
     model.config.use_cache = text_config(model.config).use_cache = keeps
 
 
@@ -109,7 +109,7 @@ def stored_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
 
 
 def copy_processor_files(model: str, folder: Path) -> None:
-    """What prepares images, beside exported weights that can still read them."""
+    """Copies the image processor's files beside exported weights."""
     source = model_folder(model)
     for name in PROCESSOR_FILES:
         if (source / name).is_file() and not (folder / name).exists():

@@ -1,7 +1,7 @@
-"""Whether a model's weight files are whole, in milliseconds: their headers and sizes are looked at, no tensor is read.
+"""Checks in milliseconds that a model's weight files are complete: it reads headers and sizes, no tensors.
 
-A safetensors file is 8 bytes that give the header's length, the header (JSON: of each tensor its type, shape and place among
-the bytes that follow), and the tensors' bytes. So its header tells where it ends, and a download that broke off shows at once.
+A safetensors file has 8 bytes with the header's length, the header (JSON: type, shape and offsets of each tensor), and the
+tensors' bytes. So the header tells the file's size, and an interrupted download shows at once.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pronghorn.errors import ModelError, counted
 from pronghorn.folders import folder_of
 from pronghorn.model.fingerprint import local_files
 
-LONGEST_HEADER = 100_000_000  # safetensors' own limit; a made-up length must not make us allocate what it says
+LONGEST_HEADER = 100_000_000  # safetensors' own limit: a bogus length must not make us allocate it
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LAYER = re.compile(r"\.([0-9]{1,9})\.")
 FILE_NAME = re.compile(r"[\w-][\w.-]*\.safetensors")
-LFS_POINTER = b"version https://git-lfs"  # what git leaves in place of a large file it did not fetch
+LFS_POINTER = b"version https://git-lfs"  # git's placeholder for a large file that was not fetched
 
 
 def require_whole_weights(name: str, *, any_name: bool = False) -> None:
-    """Refuses a folder, or a hub model that lies in the cache, one of whose weight files is missing or not whole. A hub model
-    that is not there yet, or not all of it, is fetched when it is loaded. `any_name`: whoever loads it opens every
-    *.safetensors; transformers opens model.safetensors, or what the index names."""
+    """Refuses a folder or cached hub model with a missing or incomplete weight file. A hub model that is not fully cached is
+    fetched on loading. `any_name`: the loader opens every *.safetensors; transformers opens model.safetensors, or what the
+    index names."""
     folder = local_files(name)
     if folder is None:
         return
@@ -54,7 +54,7 @@ def require_whole_weights(name: str, *, any_name: bool = False) -> None:
 
 
 def files_to_load(folder: Path) -> list[Path]:
-    """Those that loading would open, in transformers' order of preference."""
+    """The files that loading opens, in transformers' order of preference."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if not (folder / INDEX).is_file():
@@ -97,7 +97,7 @@ def _damage(file: Path) -> str:
 
 
 def _end_of_tensors(header: bytes) -> int | None:
-    """Where the last tensor ends, counted from the header's end; None: the header does not say."""
+    """End of the last tensor, relative to the header's end; None: the header does not say."""
     try:
         tensors: dict[str, Any] = json.loads(header)
         ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
@@ -114,12 +114,12 @@ class Stored:
     bytes: int
 
     def layers(self) -> int:
-        """How many layers there are tensors of: the first number of a name counts them, in every family."""
+        """Number of layers with tensors: the first number in a name, in every family."""
         return 1 + max((int(found[1]) for name in self.tensors if (found := LAYER.search(name))), default=-1)
 
 
 def stored_weights(folder: Path) -> Stored | None:
-    """None: a file is missing or not whole; whoever loads it says so."""
+    """None: a file is missing or incomplete, which loading reports."""
     names: list[str] = []
     total = 0
     for file in files_to_load(folder):
