@@ -15,6 +15,7 @@ from pronghorn.kernels.attention.attention import SHORT
 from pronghorn.memory.dry_run import Group, attends_itself, groups, shared_bytes, stacks, trained_parameters
 from pronghorn.memory.gpus import Gpu
 from pronghorn.memory.job import FP32, Job, Recompute, moment_bytes
+from pronghorn.model.formats.table import FORMATS
 
 PRODUCTS = 0.73  # of the bf16 rate, bytes aside: what is left of 752 TFLOP/s of 989 in a step, at the power limit
 FP8_PRODUCTS = 0.65  # 1,160 to 1,380 of 1,979 at layer shapes
@@ -172,11 +173,11 @@ class Model:
         return whole.total - whole.unpack - spared
 
     def unpack(self, *, turned: bool = False) -> float:
-        """Weights made ready to multiply: NF4 read and written out; trained ones rounded to FP8; FP8 bytes turned round."""
+        """Weights made ready to multiply: 4 bits read and written out; trained ones rounded to FP8; FP8 bytes turned round."""
         weights = sum(g.weights for g in self.groups.values())
         moved = 2.0 if self.job.fp8 and turned else 0.0
         if self.job.method == "qlora" and shared_bytes(self.job):  # not where the checkpoint has only its experts in 4 bits
-            moved += 0.516 + (1 if self.job.fp8 else 2)
+            moved += FORMATS[self.job.stored_as].bytes_each + (1 if self.job.fp8 else 2)
         elif self.job.method == "full" and self.job.fp8 and not turned:
             moved += FP32 + 1
         return weights * moved / self.bytes
@@ -226,8 +227,8 @@ class MixtureModel(Model):
 
     def grouped(self, *stacks: Group) -> float:
         """One product of all rows with their experts; either way, since they are as large. Weights of all experts are read."""
-        weight = {"qlora": 0.53, "fp8": 1.0}.get(self.job.method, float(self.job.element))  # bytes
-        share = GROUPED_4_BITS if weight <= 1 else GROUPED
+        row = FORMATS[self.job.stored_as]
+        weight, share = (row.bytes_each, GROUPED_4_BITS) if row.quantize else (float(self.job.element), GROUPED)
         rate = self.gpu.fp8_tflops * GROUPED_FP8 * 1e9 if self.in_fp8 else self.plain_rate * share / PRODUCTS
         total = 0.0
         for stack in stacks:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ class Format:
     product: Callable[[Tensor, Any, Tensor | None], Tensor | None] | None = None  # by itself, where it can; else dequantized
     to_fp8: ToFp8 | None = None  # for compute: fp8
 
-    @property
+    @cached_property
     def bytes_each(self) -> float:
         """Of a value, its share of the scales included."""
         like = torch.empty(1024, 1024, dtype=torch.bfloat16, device="meta")
