@@ -75,6 +75,7 @@ class Case(NamedTuple):
     changes: dict[str, Any] = {}  # noqa: RUF012  (of the model's sizes)
     experts: bool = False  # adapters on them, too
     compute_fp8: bool = False
+    storage: str = "nf4"  # of method qlora
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     tokens: int = 2048
     optimizer: tuple[bool, bool] = (False, False)  # moments in 8 bits, in host memory
@@ -88,7 +89,8 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         told = [self.model, self.method, *(f"{key}={value}" for key, value in self.changes.items())]
         told += [f"r={self.rank}"] * (self.method != "full") + ["on experts"] * self.experts
-        told += ["compute fp8"] * self.compute_fp8 + [self.precision] * (self.precision != "bf16")
+        told += [self.storage] * (self.storage != "nf4") + ["compute fp8"] * self.compute_fp8
+        told += [self.precision] * (self.precision != "bf16")
         return ", ".join(told + [f"{self.tokens} tokens"] * (self.tokens != self._field_defaults["tokens"]))
 
 
@@ -106,6 +108,7 @@ CASES = (  # sizes are shared where they do not matter: a constant that differs 
     Case("llama-8b", "qlora", compute_fp8=True), Case("llama-8b", "fp8"), Case("llama-8b", "fp8", rank=64),
     *(Case("gpt-oss-20b-4layers", method, experts=True) for method in ("lora", "qlora", "fp8")),
     *(Case("qwen3-30b-a3b-4layers", method, experts=True, balance=True) for method in ("lora", "qlora", "fp8")),
+    Case("qwen3-30b-a3b-4layers", "qlora", experts=True, storage="nvfp4"),
     Case("qwen3-30b-a3b-4layers", "lora", rank=128, experts=True), Case("qwen3-30b-a3b-4layers", "qlora", tokens=256),
     Case("glm-4.5-air"), Case("glm-4.5-air", changes={"n_group": 8, "topk_group": 4}),
     Case("gpt-oss-20b-4layers", "full", changes={"num_local_experts": 8}), Case("qwen3-30b-a3b-4layers", "full", tokens=256),
@@ -132,11 +135,11 @@ def built(case: Case) -> Any:
     if case.balance:
         model.config.output_router_logits = True
     if case.method == "qlora":
-        store_linears_(model, FORMATS["nf4"])
+        store_linears_(model, FORMATS[case.storage])
     if case.method == "fp8":
         store_linears_(model, FORMATS["fp8"])
     if case.method in ("qlora", "fp8"):
-        store_experts_(model, FORMATS["fp8" if case.method == "fp8" else "nf4"])
+        store_experts_(model, FORMATS["fp8" if case.method == "fp8" else case.storage])
     if case.method != "full":
         targets = ("all-linear", "experts") if case.experts else "all-linear"
         model = add_adapter(model, Lora(r=case.rank, targets=targets), seed=0)

@@ -97,6 +97,7 @@ def test_what_is_multiplied_in_fp8(changes: dict[str, Any], fp8: bool) -> None:
     ({"method": "qlora", "compute": "fp8", "lora": {"dropout": 0.1}}, "fp8 cannot be combined with lora.dropout .*; remove"),
     ({"method": "qlora", "compute": "fp8", "lora": {"dora": True}}, "fp8 cannot be combined with .*lora.dora.*; remove"),
     ({"method": "qlora", "compute": "fp16"}, "'auto', 'bf16' or 'fp8'"),
+    ({"method": "qlora", "compute": "fp8", "storage": "nvfp4"}, "fp8 cannot be combined with storage: nvfp4, .*; remove"),
 ])
 def test_products_that_no_method_makes_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
@@ -105,8 +106,10 @@ def test_products_that_no_method_makes_are_refused(changes: dict[str, Any], said
 
 @table("method", ["lora", "fp8", "full"])
 def test_a_storage_format_is_for_frozen_weights_in_4_bits(method: str) -> None:
-    with pytest.raises(ValidationError, match=f"storage: nf4 cannot be combined with method: {method}; set method: qlora"):
-        recipe(method=method, storage="nf4")
+    for storage in ("nf4", "nvfp4"):
+        said = f"storage: {storage} cannot be combined with method: {method}; set method: qlora"
+        with pytest.raises(ValidationError, match=said):
+            recipe(method=method, storage=storage)
     assert recipe(method=method).stored_as == ("fp8" if method == "fp8" else "bf16")
 
 
@@ -115,6 +118,7 @@ def test_a_resumed_run_keeps_its_storage_format() -> None:
     assert one.stored_as == other.stored_as == "nf4"
     assert one.differences(other) == {}
     assert recipe().differences(one) == {"method": "lora -> qlora"}
+    assert one.differences(recipe(method="qlora", storage="nvfp4")) == {"storage": "nf4 -> nvfp4"}
     assert "this format" in why_fixed("storage")
 
 

@@ -262,7 +262,7 @@ class Recipe(Section):
     # in 8 bits (e4m3), multiplied in FP8; full: all weights are trained
     method: Literal["lora", "qlora", "fp8", "full"] = "lora"
     # format of the frozen weights with method qlora (model/formats/table.py). auto: nf4
-    storage: Literal["auto", "nf4"] = "auto"
+    storage: Literal["auto", "nf4", "nvfp4"] = "auto"
     # GEMM precision of the linears: fp8 (with method qlora, or with full, whose trained weights are quantized for each GEMM),
     # bf16: the precision in `precision`. auto: fp8 with method fp8, else bf16
     compute: Literal["auto", "bf16", "fp8"] = "auto"
@@ -320,6 +320,9 @@ class Recipe(Section):
         if self.compute == "fp8" and self.method == "qlora" and (self.lora.dropout or self.lora.dora):
             problems.append("compute: fp8 cannot be combined with lora.dropout or lora.dora, which run in PEFT, in 16 bits;"
                             " remove compute, or remove them")
+        if self.compute == "fp8" and self.storage == "nvfp4":
+            problems.append("compute: fp8 cannot be combined with storage: nvfp4, which is dequantized to 16 bits for GEMMs;"
+                            " remove compute, or set storage: nf4")
         return problems
 
     @property

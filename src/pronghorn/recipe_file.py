@@ -29,7 +29,7 @@ EXAMPLE = """\
 # commented keys are unset by default. Any key can also be set on the command line: pronghorn train this.yaml train.lr=1e-4
 model: HuggingFaceTB/SmolLM2-135M-Instruct   # Hub name or local folder
 method: lora                                 # lora | qlora (4-bit frozen weights) | fp8 (8-bit frozen weights) | full
-storage: auto                                # frozen weights with method qlora: auto (nf4) | nf4
+storage: auto                                # frozen weights with method qlora: auto (nf4) | nf4 | nvfp4
 compute: auto                                # GEMMs: auto | bf16 | fp8 (with method qlora or full; method fp8 implies it)
 lora:
   r: 16

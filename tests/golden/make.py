@@ -29,9 +29,11 @@ FLOOR = 4e-6  # 64 half rounding steps of float32; with a learning rate that is 
 CASES: dict[str, dict[str, Any]] = {
     "lora": {"method": "lora"},
     "qlora": {"method": "qlora"},
+    "qlora, nvfp4": {"method": "qlora", "storage": "nvfp4"},
     "fp8": {"method": "fp8"},
     "full": {"method": "full", "train": {"lr": 1e-3}},
     "experts, lora": {"method": "lora", "lora": {"r": 4, "targets": ["all-linear", "experts"]}},
+    "experts, nvfp4": {"method": "qlora", "storage": "nvfp4", "lora": {"r": 4, "targets": ["all-linear", "experts"]}},
 }
 TRAIN = {"steps": STEPS, "batch_tokens": 128, "capacity": 128, "lr": 1e-2, "warmup": 3}
 
@@ -123,7 +125,7 @@ def main() -> int:
             noises = [apart(losses_of(case, room / f"{case} {seed}", moved(seed)), losses) for seed in range(3)]
             content["cases"][case] = {"noise": float(f"{max(noises):.1e}"), "losses": losses}
             away = f"{apart(losses, stored[case]['losses']):.1e} from the file" if case in stored else "not in the file"
-            print(f"{case:14} {losses[0]:.4f} -> {losses[-1]:.4f}, noise {', '.join(f'{n:.1e}' for n in noises)}, {away}")
+            print(f"{case:15} {losses[0]:.4f} -> {losses[-1]:.4f}, noise {', '.join(f'{n:.1e}' for n in noises)}, {away}")
     if "--show" not in sys.argv:
         text = json.dumps(content, indent=1)
         FILE.write_text(re.sub(r"\[\s*([^\]]*?)\s*\]", lambda found: "[" + re.sub(r"\s+", " ", found[1]) + "]", text) + "\n",

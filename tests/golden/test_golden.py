@@ -25,3 +25,9 @@ def test_every_case_learns_and_would_show_another_rate() -> None:
     for case in GOLDEN["cases"].values():
         assert case["losses"][-1] < 0.7 * case["losses"][0]
         assert allowed(case["noise"]) < 0.02
+
+
+def test_weights_in_4_bits_train_about_as_16_bits_do() -> None:
+    curves = {case: stored["losses"] for case, stored in GOLDEN["cases"].items()}
+    for case, wide in (("qlora", "lora"), ("qlora, nvfp4", "lora"), ("experts, nvfp4", "experts, lora")):
+        assert 1e-3 < apart(curves[case], curves[wide]) < 0.05

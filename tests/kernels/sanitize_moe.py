@@ -33,6 +33,7 @@ from pronghorn.kernels.moe.routing import (
 from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_dequantize, fp8_quantize
 from pronghorn.kernels.quant.mxfp4 import mxfp4_dequantize, mxfp4_dequantize_reference, mxfp4_quantize
 from pronghorn.kernels.quant.nf4 import nf4_quantize
+from pronghorn.kernels.quant.nvfp4 import nvfp4_quantize
 
 
 def check_routing(device: str) -> None:
@@ -151,6 +152,7 @@ def check_grouped_quantized(device: str) -> None:
     mx = mxfp4_quantize(weight)
     stacks = [
         QuantizedStack.of(nf4_quantize(weight.flatten(0, 1).to(device)), E),
+        QuantizedStack.of(nvfp4_quantize(weight.flatten(0, 1).to(device)), E),
         QuantizedStack.of(mx.to(device), E),
         QuantizedStack.of(fp8_quantize(weight.to(device)), E),
     ]

@@ -18,10 +18,11 @@ from pronghorn.kernels.moe.grouped_quantized import (
 from pronghorn.kernels.quant.fp8_cast import fp8_quantize
 from pronghorn.kernels.quant.mxfp4 import mxfp4_quantize
 from pronghorn.kernels.quant.nf4 import nf4_quantize
+from pronghorn.kernels.quant.nvfp4 import nvfp4_quantize
 from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.kernels.runtime.dispatch import use_triton
 
-FORMATS = ["nf4", "mxfp4", "fp8"]
+FORMATS = ["nf4", "nvfp4", "mxfp4", "fp8"]
 LOADS = {"odd": [0, 1, 38, 45], "empty": [0, 0, 37]}
 # Every dtype with every format, and each of the two loads with both; the interpreter multiplies the first two dtypes.
 CASES = [(dtype, form, list(LOADS)[(i + j) % 2]) for i, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16))
@@ -30,7 +31,8 @@ CASES = [(dtype, form, list(LOADS)[(i + j) % 2]) for i, dtype in enumerate((torc
 
 def stack_of(weight: torch.Tensor, form: str, *, nested: bool = True) -> QuantizedStack:
     quantize: dict[str, Callable[[torch.Tensor], StoredTensor]] = {
-        "nf4": lambda weight: nf4_quantize(weight.flatten(0, 1), nested=nested), "mxfp4": mxfp4_quantize, "fp8": fp8_quantize}
+        "nf4": lambda weight: nf4_quantize(weight.flatten(0, 1), nested=nested), "mxfp4": mxfp4_quantize, "fp8": fp8_quantize,
+        "nvfp4": lambda weight: nvfp4_quantize(weight.flatten(0, 1))}
     return QuantizedStack.of(quantize[form](weight), len(weight))
 
 

@@ -37,7 +37,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {}, "qlora": {"method": "qlora"}, "fp8": {"method": "fp8"}, "full": {"method": "full"},
-    "qlora, fp8": {"method": "qlora", "compute": "fp8"}, "full, fp8": {"method": "full", "compute": "fp8"},
+    "qlora, nvfp4": {"method": "qlora", "storage": "nvfp4"}, "qlora, fp8": {"method": "qlora", "compute": "fp8"},
+    "full, fp8": {"method": "full", "compute": "fp8"},
 }
 TARGETS: dict[str, Any] = {"attention": ("q_proj", "o_proj"), "linears": "all-linear", "experts": ("all-linear", "experts")}
 TOKENS = 48
@@ -57,7 +58,7 @@ def model_of(config: Any, method: str, lora: Lora, dtype: torch.dtype = torch.fl
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     trains = METHODS[method].get("method")
     if trains in ("qlora", "fp8"):
-        row = FORMATS["nf4" if trains == "qlora" else "fp8"]
+        row = FORMATS[METHODS[method].get("storage", "nf4" if trains == "qlora" else "fp8")]
         store_linears_(model, row)
         store_experts_(model, row)
     if trains != "full":

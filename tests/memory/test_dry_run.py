@@ -118,8 +118,9 @@ def held_all_the_time(engine: Any) -> tuple[list[Any], list[Any]]:
     return own, shared
 
 
-@table(("family", "method"), [(family, method) for family in ("llama", "qwen3", "gpt_oss", "qwen2_moe")
-                              for method in (("lora", "qlora", "fp8", "full") if family in EXPERTS else METHODS)])
+@table(("family", "method"), [
+    *((family, method) for family in ("llama", "qwen3") for method in METHODS),
+    *((family, method) for family in ("gpt_oss", "qwen2_moe") for method in ("lora", "qlora", "qlora, nvfp4", "fp8", "full"))])
 def test_weights_and_adapters_are_counted_as_they_are_stored_and_shared(family: str, method: str) -> None:
     targets = TARGETS["experts" if family in EXPERTS and method != "full" else "linears"]
     model = small_model(family, method, targets)
@@ -202,6 +203,10 @@ def test_levels_pieces_and_methods_stand_in_their_order() -> None:
     assert static_parts(half)["rope and libraries"] > LIBRARY_BYTES
     nf4 = replace(job, method="qlora")
     assert shared_bytes(replace(nf4, compute="fp8")) < shared_bytes(nf4)  # a byte instead of two
+    nvfp4, linears = replace(nf4, storage="nvfp4"), 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert shared_bytes(nvfp4) == shared_bytes(nf4)
+    more = static_parts(nvfp4)["weights"] - static_parts(nf4)["weights"]
+    assert more == pytest.approx((9 / 16 - 0.516) * linears, rel=0.02)
 
 
 def test_few_rows_with_a_loss_cost_the_last_layer_no_more_than_their_copies() -> None:

@@ -78,7 +78,8 @@ def test_the_recipe_decides() -> None:
     assert (job.rank, job.targets, job.method, job.element) == (8, ("q_proj",), "qlora", 4)
     assert job.loss_rows == 5120  # 0.3 of 16,384, to the next sixteenth
     lora, qlora = (plan_report(recipe(method=m), MODELS["llama-8b"], gpu="h200").plan for m in ("lora", "qlora"))
-    assert qlora.peak_bytes < lora.peak_bytes
+    nvfp4 = plan_report(recipe(method="qlora", storage="nvfp4"), MODELS["llama-8b"], gpu="h200").plan
+    assert qlora.peak_bytes < nvfp4.peak_bytes < lora.peak_bytes
 
 
 @table(("changes", "gpu", "error", "said"), [

@@ -150,7 +150,8 @@ def test_a_4_bit_checkpoint_is_read_as_it_is_and_only_so(tmp_path: Path) -> None
     assert type(again.model.layers[0].mlp.down_proj) is torch.nn.Linear  # left out by whoever made it
     assert isinstance(again.model.layers[1].mlp.down_proj, StoredLinear)
     assert inspect_model(str(tmp_path), storage="nf4").layers == 2
-    for refused_call in (lambda: inspect_model(str(tmp_path)), lambda: load_model(str(tmp_path), torch.float32, CPU)):
+    for refused_call in (lambda: inspect_model(str(tmp_path)), lambda: load_model(str(tmp_path), torch.float32, CPU),
+                         lambda: load_model(str(tmp_path), torch.float32, CPU, storage="nvfp4")):
         with pytest.raises(ModelError, match="stored in 4 bits") as caught:
             refused_call()
         assert "method: qlora" in caught.value.fix

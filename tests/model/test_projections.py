@@ -117,12 +117,13 @@ def scratches(model: Any) -> list[Any]:
 # ---- the same numbers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "lora"), [
-    *((family, "all") for family in FAMILIES),
-    *((family, "some") for family in ("llama", "llama, every bias", "llama, rows of no whole blocks", "phi3", "gemma2")),
+@pytest.mark.parametrize(("family", "lora", "storage"), [
+    *((family, "all", "nf4") for family in FAMILIES),
+    *((family, "some", "nf4") for family in ("llama", "llama, every bias", "llama, rows of no whole blocks", "phi3", "gemma2")),
+    ("llama", "all", "nvfp4"), ("llama, every bias", "some", "nvfp4"), ("phi3", "all", "nvfp4"),
 ])
-def test_loss_and_every_gradient_are_those_of_the_dequantized_weights(family: str, lora: str) -> None:
-    model, batch = model_of(family, LORAS[lora]), batch_of()
+def test_loss_and_every_gradient_are_those_of_the_dequantized_weights(family: str, lora: str, storage: str) -> None:
+    model, batch = model_of(family, LORAS[lora], FORMATS[storage]), batch_of()
     twin = twin_of(model)
     assert not install(model)
     loss, gradients = step_of(model, batch)

@@ -166,6 +166,7 @@ def test_experts_in_4_bits_train_as_their_dequantized_copy(which: str, request: 
 @pytest.mark.parametrize(("family", "storage", "targets"), [
     *((family, storage, "experts") for family in CONFIGS for storage in ("nf4", "fp8")),
     ("gpt_oss", "nf4", "attention"), ("qwen3_moe", "nf4", "attention"), ("qwen2_moe", "fp8", "attention"),
+    ("gpt_oss", "nvfp4", "experts"), ("qwen3_moe", "nvfp4", "experts"), ("mixtral", "nvfp4", "attention"),
 ])
 def test_loss_and_every_gradient_are_those_of_the_familys_own_layers(
     family: str, storage: str, targets: str, monkeypatch: pytest.MonkeyPatch
@@ -230,7 +231,7 @@ def test_fp8_is_made_of_16_bits(mxfp4_folder: Path) -> None:
 
 def test_they_take_an_eighth_or_a_quarter_of_float32(qwen_folder: Path) -> None:
     values = 4 * (128 * 64 + 64 * 64)
-    for storage, bytes_each in (("nf4", 0.6), ("fp8", 1.07)):
+    for storage, bytes_each in (("nf4", 0.6), ("nvfp4", 0.57), ("fp8", 1.07)):
         (stored, _) = few_bits(load_model(str(qwen_folder), torch.float32, CPU, storage=storage))
         assert sum(stack.stored.nbytes for stack in stored.stacks.values()) < bytes_each * values
         held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in stored.parameters()}

@@ -23,7 +23,7 @@ from tables import table
 
 QUANTIZED = [name for name, row in FORMATS.items() if row.quantize]
 LINEARS = [name for name, row in FORMATS.items() if row.save]
-ERRORS = {"nf4": 0.11, "mxfp4": 0.15, "fp8": 0.04}  # of normal numbers
+ERRORS = {"nf4": 0.11, "nvfp4": 0.11, "mxfp4": 0.15, "fp8": 0.04}  # of normal numbers
 CPU = torch.device("cpu")
 
 
@@ -67,6 +67,12 @@ def test_weights_and_stacks_keep_their_values(name: str) -> None:
     assert 0 < error(stack.dequantized(torch.float32), weight) < ERRORS[name]
     alone = quantized(name, weight[1])
     assert 0 < error(alone.dequantize(dtype=torch.float32), weight[1]) < ERRORS[name]
+
+
+def test_rows_of_no_whole_blocks_are_refused() -> None:
+    with pytest.raises(ModelError, match="rows of 72 values") as caught:
+        quantized("nvfp4", torch.randn(4, 72))
+    assert "storage: nf4" in caught.value.fix
 
 
 @table("name", LINEARS)

@@ -1,4 +1,4 @@
-"""Whole runs of mixtures whose experts are in few bits, through the command: they learn, resume, talk and export."""
+"""Whole runs of models with quantized weights, through the command: they learn, resume, talk and export."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import pytest
 import torch
 from peft import PeftModel
 from test_loop import Silent, same, weights
-from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2MoeConfig
 
 from pronghorn.cli import main
 from pronghorn.errors import RecipeError
 from pronghorn.model.formats.experts import StoredExperts
+from pronghorn.model.formats.linear import StoredLinear
+from pronghorn.model.formats.table import storage_of
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.train import setup
@@ -33,6 +35,7 @@ CONFIGS: dict[str, Any] = {
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
     "qwen2_moe": lambda: Qwen2MoeConfig(**SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2,
                                         shared_expert_intermediate_size=64),
+    "llama": lambda: LlamaConfig(**SIZES),
     "glm4_moe": lambda: AutoConfig.for_model("glm4_moe", **SIZES, moe_intermediate_size=64, n_routed_experts=4,
                                              num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
                                              routed_scaling_factor=1.5, head_dim=16),
@@ -46,17 +49,19 @@ def saved(family: str, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(("family", "method"), [("mixtral", "qlora"), ("qwen2_moe", "fp8"), ("glm4_moe", "qlora")])
+@pytest.mark.parametrize(("family", "storage"), [
+    ("mixtral", "nf4"), ("qwen2_moe", "fp8"), ("glm4_moe", "nf4"), ("qwen2_moe", "nvfp4"), ("llama", "nvfp4")])
 def test_the_command_trains_resumes_and_exports(
-    family: str, method: str, recipe_for: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    family: str, storage: str, recipe_for: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     loaded: list[Any] = []
     build = setup._build_model
     monkeypatch.setattr(setup, "_build_model", lambda *rest: loaded.append(build(*rest)) or loaded[-1])
     model = saved(family, tmp_path / "model")
-    recipe = recipe_for(model=model, method=method, lora={"targets": ["all-linear", "experts"]}, train={"steps": 6},
-                        eval={"every": 6})
+    targets = ["all-linear"] if family == "llama" else ["all-linear", "experts"]
+    method = {"method": "fp8"} if storage == "fp8" else {"method": "qlora", "storage": storage}
+    recipe = recipe_for(model=model, **method, lora={"targets": targets}, train={"steps": 6}, eval={"every": 6})
     file, run = tmp_path / "recipe.yaml", Path(recipe.output)
     file.write_text(json.dumps(recipe.model_dump(exclude={"eval": {"stop"}})))  # JSON is YAML
     assert main(["train", str(file), "--json"]) == 0
@@ -65,7 +70,9 @@ def test_the_command_trains_resumes_and_exports(
     assert [e["resumed_from"] for e in read_log(run) if e["event"] == "start"] == [None, 3]
     assert same(weights(run / "checkpoint-6"), weights(tmp_path / "first"))
     capsys.readouterr()
-    assert all(any(isinstance(module, StoredExperts) for module in each.modules()) for each in loaded)
+    for each in loaded:
+        stored = [(type(module), row.name) for module in each.modules() if (row := storage_of(module))]
+        assert set(stored) == {(StoredLinear, storage), *([] if family == "llama" else [(StoredExperts, storage)])}
     events = history(read_log(run))
     losses = [e["loss"] for e in events if e["event"] == "step"]
     assert losses[-1] < losses[0] - 0.05

@@ -4,6 +4,7 @@ As grouped_gemm.py: S rows sorted by expert, E experts, weights [E, O, D], D a m
 stack is stored (kernels/quant/stored.py) as
 
     nf4      one weight of shape (E * O, D): as bitsandbytes stores a stack, experts one under the other
+    nvfp4    the same, with one scale for the whole stack beside those of its blocks
     mxfp4    (E, O, D): a gpt-oss checkpoint as it is
     fp8      (E, O, D), a scale for each row
 
@@ -32,11 +33,12 @@ from pronghorn.kernels.moe.grouped_gemm import (
 from pronghorn.kernels.moe.grouped_lora import RANK_MULTIPLE, AdaptedBesideExperts, ExpertAdapter
 from pronghorn.kernels.quant.mxfp4 import mxfp4_level, mxfp4_power
 from pronghorn.kernels.quant.nf4 import _shuffled_levels
+from pronghorn.kernels.quant.nvfp4 import nvfp4_level, nvfp4_scale
 from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.kernels.runtime.add_dot import EXACT_INNER, add_dot
 from pronghorn.kernels.runtime.dispatch import KERNELS_ARE_INTERPRETED, Chip, chip_of, jit, tl, triton, use_triton
 
-DEPTH = 64  # columns of W in a tile: a block of NF4, two of MXFP4
+DEPTH = 64  # columns of W in a tile: a block of NF4, two of MXFP4, four of NVFP4
 MOST_PARTS = 6  # tensors of a stored stack that the kernels take
 
 
@@ -104,6 +106,12 @@ def _weights(
         power = mxfp4_power(tl.load(scales + block[:, None] + tl.arange(0, 2)[None, :]))
         levels = tl.reshape(tl.join(mxfp4_level(pair & 15), mxfp4_level(pair >> 4)), (ROWS, 2, 32))
         result = tl.reshape(levels * power[:, :, None], (ROWS, 64))
+    elif FORMAT == "nvfp4":
+        block = row * (D // 16) + first // 16
+        pair = tl.load(values + block[:, None] * 8 + tl.arange(0, 32)[None, :]).to(tl.int32)
+        scale = nvfp4_scale(tl.load(scales + block[:, None] + tl.arange(0, 4)[None, :]))
+        levels = tl.reshape(tl.join(nvfp4_level(pair & 15), nvfp4_level(pair >> 4)), (ROWS, 4, 16))
+        result = tl.reshape(levels * scale[:, :, None] * tl.load(nested_absmax), (ROWS, 64))
     else:
         result = tl.load(values + row[:, None] * D + first + tl.arange(0, 64)[None, :]).to(tl.float32)
     return result
@@ -187,7 +195,8 @@ def _backward_kernel(
 
 
 def _stored(stack: QuantizedStack) -> tuple[Tensor, ...]:
-    """values, scales, nested_absmax, nested_code, offset, code: the scales stand for what the format does not have."""
+    """values, scales, nested_absmax (of NVFP4: the tensor's scale), nested_code, offset, code: the scales stand for what the
+    format does not have."""
     parts = stack.stored.kernel_parts
     return parts + parts[1:2] * (MOST_PARTS - len(parts))
 

@@ -15,13 +15,14 @@ one that can takes `packed` as it is and `scales` in its own order of tiles.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
 
 BLOCK = 16
@@ -39,9 +40,10 @@ def nvfp4_code(device: torch.device | str = "cpu") -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NVFP4Tensor:
-    """One weight."""
+class NVFP4Tensor(StoredTensor):
+    """One weight. A stack of experts is one, too, experts one under the other."""
 
+    name = "nvfp4"
     packed: Tensor
     scales: Tensor
     tensor_scale: Tensor
@@ -49,12 +51,11 @@ class NVFP4Tensor:
     dtype: torch.dtype  # of the weight that was quantized, and what it is dequantized to by default
 
     @property
-    def nbytes(self) -> int:
-        return self.packed.nbytes + self.scales.nbytes + self.tensor_scale.nbytes
+    def kernel_parts(self) -> tuple[Tensor, ...]:
+        return self.packed, self.scales.view(torch.uint8), self.tensor_scale
 
-    def to(self, device: torch.device | str) -> NVFP4Tensor:
-        return replace(self, packed=self.packed.to(device), scales=self.scales.to(device),
-                       tensor_scale=self.tensor_scale.to(device))
+    def dequantize(self, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        return nvfp4_dequantize(self, out, dtype)
 
 
 # ---- plain torch -----------------------------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ def _config() -> Config:
 
 
 @jit
-def _scale_value(scale: tl.tensor) -> tl.tensor:
+def nvfp4_scale(scale: tl.tensor) -> tl.tensor:
     """e4m3 bytes without a sign as fp32, by their bits: not every chip has the cast. 127 is NaN."""
     scale = scale.to(tl.int32)
     normal = (((scale >> 3) + 120) << 23 | (scale & 7) << 20).to(tl.float32, bitcast=True)
@@ -132,7 +133,7 @@ def _scale_value(scale: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _level(number: tl.tensor) -> tl.tensor:
+def nvfp4_level(number: tl.tensor) -> tl.tensor:
     """e2m1 as fp32, by its bits."""
     size = number & 7
     normal = (((size >> 1) + 126) << 23 | (size & 1) << 22).to(tl.float32, bitcast=True)
@@ -151,8 +152,8 @@ def _dequantize_kernel(
     inside = block < row_blocks
     source = packed + row * row_blocks * 8 + block[:, None] * 8 + tl.arange(0, 8)[None, :]
     number = tl.load(source, mask=inside[:, None], other=0).to(tl.int32)
-    scale = _scale_value(tl.load(scales + row * row_blocks + block, mask=inside, other=0))
-    levels = tl.reshape(tl.join(_level(number & 15), _level(number >> 4)), (BLOCKS, 16))
+    scale = nvfp4_scale(tl.load(scales + row * row_blocks + block, mask=inside, other=0))
+    levels = tl.reshape(tl.join(nvfp4_level(number & 15), nvfp4_level(number >> 4)), (BLOCKS, 16))
     values = levels * scale[:, None] * tl.load(tensor_scale)
     target = out + row * out_row + block[:, None] * 16 + tl.arange(0, 16)[None, :]
     tl.store(target, values.to(out.dtype.element_ty), mask=inside[:, None])
@@ -169,7 +170,7 @@ def _quantize_kernel(
     inside = block < row_blocks
     source = weight + row * weight_row + block[:, None] * 16 + tl.arange(0, 16)[None, :]
     values = tl.load(source, mask=inside[:, None], other=0.0).to(tl.float32)
-    scale = _scale_value(tl.load(scales + row * row_blocks + block, mask=inside, other=0)) * tl.load(tensor_scale)
+    scale = nvfp4_scale(tl.load(scales + row * row_blocks + block, mask=inside, other=0)) * tl.load(tensor_scale)
     inverse = tl.where(scale > 0, tl.div_rn(scale * 0.0 + 1.0, scale), 0.0)
     scaled = values * inverse[:, None]
     size = tl.abs(scaled)

@@ -2,6 +2,7 @@
 
     bf16     as the checkpoint has it, in the compute dtype: 16 or 32 bits            method: lora, full
     nf4      4 bits in blocks of 64, scales quantized twice: bitsandbytes' bytes      method: qlora
+    nvfp4    4 bits in blocks of 16, scales of two levels: ModelOpt's names           method: qlora with storage: nvfp4
     mxfp4    4 bits in blocks of 32 that share a power of two: gpt-oss's experts      method: qlora, for those
     fp8      e4m3 with a scale for each output channel: compressed-tensors' names     method: fp8
 
@@ -26,10 +27,12 @@ from pronghorn.kernels.quant.fp8_cast import FP8Tensor, fp8_quantize, fp8_suppor
 from pronghorn.kernels.quant.mxfp4 import MXFP4Tensor, mxfp4_quantize
 from pronghorn.kernels.quant.nf4 import nf4_quantize
 from pronghorn.kernels.quant.nf4_fp8 import nf4_fp8_scales, nf4_to_fp8
+from pronghorn.kernels.quant.nvfp4 import BLOCK as NVFP4_BLOCK
+from pronghorn.kernels.quant.nvfp4 import NVFP4Tensor, nvfp4_quantize
 from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.model.formats.bitsandbytes import nf4_of_state, nf4_state
 
-Storage = Literal["bf16", "nf4", "mxfp4", "fp8"]
+Storage = Literal["bf16", "nf4", "nvfp4", "mxfp4", "fp8"]
 
 
 class ToFp8(NamedTuple):
@@ -69,6 +72,26 @@ def _nf4(weight: Tensor) -> StoredTensor:
     return nf4_quantize(weight.contiguous().flatten(0, -2))
 
 
+def _nvfp4(weight: Tensor) -> StoredTensor:
+    if weight.shape[-1] % NVFP4_BLOCK:
+        raise ModelError(what=f"a weight with rows of {weight.shape[-1]} values cannot be stored as NVFP4",
+                         why=f"{NVFP4_BLOCK} neighbouring values share a scale", fix="set storage: nf4")
+    return nvfp4_quantize(weight.contiguous().flatten(0, -2))
+
+
+def _nvfp4_state(q: NVFP4Tensor) -> dict[str, Tensor]:
+    return {"weight": q.packed, "weight_scale": q.scales, "weight_scale_2": q.tensor_scale}
+
+
+def _nvfp4_of_state(parts: Mapping[str, Tensor], where: str) -> NVFP4Tensor:
+    weight = parts["weight"]
+    if "weight_scale_2" not in parts or weight.dtype != torch.uint8:
+        raise ModelError(what="the weight is not stored as NVFP4", where=where,
+                         why="weight_scale_2 is missing, or the values are not bytes", fix="use the 16-bit model")
+    shape = len(weight), 2 * weight.shape[1]
+    return NVFP4Tensor(weight, parts["weight_scale"], parts["weight_scale_2"].float(), shape, torch.bfloat16)
+
+
 def _fp8_state(q: FP8Tensor) -> dict[str, Tensor]:
     """In memory of its own, not a view of a group's matrix: safetensors wants it."""
     return {"weight": q.values.contiguous(), "weight_scale": q.scales[:, None]}
@@ -103,6 +126,7 @@ FORMATS: dict[str, Format] = {row.name: row for row in (
     Format("bf16", "16 bits"),
     Format("nf4", "4 bits", _nf4, nf4_state, nf4_of_state, published="bitsandbytes' NF4", as_published=True,
            to_fp8=ToFp8(nf4_fp8_scales, nf4_to_fp8)),
+    Format("nvfp4", "4 bits", _nvfp4, _nvfp4_state, _nvfp4_of_state),
     Format("mxfp4", "4 bits", lambda weight: mxfp4_quantize(weight.contiguous()), stack=("_blocks", "_scales"),
            read_stack=MXFP4Tensor, published="gpt-oss's MXFP4"),
     # Routers that are linears stay wide, too: others are no linears.
