@@ -51,13 +51,13 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("cli")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PRONGHORN_CACHE", str(folder / "cache"))
-        place = Place(folder, tiny_model)
+        place = Place(folder, one_layer_model)
         assert main(["train", str(place.recipe), "--json"]) == 0
-        assert main(["train", str(write_recipe(folder, tiny_model, "slow", lr=1e-4)), "--json"]) == 0
+        assert main(["train", str(write_recipe(folder, one_layer_model, "slow", lr=1e-4)), "--json"]) == 0
         yield place
 
 

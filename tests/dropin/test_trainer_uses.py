@@ -12,7 +12,7 @@ from dropin.model_uses import ADAPTERS, MODELS
 from dropin.same_numbers import compare, fast_model, runs, stock_model, with_captured_layers, written
 from pronghorn.kernels.runtime import dispatch
 
-ADAPTED = ["llama", "qwen3", "gemma3", "gpt-oss", "llama"]  # an odd number: each family with and without recomputing
+ADAPTED = ["llama", "qwen3", "gemma3", "gpt-oss", "llama"]  # five: each family meets each way to run layers
 WHOLE = ["tied", "gemma3", "gpt-oss", "tied", "qwen3"]
 ON_THE_OWN_LAYERS = {"masks of four dimensions and with holes"}
 # Stock gpt-oss lets packed documents see each other (ours does not), and has no experts in float64.
@@ -21,30 +21,34 @@ USES = {**LOOPS, **MODELS, **ADAPTERS}
 SLOW = {"a compiled model"}  # seconds, and the same with an adapter
 
 
-def turns(names: list[str], families: list[str]) -> list[tuple[str, str, bool]]:
-    """One family each, and recomputing in every second: all of them times all take minutes."""
+LAYERS = ("plain", "recomputing", "captured")  # how they run
+
+
+def turns(names: list[str], families: list[str], ways: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    """One family each, and one way: all of them times all take minutes."""
     found = []
     for number, name in enumerate(names):
         family = families[number % len(families)]
-        found.append((name, families[0] if family == "gpt-oss" and name in NOT_OF_GPT_OSS else family, number % 2 == 1))
+        family = families[0] if family == "gpt-oss" and name in NOT_OF_GPT_OSS else family
+        found.append((name, family, ways[number % len(ways)]))
     return found
 
 
-def every(names: list[str], families: list[str]) -> list[tuple[str, str, bool]]:
-    return [(name, family, recompute) for name in names for family in sorted(set(families)) for recompute in (False, True)
+def every(names: list[str], families: list[str], ways: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    return [(name, family, way) for name in names for family in sorted(set(families)) for way in ways
             if not (family == "gpt-oss" and name in NOT_OF_GPT_OSS)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`make dropin-cases` takes all of them."""
     full = metafunc.config.getoption("--every-case")
-    names, families = {
-        "test_an_adapter_trains_as_with_stock_libraries": (sorted(USES if full else set(USES) - SLOW), ADAPTED),
+    names, families, ways = {
+        "test_an_adapter_trains_as_with_stock_libraries": (sorted(USES if full else set(USES) - SLOW), ADAPTED, LAYERS),
         "test_a_whole_model_trains_as_with_stock_libraries":
-            (sorted({*LOOPS, *MODELS} if full else {*sorted({*LOOPS, *MODELS})[::3], *SLOW}), WHOLE),
-        "test_trainer_trains_as_with_stock_libraries": (list(TRAINERS), ["llama", "qwen3", "gemma3"]),
+            (sorted({*LOOPS, *MODELS} if full else {*sorted({*LOOPS, *MODELS})[::3], *SLOW}), WHOLE, LAYERS[:2]),
+        "test_trainer_trains_as_with_stock_libraries": (list(TRAINERS), ["llama", "qwen3", "gemma3"], LAYERS[:2]),
     }[metafunc.definition.name]
-    metafunc.parametrize(("name", "family", "recompute"), (every if full else turns)(names, families))
+    metafunc.parametrize(("name", "family", "way"), (every if full else turns)(names, families, ways))
 
 
 @pytest.fixture(scope="session")
@@ -58,30 +62,30 @@ def _said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pronghorn.model.captured_layers.EAGER_TIMES", 0)
 
 
-def test_an_adapter_trains_as_with_stock_libraries(models: Path, name: str, family: str, recompute: bool,
+def test_an_adapter_trains_as_with_stock_libraries(models: Path, name: str, family: str, way: str,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written(models, family)
     plain = stock_model(folder)
-    fasts = [fast_model(folder, plain, recompute=recompute)]
-    if family != "gpt-oss" and not recompute:
-        fasts.append(with_captured_layers(fast_model(folder, plain)))
+    fast = fast_model(folder, plain, recompute=way == "recomputing")
+    if way == "captured" and family != "gpt-oss":  # experts are not captured
+        fast = with_captured_layers(fast)
     ran = runs(monkeypatch)
-    compare(USES[name], plain, *fasts)
+    compare(USES[name], plain, fast)
     assert bool(ran) == (name not in ON_THE_OWN_LAYERS)
 
 
-def test_a_whole_model_trains_as_with_stock_libraries(models: Path, name: str, family: str, recompute: bool,
+def test_a_whole_model_trains_as_with_stock_libraries(models: Path, name: str, family: str, way: str,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written(models, family)
     plain = stock_model(folder, adapter=False)
     ran = runs(monkeypatch)
-    compare(USES[name], plain, fast_model(folder, plain, adapter=False, recompute=recompute))
+    compare(USES[name], plain, fast_model(folder, plain, adapter=False, recompute=way == "recomputing"))
     assert bool(ran) == (name not in ON_THE_OWN_LAYERS)
 
 
-def test_trainer_trains_as_with_stock_libraries(models: Path, tmp_path: Path, name: str, family: str, recompute: bool,
+def test_trainer_trains_as_with_stock_libraries(models: Path, tmp_path: Path, name: str, family: str, way: str,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = written(models, family)
+    folder, recompute = written(models, family), way == "recomputing"
     whole = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["embed_tokens", "lm_head"]} if recompute else {}
     plain = stock_model(folder, **whole)
     fast = fast_model(folder, plain, recompute=recompute, **whole)

@@ -29,8 +29,8 @@ def _trl_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", TorchLogProbs)
 
 
-STEPS = 20  # more than an epoch: 60 rows are 10 to 15 steps
-LONG = {"max_steps": 100, "learning_rate": 5e-3}  # for packing: what drifts apart slowly would have (by itself, at 2e-2)
+STEPS = 10  # more than an epoch: 24 rows are 2 to 6 steps
+LONG = {"max_steps": 30, "learning_rate": 1e-2}  # for packing: what drifts apart slowly would have (by itself, at 2e-2)
 COMMON: dict[str, Any] = {"max_steps": STEPS, "logging_steps": 1, "learning_rate": 2e-2, "use_cpu": True,
                           "report_to": "none", "save_strategy": "no", "seed": 3407, "disable_tqdm": True, "bf16": False}
 
@@ -49,7 +49,7 @@ def curve(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def texts(tokenizer: Any, count: int = 60) -> datasets.Dataset:
+def texts(tokenizer: Any, count: int = 24) -> datasets.Dataset:
     rows = [tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in chat_rows(count)]
     return datasets.Dataset.from_list([{"text": row} for row in rows])
 

@@ -161,10 +161,13 @@ LATER = {("dpo", loss) for loss in LOSSES} | {
                                  "only what the assistant says in completions", "packed, split", "without recomputing",
                                  "an adapter by the trainer, recomputing", "padded to a multiple", "experts, a whole model",
                                  "texts, a whole model", "a function that makes texts", "accumulation", "chunked", "noise",
-                                 "a stream of which the assistant counts", "conversations with completions")),
+                                 "a stream of which the assistant counts", "conversations with completions", "dft",
+                                 "prompts and completions", "label smoothing", "evaluated on two sets")),
     *(("dpo", name) for name in ("implicit prompts", "a stream", "weighted", "another divergence", "cut at the end",
-                                 "an adapter by the trainer", "evaluated", "experts", "length desensitised", "pairs")),
-    *(("kto", name) for name in ("pairs", "conversations", "weights", "apo", "an adapter by the trainer", "evaluated")),
+                                 "an adapter by the trainer", "evaluated", "experts", "length desensitised", "pairs",
+                                 "conversations", "a whole model")),
+    *(("kto", name) for name in ("pairs", "a reference computed before", "conversations", "weights", "apo", "evaluated",
+                                 "an adapter by the trainer")),
     ("reward", "centred"), ("reward", "conversations"), ("orpo", "a whole model")}
 
 

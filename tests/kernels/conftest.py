@@ -86,6 +86,9 @@ if not CUDA and find_spec("triton") is not None:
 def use_interpreted(wanted: bool) -> None:
     """Kernel tests see the interpreted modules; whatever else is in this process sees those it was built with."""
     if BOTH and sys.modules["pronghorn.kernels.runtime.dispatch"] is not BOTH[wanted]["pronghorn.kernels.runtime.dispatch"]:
+        BOTH[not wanted] = _kernels_and_triton()  # with what was imported since, which belongs to these
+        for name in BOTH[not wanted]:
+            del sys.modules[name]
         sys.modules.update(BOTH[wanted])
         for name, module in BOTH[wanted].items():
             parent, _, last = name.rpartition(".")

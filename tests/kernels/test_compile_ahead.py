@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -121,60 +119,56 @@ def test_work_that_fails_leaves_launches_as_they_were(played: Callable[..., tupl
     assert part.launched == ["two"]
 
 
-FOR_A_HOPPER = """
-import pathlib, re, subprocess, sys, threading
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
+class NoGpu:
+    """What Triton's compiler asks a driver for, of a Hopper."""
 
-launchers = []
+    def __init__(self) -> None:
+        self.launchers: list[str] = []
 
-class ThereIsNone:
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
-    def launcher_cls(self, source, metadata): launchers.append(metadata.name)
+    def get_current_target(self) -> Any:
+        return importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
 
-driver.set_active(ThereIsNone())
-from pronghorn.kernels.attention import attention_short as op
-from pronghorn.kernels.attention.attention_torch import Packed, spans
-from pronghorn.kernels.runtime.dispatch import compile_kernels
+    def get_current_device(self) -> int:
+        return 1078
 
-T = 256
-cu = torch.tensor([0, 100, T], dtype=torch.int32)
-packed = Packed(cu, T, 0.125, None, None, None, None, spans(cu, T))
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
-def layer(width):
-    q, k, v = (torch.zeros(T, heads, width, dtype=torch.bfloat16) for heads in (8, 2, 2))
-    angles = torch.zeros(T, width // 2)
-    out, lse = op.Short.forward(q, k, v, packed, None)
-    backward = threading.Thread(target=op.Short.backward, args=(q, q, k, v, out, lse, packed, None, (angles, angles)))
-    backward.start()
-    backward.join()
-
-compile_kernels(lambda: [layer(width) for width in (64, 128, 64, 128)])
-dump = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-for kernel in (op._forward_kernel, op._dq_kernel, op._dkdv_kernel):
-    for found in kernel.device_caches[0][0].values():
-        binary = pathlib.Path(sys.argv[1]) / "kernel.cubin"
-        binary.write_bytes(found.asm["cubin"])
-        usage = subprocess.run([dump, "-res-usage", binary], capture_output=True, text=True)
-        print(kernel.__name__, type(found).__name__, *re.findall("STACK:[0-9]+", usage.stdout + usage.stderr),
-              launchers.count(kernel.__name__))
-"""
+    def launcher_cls(self, source: Any, metadata: Any) -> None:
+        self.launchers.append(metadata.name)
 
 
-def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
-    """Triton's own compiler, in threads: attention's kernels once for each width, with what launches them, and none spills its
-    registers."""
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", FOR_A_HOPPER, str(tmp_path)], capture_output=True, text=True, check=False,
-                          env=environment)  # fmt: skip
-    names = ("_forward_kernel", "_dq_kernel", "_dkdv_kernel")
-    expected = [f"{name} CompiledKernel STACK:0 2" for name in names for _ in range(2)]
-    assert done.stdout.splitlines() == expected, done.stderr[-2000:]
-    assert "FP_FUSION" not in done.stderr  # Triton's word that a default will change, which ours do not rest on
+def test_kernels_compile_for_a_gpu_that_is_not_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Triton's own compiler, in threads: attention's kernels once, with what launches them, and none spills its registers."""
+    plugin: Any = request.config.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))
+    plugin.use_interpreted(False)
+    op = importlib.import_module("pronghorn.kernels.attention.attention_short")
+    plain = importlib.import_module("pronghorn.kernels.attention.attention_torch")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    gpu = NoGpu()
+    monkeypatch.setattr(importlib.import_module("triton.runtime.driver").driver, "_active", gpu)
+    T, width = 256, 128
+    cu = torch.tensor([0, 100, T], dtype=torch.int32)
+    packed = plain.Packed(cu, T, 0.125, None, None, None, None, plain.spans(cu, T))
+
+    def layer() -> None:
+        q, k, v = (torch.zeros(T, heads, width, dtype=torch.bfloat16) for heads in (8, 2, 2))
+        angles = torch.zeros(T, width // 2)
+        out, lse = op.Short.forward(q, k, v, packed, None)
+        backward = threading.Thread(target=op.Short.backward, args=(q, q, k, v, out, lse, packed, None, (angles, angles)))
+        backward.start()
+        backward.join()
+
+    importlib.import_module("pronghorn.kernels.runtime.dispatch").compile_kernels(lambda: [layer() for _ in range(2)])
+    compiler = importlib.import_module("pronghorn.kernels.runtime.compile_for")
+    for kernel in (op._forward_kernel, op._dq_kernel, op._dkdv_kernel):
+        (found,) = kernel.device_caches.pop(gpu.get_current_device())[0].values()
+        build = compiler.Builds(dispatch.HOPPER)._build(kernel.__name__, found, "")
+        assert (build.registers > 0, build.spilled) == (True, 0), kernel.__name__
+        assert gpu.launchers.count(kernel.__name__) == 1
+    assert "FP_FUSION" not in capfd.readouterr().err  # Triton's word that a default will change, which ours do not rest on
 
 
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")

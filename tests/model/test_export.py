@@ -38,7 +38,7 @@ def logits(model: Any) -> torch.Tensor:
 
 def checkpoint_of(recipe: Recipe, folder: Path) -> Path:
     """As training leaves it: weights that moved, the tokenizer, and what only a resume needs."""
-    model = make_model()
+    model = make_model(num_hidden_layers=1)
     if recipe.method == "qlora":
         store_linears_(model, FORMATS["nf4"])
     if recipe.method in ("lora", "qlora"):
@@ -56,11 +56,11 @@ def checkpoint_of(recipe: Recipe, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stock_libraries_give_the_same_logits(kind: str, recipe_for: RecipeFor, tmp_path: Path, tiny_model: Path) -> None:
+def test_stock_libraries_give_the_same_logits(kind: str, recipe_for: RecipeFor, tmp_path: Path, one_layer_model: Path) -> None:
     recipe = recipe_for(lora=KINDS[kind])
     checkpoint = checkpoint_of(recipe, tmp_path / "checkpoint-3")
     ours = logits(trained_model(checkpoint, recipe, torch.float32, CPU))
-    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(one_layer_model, dtype=torch.float32)
     assert (ours - logits(base)).abs().max() > 1e-2
 
     export(checkpoint, recipe, tmp_path / "adapter", "adapter", {})
@@ -164,14 +164,14 @@ def test_merging_rounds_once(recipe_for: RecipeFor, tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "auto"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_a_4_bit_run_merges_into_what_it_was_trained_on(
-    kind: str, precision: str, recipe_for: RecipeFor, tmp_path: Path, tiny_model: Path
+    kind: str, precision: str, recipe_for: RecipeFor, tmp_path: Path, one_layer_model: Path
 ) -> None:
     """Dequantize, add in float32, round once; the 16-bit weights that were quantized once play no part."""
     recipe = recipe_for(method="qlora", precision=precision, lora=KINDS[kind])
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     checkpoint = checkpoint_of(recipe, tmp_path / "checkpoint-3")
     trained = trained_model(checkpoint, recipe, dtype, CPU)
-    wrapper = trained.get_base_model().model.layers[1].mlp.down_proj
+    wrapper = trained.get_base_model().model.layers[0].mlp.down_proj
     assert isinstance(wrapper.base_layer, StoredLinear)
     export(checkpoint, recipe, tmp_path / "merged", "merged", {})
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
@@ -180,10 +180,10 @@ def test_a_4_bit_run_merges_into_what_it_was_trained_on(
     if kind == "lora":
         base = wrapper.base_layer.dequantize(dtype).float()
         expected = (base + wrapper.get_delta_weight("default")).to(dtype)
-        assert torch.equal(merged.model.layers[1].mlp.down_proj.weight, expected)
+        assert torch.equal(merged.model.layers[0].mlp.down_proj.weight, expected)
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
     assert (logits(merged) - logits(trained)).abs().max() < tolerance
-    lost = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype)
+    lost = AutoModelForCausalLM.from_pretrained(one_layer_model, dtype=dtype)
     export(checkpoint, recipe, tmp_path / "adapter", "adapter", {})
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["peft_type"] == "LORA"
     on_16_bits = logits(PeftModel.from_pretrained(lost, str(tmp_path / "adapter")))  # stock PEFT reads it

@@ -1,4 +1,4 @@
-"""The promise that nothing is lost, at three random instants for each way of loading (the script takes any number)."""
+"""The promise that nothing is lost, at two random instants for each way of loading (the script takes any number)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 
-def test_kill_9_at_any_instant_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
+def test_kill_9_at_any_instant_changes_nothing(one_layer_model: Path, tmp_path: Path) -> None:
     """One process: what it imports and the run that is not killed serve both ways of loading, whose weights are the same."""
     script = Path(__file__).parent / "kill_and_resume.py"
-    words = [str(tiny_model), str(tmp_path), "--kills", "6", "--workers", "0,2", "--steps", "12"]
+    words = [str(one_layer_model), str(tmp_path), "--kills", "4", "--workers", "0,2", "--steps", "12"]
     done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout)
-    assert result["kills"] == 6
+    assert result["kills"] == 4
     assert len(set(result["resumed_from"])) >= 2  # the instants really were spread over the run

@@ -102,9 +102,9 @@ def changed_weight(folder: Path, model: Path) -> None:
     (changed_weight, "weights differ from those of checkpoint-1"),
 ], ids=["data", "held-out", "rope_theta", "rms_norm_eps", "weight"])
 def test_a_run_does_not_go_on_with_other_data_or_another_model(
-    recipes: Callable[..., Recipe], tiny_model: Path, tmp_path: Path, change: Callable[[Path, Path], None], said: str
+    recipes: Callable[..., Recipe], one_layer_model: Path, tmp_path: Path, change: Callable[[Path, Path], None], said: str
 ) -> None:
-    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    model = Path(shutil.copytree(one_layer_model, tmp_path / "model"))
     recipe = recipes(model=str(model), train=SHORT)
     train(recipe, display=Silent())
     train(recipe, display=Silent())  # unchanged, it goes on
@@ -120,9 +120,9 @@ def test_a_run_does_not_go_on_with_other_data_or_another_model(
 
 
 def test_other_settings_for_answers_are_told_and_no_reason_to_stop(
-    recipes: Callable[..., Recipe], tiny_model: Path, tmp_path: Path
+    recipes: Callable[..., Recipe], one_layer_model: Path, tmp_path: Path
 ) -> None:
-    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    model = Path(shutil.copytree(one_layer_model, tmp_path / "model"))
     recipe = recipes(model=str(model), train=SHORT)
     train(recipe, display=Silent())
     file = model / "generation_config.json"

@@ -39,11 +39,11 @@ def recipe_at(folder: Path, model: Path, **changes: Any) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def run(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PRONGHORN_CACHE", str(folder / "cache"))
-        yield train(recipe_at(folder, tiny_model), display=JsonDisplay()).folder
+        yield train(recipe_at(folder, one_layer_model), display=JsonDisplay()).folder
 
 
 def with_best(run: Path, copy: Path, step: int | None) -> Path:
@@ -111,15 +111,15 @@ def test_the_held_out_loss_is_the_one_the_run_saw(run: Path) -> None:
         assert figures["documents"] == 8
 
 
-def test_a_4_bit_run_is_evaluated_talked_to_and_exported(tiny_model: Path, tmp_path: Path) -> None:
-    recipe = recipe_at(tmp_path, tiny_model, method="qlora", train={"epochs": 1})
+def test_a_4_bit_run_is_evaluated_talked_to_and_exported(one_layer_model: Path, tmp_path: Path) -> None:
+    recipe = recipe_at(tmp_path, one_layer_model, method="qlora", train={"epochs": 1})
     folder = train(recipe, display=JsonDisplay()).folder
     seen = {e["step"]: e["loss"] for e in history(read_log(folder)) if e["event"] == "eval"}
     figures = evaluate_run(folder, "last", data=None, report=lambda *_: None)
     assert figures["loss"] == pytest.approx(seen[max(seen)], rel=1e-5)
     export_run(folder, "last", tmp_path / "adapter", "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(tiny_model)
+    assert config["base_model_name_or_path"] == str(one_layer_model)
     export_run(folder, "last", tmp_path / "merged", "merged")
     talk = Chat(folder, "last", max_tokens=4)
     ids = talk.tokenizer.apply_chat_template([{"role": "user", "content": "add 1 and 2"}], add_generation_prompt=True,
@@ -148,11 +148,11 @@ def test_a_run_keeps_its_template_its_special_tokens_and_what_ends_a_turn(tmp_pa
     assert evaluate_run(folder, "last", data=None, report=lambda *_: None)["loss"] == pytest.approx(seen[-1], rel=1e-5)
 
 
-def test_a_run_is_used_from_any_folder(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_used_from_any_folder(one_layer_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its recipe's names count from where it was trained, which its own place gives away; also after a move."""
     home = tmp_path / "home"
     home.mkdir()
-    shutil.copytree(tiny_model, home / "model")
+    shutil.copytree(one_layer_model, home / "model")
     monkeypatch.chdir(home)
     recipe = recipe_at(Path(), Path("model"), train={"steps": 2}, output="runs/a")
     assert (recipe.model, recipe.data.train, recipe.data.eval) == ("model", ("train.jsonl",), "eval.jsonl")
@@ -169,9 +169,9 @@ def test_a_run_is_used_from_any_folder(tiny_model: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_other_weights_under_the_same_name_are_noticed(tiny_model: Path, tmp_path: Path, method: str) -> None:
+def test_other_weights_under_the_same_name_are_noticed(one_layer_model: Path, tmp_path: Path, method: str) -> None:
     """A run of all weights has them in its checkpoint, and does not need the first ones again."""
-    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    model = Path(shutil.copytree(one_layer_model, tmp_path / "model"))
     recipe = recipe_at(tmp_path, model, method=method, train={"steps": 2}, output=str(tmp_path / "run"))
     folder = train(recipe, display=JsonDisplay()).folder
     file = model / "model.safetensors"
@@ -191,9 +191,9 @@ def test_other_data_can_be_evaluated(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("held_out", [0.2, None])
 def test_a_held_out_fraction_is_found_again_and_no_held_out_data_is_said(
-    tiny_model: Path, tmp_path: Path, held_out: float | None
+    one_layer_model: Path, tmp_path: Path, held_out: float | None
 ) -> None:
-    recipe = recipe_at(tmp_path, tiny_model, data={"eval": held_out}, train={"steps": 2}, method="full")
+    recipe = recipe_at(tmp_path, one_layer_model, data={"eval": held_out}, train={"steps": 2}, method="full")
     folder = train(recipe, display=JsonDisplay()).folder
     if held_out is None:
         with pytest.raises(CommandError, match="no held-out data") as caught:

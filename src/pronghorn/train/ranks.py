@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -81,8 +80,7 @@ class Ranks(World):
         follows = isinstance(error, EndedElsewhere)
         last = json.dumps({"what": what, "exit_code": code, "follows": follows})
         self._store.set(self._key(self.rank), last)
-        if dist.is_initialized():
-            dist.destroy_process_group()  # from here on the others notice
+        dist.destroy_process_group()  # from here on the others notice
         if self.rank and isinstance(error, PronghornError) and not follows:
             self._store.wait([self._key(0)], ALSO)
             if self._store.get(self._key(0)).decode() == last:
@@ -163,10 +161,8 @@ class Ranks(World):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        began = time.perf_counter()
         try:
             yield
-            self.waited += time.perf_counter() - began
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # torch has no kind of its own for gloo's "connection closed by peer"

@@ -20,7 +20,6 @@ T = TypeVar("T")
 class World:
     rank = 0
     size = 1
-    waited = 0.0  # seconds in which this rank waited for others
 
     @property
     def writes(self) -> bool:
