@@ -116,6 +116,21 @@ def test_a_file_has_all_of_it(name: str, tmp_path: Path) -> None:
         wider.load_state_dict(module.state_dict())
 
 
+@table("storage", ["nf4", "nvfp4"])
+def test_a_checkpoint_of_modelopt_is_read_as_it_is(storage: str, tmp_path: Path) -> None:
+    model = make_model(hidden_size=64)
+    store_linears_(model, FORMATS["nvfp4"], skip=("lm_head", "model.layers.0.mlp.up_proj"))
+    model.config.quantization_config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+    model.save_pretrained(tmp_path)
+    again: Any = load_model(str(tmp_path), torch.float32, CPU, storage=storage)
+    ids = torch.arange(12)[None]
+    assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert sum(isinstance(module, StoredLinear) for module in again.modules()) == 13
+    for other in ("bf16", "fp8"):
+        with pytest.raises(ModelError, match="stored in 4 bits"):
+            load_model(str(tmp_path), torch.float32, CPU, storage=other)
+
+
 @table("name", LINEARS)
 def test_a_model_loads_in_it_and_comes_back(name: str, tmp_path: Path) -> None:
     plain = make_model(hidden_size=64)

@@ -17,7 +17,8 @@ from pronghorn.cli import main
 from pronghorn.errors import RecipeError
 from pronghorn.model.formats.experts import StoredExperts
 from pronghorn.model.formats.linear import StoredLinear
-from pronghorn.model.formats.table import storage_of
+from pronghorn.model.formats.store import store_linears_
+from pronghorn.model.formats.table import FORMATS, storage_of
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.train import setup
@@ -90,6 +91,18 @@ def test_the_command_trains_resumes_and_exports(
             without = stock(input_ids=ids).logits
     apart, base_apart = ((x - truth).norm() / truth.norm() for x in (with_adapter, without))
     assert 0 < apart < base_apart / 5  # seen: 0.074 and 0.025 of 1.0 and 1.1
+
+
+def test_a_published_format_that_is_not_multiplied_in_fp8_is_told(recipe_for: RecipeFor, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model: Any = AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+    store_linears_(model, FORMATS["nvfp4"])
+    model.config.quantization_config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    with pytest.raises(RecipeError, match="compute: fp8 is not supported for this model") as caught:
+        train(recipe_for(model=str(folder), method="qlora", compute="fp8"), display=Silent())
+    assert "stored as nvfp4, is not multiplied in FP8" in caught.value.why
 
 
 @pytest.mark.parametrize("method", ["qlora", "full"])

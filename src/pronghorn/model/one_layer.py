@@ -51,7 +51,7 @@ def one_layer_model(written_config: str, storage: str, dtype: torch.dtype, lora:
     if row.quantize:
         beside = [name for part in beside_text(model) for name, _ in model.get_submodule(part).named_modules(prefix=part)]
         if published is None or published.read:  # else its linears are in 16 bits
-            store_linears_(model, row, skip=(*row.wide, *beside))
+            store_linears_(model, published if published and row.as_published else row, skip=(*row.wide, *beside))
         store_experts_(model, row)
         for experts in (module for module in model.modules() if isinstance(module, StoredExperts)):
             for name in experts.quantized:

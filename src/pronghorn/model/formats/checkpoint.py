@@ -37,6 +37,8 @@ def published_format(config: Any) -> str:
         return ""
     facts = found if isinstance(found, dict) else found.to_dict()
     method = str(facts.get("quant_method", "bitsandbytes"))
+    if method.startswith("modelopt"):
+        return str(facts.get("quant_algo") or method).lower()
     if "bitsandbytes" not in method:
         return method
     if facts.get("load_in_8bit") or not facts.get("load_in_4bit"):
@@ -47,16 +49,16 @@ def published_format(config: Any) -> str:
 def refuse_unreadable(config: Any, storage: Format, where: str) -> None:
     """Checkpoints whose format is not read at all, or not with this storage."""
     found = published_format(config)
-    known = {row.name: row.published for row in FORMATS.values() if row.published}
+    known = {row.name: row for row in FORMATS.values() if row.published}
     if found and found not in known:
         raise ModelError(what=f"the checkpoint is quantized as {found}", where=where,
-                         why=f"the only supported quantized checkpoints are {' and '.join(known.values())}",
+                         why=f"supported quantized checkpoints: {', '.join(row.published for row in known.values())}",
                          fix="use the 16-bit model, with method: qlora if memory is short")
     if found and storage.quantize and found != storage.name and not storage.as_published:
         raise ModelError(what="the checkpoint is stored in 4 bits", where=where,
                          why=f"4-bit weights cannot be converted to {storage.name.upper()}",
                          fix="set method: qlora and no storage, or use the 16-bit model")
-    if found == "nf4" and storage.quantize is None:
+    if found and known[found].read and storage.quantize is None:
         raise ModelError(what="the checkpoint is stored in 4 bits", where=where, why="4-bit weights stay 4-bit in training",
                          fix="set method: qlora (in Python: load_in_4bit=True), or use the 16-bit model")
 

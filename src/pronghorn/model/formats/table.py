@@ -126,7 +126,7 @@ FORMATS: dict[str, Format] = {row.name: row for row in (
     Format("bf16", "16 bits"),
     Format("nf4", "4 bits", _nf4, nf4_state, nf4_of_state, published="bitsandbytes' NF4", as_published=True,
            to_fp8=ToFp8(nf4_fp8_scales, nf4_to_fp8)),
-    Format("nvfp4", "4 bits", _nvfp4, _nvfp4_state, _nvfp4_of_state),
+    Format("nvfp4", "4 bits", _nvfp4, _nvfp4_state, _nvfp4_of_state, published="ModelOpt's NVFP4"),
     Format("mxfp4", "4 bits", lambda weight: mxfp4_quantize(weight.contiguous()), stack=("_blocks", "_scales"),
            read_stack=MXFP4Tensor, published="gpt-oss's MXFP4"),
     # Routers that are linears stay wide, too: others are no linears.

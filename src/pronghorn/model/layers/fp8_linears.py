@@ -132,7 +132,7 @@ class Fp8LinearGroup(LinearGroup):
             linear = module.get_base_layer() if isinstance(module, LoraLinear) else module
             formats.add(row := storage_of(linear))
             if not trains_whole(module) and not (row and (row.in_fp8 or row.to_fp8)):
-                return f"{type(linear).__name__} is not a linear layer stored in FP8 or 4 bits"
+                return f"{type(linear).__name__}, stored as {row.name if row else 'it is'}, is not multiplied in FP8"
             if not fits_fp8((linear.out_features, linear.in_features)):
                 return f"FP8 GEMMs do not support a weight of {linear.out_features} x {linear.in_features}"
             if isinstance(module, LoraLinear) and (why := why_only_peft(module)):
