@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pronghorn.kernels.gemm.mm import mm, mm_accumulate_
 from pronghorn.kernels.lora.gated_lora_thin import COLUMNS as THIN_COLUMNS
-from pronghorn.kernels.lora.gated_lora_thin import WIDTH, ThinSums, _give_thin, _thin_mm, _thin_weight
+from pronghorn.kernels.lora.gated_lora_thin import WIDTH, ThinSums, _store_thin, _thin_mm, _thin_weight
 from pronghorn.kernels.mlp.gated_mlp import (
     Kind,
     _activation,
@@ -211,7 +211,7 @@ def _mm_add(
 
 
 @jit
-def _give_sum(
+def _store_sum(
     partial: tl.tensor, total: tl.tensor, column: tl.tensor, F: tl.constexpr, R: tl.constexpr, R_BLOCK: tl.constexpr,
     RANKS_FIRST: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -276,14 +276,14 @@ def _backward_kernel(
             total_up = _mm_add(thin_up, dup, total_up, RANKS_FIRST, NARROW)
         if THIN > 0:  # last, so that there is only one wait; earlier, it takes 1.3 more instructions a value
             total_thin = _thin_mm(dgate, dup, sB_gate, sB_up, NARROW)
-            _give_thin(thin_sums + start * THIN, thin_powers + start, total_thin, row, left, THIN)
+            _store_thin(thin_sums + start * THIN, thin_powers + start, total_thin, row, left, THIN)
     partial += tl.program_id(1).to(tl.int64) * (DOWN + GATE + UP) * F
     if DOWN > 0:
-        _give_sum(partial, total_down, column, F, DOWN, DOWN_BLOCK, RANKS_FIRST)
+        _store_sum(partial, total_down, column, F, DOWN, DOWN_BLOCK, RANKS_FIRST)
     if GATE > 0:
-        _give_sum(partial + DOWN * F, total_gate, column, F, GATE, GATE_BLOCK, RANKS_FIRST)
+        _store_sum(partial + DOWN * F, total_gate, column, F, GATE, GATE_BLOCK, RANKS_FIRST)
     if UP > 0:
-        _give_sum(partial + (DOWN + GATE) * F, total_up, column, F, UP, UP_BLOCK, RANKS_FIRST)
+        _store_sum(partial + (DOWN + GATE) * F, total_up, column, F, UP, UP_BLOCK, RANKS_FIRST)
 
 
 @jit

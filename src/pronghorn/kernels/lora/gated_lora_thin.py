@@ -72,7 +72,7 @@ def _thin_mm(dgate: tl.tensor, dup: tl.tensor, sB_gate: tl.tensor, sB_up: tl.ten
 
 
 @jit
-def _give_thin(
+def _store_thin(
     sums: tl.tensor, powers: tl.tensor, total: tl.tensor, row: tl.tensor, left: tl.tensor, WIDTH: tl.constexpr
 ) -> None:
     """Rows times 2^(141 - power). power: exponent bits of the row's largest value, 127 for 1 to 2; at least 15, so that both

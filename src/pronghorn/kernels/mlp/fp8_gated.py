@@ -18,8 +18,9 @@ from torch import Tensor
 from pronghorn.kernels.mlp.gated_mlp import (
     Kind,
     _activation,
-    _activation_torch,
-    _wide_halves,
+    backward_outputs,
+    gated_activation_backward,
+    gated_activation_forward,
     gated_activation_reference,
 )
 from pronghorn.kernels.quant.fp8_cast import E4M3, _give_part, _row_scale, _wide_part, fp8_cast_rows_reference
@@ -116,8 +117,7 @@ def gated_activation_fp8_forward(
     a_TF = torch.empty(T, F, dtype=gu_TG.dtype, device=gu_TG.device) if out is None else out
     a8_TF = torch.empty(T, F, dtype=E4M3, device=gu_TG.device) if out8 is None else out8
     if not use_triton(gu_TG):
-        gate_TF, up_TF = _wide_halves(gu_TG)
-        values_TF, scale_T = fp8_cast_rows_reference(a_TF.copy_(_activation_torch(gate_TF, kind)[0] * up_TF), bound=bound)
+        values_TF, scale_T = fp8_cast_rows_reference(gated_activation_forward(gu_TG, kind, out=a_TF), bound=bound)
         a8_TF.copy_(values_TF)
         return a_TF, a8_TF, scale_T
     scale_T = torch.empty(T, dtype=torch.float32, device=gu_TG.device)
@@ -135,20 +135,13 @@ def gated_activation_fp8_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dgu_TG, dgu8_TG, scale_T, a_TF or None). `out` may be gu itself, `activation_out` may be da itself."""
     T, F = da_TF.shape
-    dgu_TG = torch.empty(T, 2 * F, dtype=gu_TG.dtype, device=gu_TG.device) if out is None else out
     dgu8_TG = torch.empty(T, 2 * F, dtype=E4M3, device=gu_TG.device) if out8 is None else out8
-    a_TF = None
-    if need_activation:
-        a_TF = torch.empty(T, F, dtype=gu_TG.dtype, device=gu_TG.device) if activation_out is None else activation_out
     if not use_triton(gu_TG):
-        gate_TF, up_TF = _wide_halves(gu_TG)
-        activated_TF, derivative_TF = _activation_torch(gate_TF, kind)
-        dgate_TF, dup_TF, product_TF = da_TF * up_TF * derivative_TF, da_TF * activated_TF, activated_TF * up_TF
-        dgu_TG[:, :F].copy_(dgate_TF)
-        dgu_TG[:, F:].copy_(dup_TF)
+        dgu_TG, a_TF = gated_activation_backward(da_TF, gu_TG, kind, need_activation=need_activation, out=out,
+                                                 activation_out=activation_out)
         values_TG, scale_T = fp8_cast_rows_reference(dgu_TG, column_scale_G, bound)
-        dgu8_TG.copy_(values_TG)
-        return dgu_TG, dgu8_TG, scale_T, a_TF if a_TF is None else a_TF.copy_(product_TF)
+        return dgu_TG, dgu8_TG.copy_(values_TG), scale_T, a_TF
+    dgu_TG, a_TF = backward_outputs(gu_TG, need_activation, out, activation_out)
     scale_T = torch.empty(T, dtype=torch.float32, device=gu_TG.device)
     tile, a = _backward_tile(), da_TF if a_TF is None else a_TF
     _backward_kernel[(T,)](

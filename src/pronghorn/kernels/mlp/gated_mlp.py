@@ -132,16 +132,23 @@ def gated_activation_forward(gu_TG: torch.Tensor, kind: Kind, *, out: torch.Tens
     return a_TF
 
 
+def backward_outputs(gu_TG: torch.Tensor, need_activation: bool, out: torch.Tensor | None, activation_out: torch.Tensor | None
+                     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(dgu, a or None), allocated where not given."""
+    T, G = gu_TG.shape
+    dgu_TG = torch.empty(T, G, dtype=gu_TG.dtype, device=gu_TG.device) if out is None else out
+    if need_activation and activation_out is None:
+        activation_out = torch.empty(T, G // 2, dtype=gu_TG.dtype, device=gu_TG.device)
+    return dgu_TG, activation_out if need_activation else None
+
+
 def gated_activation_backward(
     da_TF: torch.Tensor, gu_TG: torch.Tensor, kind: Kind, *, need_activation: bool = True, out: torch.Tensor | None = None,
     activation_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Returns (dgu, a or None). `out` may be gu itself, `activation_out` may be da itself."""
     T, F = da_TF.shape
-    dgu_TG = torch.empty(T, 2 * F, dtype=gu_TG.dtype, device=gu_TG.device) if out is None else out
-    a_TF = None
-    if need_activation:
-        a_TF = torch.empty(T, F, dtype=gu_TG.dtype, device=gu_TG.device) if activation_out is None else activation_out
+    dgu_TG, a_TF = backward_outputs(gu_TG, need_activation, out, activation_out)
     if not use_triton(gu_TG):
         gate_TF, up_TF = _wide_halves(gu_TG)
         activated_TF, derivative_TF = _activation_torch(gate_TF, kind)

@@ -1,4 +1,4 @@
-"""Weights stored in NF4 (nf4.py), made FP8 (fp8_cast.py) for a product: 4 bits read and 8 written, with no bf16 between.
+"""Weights stored in NF4 (nf4.py), cast to FP8 (fp8_cast.py) for a GEMM: reads 4 bits and writes 8, with no bf16 between.
 
     q8 = round(level * absmax / scale)       scale [O] from `nf4_fp8_scales`, once, when the weight is loaded
 
