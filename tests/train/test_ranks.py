@@ -21,11 +21,12 @@ from safetensors.torch import load_file
 
 from pronghorn.data.batches import BatchLoader, Shapes
 from pronghorn.data.packing import pack
-from pronghorn.errors import PronghornError, RecipeError
+from pronghorn.errors import HealthStop, PronghornError, RecipeError
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Recipe
 from pronghorn.report.run_log import read_log
+from pronghorn.report.summary import summary
 from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.graphed_step import GraphedStep
 from pronghorn.train.loop import train
@@ -108,35 +109,34 @@ def test_two_ranks_train_as_one(method: str, recipe_for: Callable[..., Recipe], 
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
     assert sorted(path.name for path in Path(two.output).glob("checkpoint-*")) == sorted(
         path.name for path in Path(recipe.output).glob("checkpoint-*"))
+    waited = summary(read_log(Path(two.output)))["ranks"]
+    assert waited["ranks"] == len(waited["waited"]) == 2
+    assert all(0 < share <= 1 for share in waited["waited"])
     if method == "lora":
         name = f"checkpoint-{alone.step}/adapter_model.safetensors"
         one, other = (load_file(Path(run) / name) for run in (recipe.output, two.output))
         assert all(torch.allclose(other[key], one[key], rtol=1e-4, atol=1e-6) for key in one)
+        check_resume(recipe.model_copy(update={"output": recipe.output + "-stopped"}), alone.folder, tmp_path)
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
-    """Stopped by a signal to rank 1 after some steps on two ranks, finished on one: the same packs in the same order."""
-    recipe = recipe_for(**CHANGES)
-    whole = recipe.model_copy(update={"output": recipe.output + "-whole"})
+def check_resume(recipe: Recipe, whole: Path, tmp_path: Path) -> None:
+    """Stopped by a signal to rank 0 on two ranks, finished on one: the same packs in the same order."""
 
     def stopped(world: World) -> None:
-        class AtStep3(Silent):
+        class AtStep1(Silent):
             def handle(self, event: dict[str, Any]) -> None:
                 if event["event"] == "step" and event["step"] == 1:
                     os.kill(os.getpid(), signal.SIGTERM)
 
-        train(recipe, display=AtStep3(), world=world)
+        train(recipe, display=AtStep1(), world=world)
 
-    found = in_ranks(stopped, tmp_path / "told")
+    found = in_ranks(stopped, tmp_path / "stopped")
+    assert [one and one[0] for one in found] == [143, 143]
     assert found[0] is not None
-    assert found[0][0] == 143
     assert "Stopped after step" in found[0][1]
-    assert found[1] is not None
-    assert found[1][0] == 143
     train(recipe, display=Silent())
-    train(whole, display=Silent())
     assert [event["event"] for event in read_log(Path(recipe.output))].count("start") == 2
-    assert apart(losses_of(recipe.output), losses_of(whole.output)) < 1e-6
+    assert apart(losses_of(recipe.output), losses_of(whole)) < 1e-6
 
 
 def test_a_rank_that_ends_takes_the_others_along(recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
@@ -165,8 +165,9 @@ def test_a_rank_that_ends_takes_the_others_along(recipe_for: Callable[..., Recip
         train(changed, display=Silent(), world=world, fresh=True)
 
     found = in_ranks(refused, tmp_path / "refused")
-    assert [code for code, _ in found if code] == [2, 2]  # type: ignore[misc]
-    assert "the ranks of this run differ" in found[0][1]  # type: ignore[index]
+    assert [one and one[0] for one in found] == [2, 2]
+    assert found[0] is not None
+    assert "the ranks of this run differ" in found[0][1]
 
     def broken(world: World) -> None:
         if world.rank == 1:
@@ -175,6 +176,33 @@ def test_a_rank_that_ends_takes_the_others_along(recipe_for: Callable[..., Recip
 
     found = in_ranks(broken, tmp_path / "broken")
     assert found == [(2, "EndedElsewhere: rank 1 ended: only here"), (2, "RecipeError: only here")]
+
+
+def test_a_number_that_is_not_finite_on_one_rank_stops_all(recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
+    """And the rank that does not have the row names it."""
+    recipe = recipe_for(**CHANGES)
+
+    def broken(world: World) -> None:
+        real, rows = Supervised.loss_sum, []
+
+        def spoilt(self: Supervised, model: Any, batch: Any) -> torch.Tensor:
+            rows.append(batch.documents)
+            bad = world.rank == 1 and rows[0][0] in batch.documents and batch.documents  # the first row that it is given
+            return real(self, model, batch) * (float("nan") if bad else 1.0)
+
+        Supervised.loss_sum = spoilt  # type: ignore[method-assign]  # in this process, which ends
+        try:
+            train(recipe, display=Silent(), world=world)
+        except HealthStop as stopped:
+            (tmp_path / f"why-{world.rank}").write_text(stopped.why, encoding="utf-8")
+            raise
+
+    found = in_ranks(broken, tmp_path / "told")
+    assert [one and one[0] for one in found] == [4, 4]
+    whys = [(tmp_path / f"why-{rank}").read_text(encoding="utf-8") for rank in range(2)]
+    assert whys[0] == whys[1]
+    assert whys[0].startswith("caused by ")
+    assert whys[0].count("train.jsonl:") == 1
 
 
 def test_the_captured_step_is_summed_between_its_graphs(tmp_path: Path) -> None:

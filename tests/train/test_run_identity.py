@@ -16,9 +16,9 @@ from pronghorn.errors import CheckpointError, DataError
 from pronghorn.recipe import Recipe
 from pronghorn.train import run_identity
 from pronghorn.train.loop import train
-from pronghorn.train.run_identity import data_key, in_background, require_same_data
+from pronghorn.train.run_identity import data_key, in_background, require_same_data, weights_key
 from pronghorn.train.trained_run import TrainedRun
-from samples import chat_rows, write_rows
+from samples import chat_rows, make_model, write_rows
 
 SHORT = {"epochs": 1, "batch_tokens": 512, "capacity": 256, "steps": 1}
 
@@ -140,3 +140,14 @@ def test_work_in_the_background_brings_its_result_or_its_error() -> None:
     assert in_background(lambda: 17).result(60) == 17
     with pytest.raises(DataError):
         in_background(fail).result(60)
+
+
+def test_ranks_with_other_weights_are_told_apart() -> None:
+    model = make_model()
+    key = weights_key(model)
+    assert key == weights_key(make_model())
+    model.bfloat16()
+    assert key != weights_key(model)
+    other = make_model()
+    other.model.layers[1].mlp.up_proj.weight.data[0, 3] += 1e-6
+    assert key != weights_key(other)

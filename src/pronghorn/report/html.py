@@ -63,7 +63,7 @@ def render_page(events: Sequence[dict[str, Any]], name: str = "run", answers: Se
     body = [
         _header(run, title, steps), _tiles(run), _plots(run, kept, steps, evals),
         evaluations_section(evals, run.best_step), answers_section(answers) or _generations(evals), data_section(start),
-        _stages(run), memory_section(kept), cost_section(run), experts_section(kept), _recipe(run), _notices(events),
+        _stages(run), memory_section(kept), cost_section(run, kept), experts_section(kept), _recipe(run), _notices(events),
         _sessions(run),
     ]  # fmt: skip
     running = f' data-updated="{run.last:.0f}"' if run.state == "running" and run.last is not None else ""

@@ -11,6 +11,7 @@ from typing import Any
 from pronghorn.report import number_format
 from pronghorn.report.answers import Answer, mean_scores
 from pronghorn.report.cost import cost
+from pronghorn.report.ranks import ranks_summary
 from pronghorn.report.run_log import as_number
 from pronghorn.report.run_stats import RunStats
 
@@ -233,7 +234,7 @@ def _seconds(value: Any) -> str:
     return number_format.duration(number) if math.isfinite(number) else ""
 
 
-def cost_section(run: RunStats) -> str:
+def cost_section(run: RunStats, kept: Sequence[dict[str, Any]]) -> str:
     if not sum(run.stages.values()):
         return ""
     spent = cost(run.stages, run.gpus, run.price)
@@ -241,6 +242,8 @@ def cost_section(run: RunStats) -> str:
             ("GPU hours", f"{spent.gpu_hours:,.2f}" if run.gpus else ""),
             ("outside training", f"{number_format.percent(spent.wasted_share)} of the time: loading, evaluation, checkpoints"),
             ("tokens per hour", number_format.count(run.tokens / run.seconds * 3600) if run.seconds > 0 else "")]  # fmt: skip
+    if ranks := ranks_summary(kept):
+        rows.append(("ranks", ranks["text"]))
     if spent.money is not None and run.price is not None:
         rows.append(("price", f"about {spent.money:,.2f} USD at {run.price:,.2f} USD per hour ({run.price_note})"))
     elif run.gpus:

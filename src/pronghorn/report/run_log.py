@@ -20,7 +20,7 @@ from typing import Any, Self
 from pronghorn.errors import DataError, EnvironmentFault, PronghornError
 
 FILE_NAME = "run.jsonl"
-BELONGS_TO_A_STEP = ("step", "eval", "checkpoint", "experts")  # events that a resume from an earlier step makes void
+BELONGS_TO_A_STEP = ("step", "eval", "checkpoint", "experts", "ranks")  # events that a resume from an earlier step makes void
 SYNCED = ("checkpoint", "rewind", "end")  # rare, and what a resume relies on: these also survive a power cut
 TAIL_BLOCK = 1 << 16  # bytes read at a time when looking for the last line
 # What readers count on. An event where one of these is of another kind is none that we wrote.
@@ -29,7 +29,7 @@ _COUNT, _NUMBER, _MAP = ("count",), ("count", "number"), ("map", "nothing")
 _FIGURE = ("count", "number", "text")  # "nan" is written as text
 KINDS: dict[str, tuple[str, ...]] = {
     "session": _COUNT, "step": _COUNT, "tokens": _COUNT, "loss_tokens": _COUNT, "seen_tokens": _COUNT, "bytes": _COUNT,
-    "steps": _COUNT, "resumed_from": ("count", "nothing"), "eval_documents": _COUNT, "exit_code": _COUNT,
+    "steps": _COUNT, "ranks": _COUNT, "resumed_from": ("count", "nothing"), "eval_documents": _COUNT, "exit_code": _COUNT,
     "time": _NUMBER, "epoch": _NUMBER, "loss": _FIGURE, "grad_norm": _FIGURE, "lr": _FIGURE, "perplexity": _FIGURE,
     "total": _NUMBER, "recipe": _MAP, "data": _MAP, "parameters": _MAP, "versions": _MAP, "counts": _MAP,
     "metrics": _MAP, "samples": _COUNT, "cut": _COUNT, "generations": ("list", "nothing"),
@@ -196,7 +196,9 @@ def _as_written(event: dict[str, Any]) -> bool:
         return False
     rows = (event.get("counts") or {}).items()
     experts = all(layer.isdecimal() and _kind(row) == "list" and all(_kind(n) == "count" for n in row) for layer, row in rows)
-    return experts and 0 <= event.get("time", 0) < LONGEST_TIME
+    waited = event.get("waited", [])
+    numbers = isinstance(waited, list) and all(_kind(number) in _NUMBER for number in waited)
+    return experts and numbers and 0 <= event.get("time", 0) < LONGEST_TIME
 
 
 def _kind(value: Any) -> str:

@@ -114,7 +114,7 @@ def run_stats(events: Sequence[dict[str, Any]], now: float | None = None) -> Run
     best_eval, best_eval_step = _best(evals)
     state, why = _state(events, time.time() if now is None else now)
     seconds = sum(as_number(e.get("seconds")) for e in steps)
-    device, price = str(start.get("device", "")), start.get("price")
+    device, price, ranks = str(start.get("device", "")), start.get("price"), start.get("ranks") or 1
     price = price if isinstance(price, dict) else {}
     hourly = as_number(price.get("usd_an_hour"))
     return RunStats(
@@ -148,7 +148,7 @@ def run_stats(events: Sequence[dict[str, Any]], now: float | None = None) -> Run
         efficiency=data.get("efficiency"),
         parameters=parameters.get("total"),
         trainable=parameters.get("trainable"),
-        gpus=0 if not device or device.lower().startswith("cpu") else 1,
+        gpus=0 if not device or device.removeprefix(f"{ranks} x ").lower().startswith("cpu") else ranks,
         price=hourly if math.isfinite(hourly) else None,
         price_note=str(price.get("note", "")),
         recipe=recipe,

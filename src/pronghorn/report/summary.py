@@ -16,6 +16,7 @@ from pronghorn.report import number_format
 from pronghorn.report.bars import STAGE_STYLES, share_bar
 from pronghorn.report.cost import TRAINING, cost
 from pronghorn.report.experts import experts_summary
+from pronghorn.report.ranks import ranks_summary
 from pronghorn.report.run_log import history, plain
 from pronghorn.report.run_stats import RunStats, run_stats
 
@@ -54,6 +55,7 @@ def summary(events: Sequence[dict[str, Any]], gpus: int | None = None, price_per
         "cost": asdict(spent),
         "advice": asdict(advise(run)),
         "experts": experts_summary(history(events)),
+        "ranks": ranks_summary(history(events)),
     }
     result: dict[str, Any] = plain(facts)
     return result
@@ -78,6 +80,8 @@ def render(facts: dict[str, Any]) -> RenderableType:
     table.add_row("tokens", Text(f"{number_format.count(facts['tokens'])} seen, {number_format.count(rate)} per second"))
     if facts["experts"]:
         table.add_row("experts", Text(facts["experts"]["text"]))
+    if facts["ranks"]:
+        table.add_row("ranks", Text(facts["ranks"]["text"]))
     table.add_row("time", Text(_time_line(facts)))
     shares = {stage: share for stage, share in facts["shares"].items() if share > 0}
     stages = Table.grid(padding=(0, 2))

@@ -132,6 +132,7 @@ class _Run:
         self.session, self.folder, self.log, self.stages, self.display = session, folder, log, stages, display
         self._under_way: deque[_UnderWay] = deque()
         self._mark = 0.0  # when the last step ended
+        self._looked = time.perf_counter()  # at how long ranks waited
         self._saver = saver_of(session, folder, log, stages)
         self._left_out = LeftOut.of(folder)
         self._page = LiveReport(folder, writes=session.world.writes)
@@ -189,6 +190,7 @@ class _Run:
         session = self.session
         self._finish_all()
         self._log_experts()
+        self._log_ranks()
         verdict = self._evaluate() if evaluates else ""
         best_now = session.progress.best_step == session.step
         if session.step % self._save_every == 0 or last or best_now or verdict:
@@ -388,6 +390,14 @@ class _Run:
             self.session.world.add_up([engine.expert_counts.counts_LE])
             self.log.write("experts", step=self.session.step, counts=engine.expert_counts.read())
 
+    def _log_ranks(self) -> None:
+        """How long each rank waited for the others since the last look, where there are several."""
+        world, now = self.session.world, time.perf_counter()
+        if world.size > 1:
+            waited = [float(seconds) for seconds in world.joined([f"{world.waited:.6f}"])]
+            self.log.write("ranks", step=self.session.step, seconds=now - self._looked, waited=waited)
+            world.waited, self._looked = 0.0, now
+
     def _log_start(self) -> None:
         session = self.session
         model = session.model
@@ -399,7 +409,7 @@ class _Run:
                         "trainable": sum(p.numel() for p in trainable(model).values())},
             data=session.data.summary(session.recipe.train.capacity),
             eval_documents=len(session.data.evaluation) if session.data.evaluation is not None else 0,
-            **_price(session.device, session.world.size),
+            **_price(session.device),
         )
         self._tell()
         self._log_plan()
@@ -464,12 +474,12 @@ def _versions() -> dict[str, str]:
             **{name: version(name) for name in ("torch", "transformers", "peft")}}
 
 
-def _price(device: torch.device, ranks: int) -> dict[str, Any]:
-    """What an hour of these GPUs costs, for the report; nothing where we know no price."""
+def _price(device: torch.device) -> dict[str, Any]:
+    """What an hour of this GPU costs, for the report; nothing where we know no price."""
     gpu = local_gpu(device)
     if gpu is None or gpu.price is None:
         return {}
-    return {"price": {"usd_an_hour": gpu.price * ranks, "note": f"a list price of {PRICES_AS_OF}"}}
+    return {"price": {"usd_an_hour": gpu.price, "note": f"a list price of {PRICES_AS_OF}"}}
 
 
 def _device_name(device: torch.device, ranks: int) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -80,7 +81,8 @@ class Ranks(World):
         follows = isinstance(error, EndedElsewhere)
         last = json.dumps({"what": what, "exit_code": code, "follows": follows})
         self._store.set(self._key(self.rank), last)
-        dist.destroy_process_group()  # from here on the others notice
+        if dist.is_initialized():
+            dist.destroy_process_group()  # from here on the others notice
         if self.rank and isinstance(error, PronghornError) and not follows:
             self._store.wait([self._key(0)], ALSO)
             if self._store.get(self._key(0)).decode() == last:
@@ -133,11 +135,11 @@ class Ranks(World):
         if self.writes:
             self.on_writer(lambda: None)
 
-    def require_same(self, facts: Mapping[str, str]) -> None:
-        """Every rank computes with the same recipe, data and versions."""
-        expected = self.on_writer(lambda: dict(facts))
-        told = self.joined([f"rank {self.rank}: {name} {facts.get(name)}, on rank 0 {expected.get(name)}"
-                            for name in sorted(facts.keys() | expected.keys()) if facts.get(name) != expected.get(name)])
+    def require_same(self, facts: Callable[[], Mapping[str, str]]) -> None:
+        mine = dict(facts())
+        expected = self.on_writer(lambda: mine)
+        told = self.joined([f"rank {self.rank}: {name} {mine.get(name)}, on rank 0 {expected.get(name)}"
+                            for name in sorted(mine.keys() | expected.keys()) if mine.get(name) != expected.get(name)])
         if told:
             raise CommandError(what="the ranks of this run differ", why="; ".join(told),
                                fix="start every rank with the same recipe, files and versions")
@@ -161,8 +163,10 @@ class Ranks(World):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
+        began = time.perf_counter()
         try:
             yield
+            self.waited += time.perf_counter() - began
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # torch has no kind of its own for gloo's "connection closed by peer"

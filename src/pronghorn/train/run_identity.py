@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from importlib.metadata import version
 from typing import Any, TypeVar
 
+import torch
+
 from pronghorn import __version__
 from pronghorn.data.tokens import TokenTable
 from pronghorn.errors import CheckpointError, PronghornError
@@ -23,6 +25,7 @@ from pronghorn.recipe import Recipe
 
 T = TypeVar("T")
 
+FIRST = 64  # elements of each weight
 EVERY_TOKEN = "tokens:"  # how a key over all of them begins
 
 
@@ -68,6 +71,15 @@ def run_facts(recipe: Recipe, keys: dict[str, str]) -> dict[str, str]:
     text = json.dumps(recipe.model_dump(mode="json"), sort_keys=True)
     return {"recipe": hashlib.sha256(text.encode()).hexdigest()[:12], "pronghorn": __version__,
             **versions, **{name: key[-12:] for name, key in keys.items()}}
+
+
+def weights_key(model: torch.nn.Module) -> str:
+    """Of names, shapes and the first bytes of all weights: enough to tell one model's files, or checkpoint, from another's."""
+    digest = hashlib.sha256()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        first = tensor.detach().reshape(-1)[:FIRST].contiguous().view(torch.uint8).cpu()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + first.numpy().tobytes())
+    return digest.hexdigest()[:12]
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:

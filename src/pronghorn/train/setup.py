@@ -47,7 +47,7 @@ from pronghorn.train.memory import RunMemory, plan_memory
 from pronghorn.train.objectives import Objective, objective_of
 from pronghorn.train.optim import make_optimizer, restore_optimizer
 from pronghorn.train.resume import find_checkpoint, require_allowable
-from pronghorn.train.run_identity import data_key, in_background, require_same_data, run_facts
+from pronghorn.train.run_identity import data_key, in_background, require_same_data, run_facts, weights_key
 from pronghorn.train.spikes import Spikes, losses_of
 from pronghorn.train.step import StageTimer, Step, autocast, no_graph
 from pronghorn.train.world import World
@@ -169,7 +169,7 @@ def packs_per_step(recipe: Recipe) -> int:
 
 def agreed(recipe: Recipe, keys: dict[str, str], world: World) -> list[str]:
     """All ranks train the same run, and a step has a pack for each. Returns what should be told."""
-    world.require_same(run_facts(recipe, keys))
+    world.require_same(lambda: run_facts(recipe, keys))
     packs, capacity = packs_per_step(recipe), recipe.train.capacity
     if packs < world.size:
         raise RecipeError(what=f"train.batch_tokens: a step has {counted(packs, 'pack')} for {world.size} ranks",
@@ -277,6 +277,7 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer, allo
                       keys=keys, base=base, objective=objective, world=world, memory=memory if planned else None, cursor=cursor,
                       spikes=Spikes(recipe.health.spike), progress=Progress(recipe.eval.best))
     _restore(session, found[1] if found else None)
+    world.require_same(lambda: {"weights": weights_key(model)})
     return session
 
 

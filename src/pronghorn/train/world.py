@@ -20,6 +20,7 @@ T = TypeVar("T")
 class World:
     rank = 0
     size = 1
+    waited = 0.0  # seconds in which this rank waited for others
 
     @property
     def writes(self) -> bool:
@@ -45,7 +46,7 @@ class World:
     def wait(self) -> None:
         """Until every rank is here."""
 
-    def require_same(self, facts: Mapping[str, str]) -> None:
+    def require_same(self, facts: Callable[[], Mapping[str, str]]) -> None:
         """Refuses ranks for which one of these is not what it is for the writer."""
 
     # ---- what one rank does ----------------------------------------------------------------------------------------------

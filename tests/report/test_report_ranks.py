@@ -1,0 +1,44 @@
+"""How long ranks waited, out of a run's log."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pronghorn.report.html import render_page
+from pronghorn.report.ranks import ranks_summary
+from pronghorn.report.run_log import history
+from pronghorn.report.summary import summary
+
+
+def start(ranks: int, device: str = "CPU (x, 2 cores)", **more: Any) -> dict[str, Any]:
+    several = f"{ranks} x " if ranks > 1 else ""
+    return {"event": "start", "time": 1.0, "session": 1, "ranks": ranks, "device": several + device, **more}
+
+
+def looked(step: int, seconds: float, *waited: float) -> dict[str, Any]:
+    return {"event": "ranks", "time": 2.0, "session": 1, "step": step, "seconds": seconds, "waited": list(waited)}
+
+
+def test_shares_are_of_all_looks_and_the_slowest_waits_least() -> None:
+    found = ranks_summary([start(2), looked(2, 6.0, 1.0, 0.0), looked(4, 2.0, 1.0, 0.4)])
+    assert found is not None
+    assert found["waited"] == [0.25, 0.05]
+    assert found["slowest"] == 1
+    assert found["text"] == "2 ranks waited for each other 15 % of the time; slowest: rank 1, which waited 5.0 %"
+
+
+def test_one_rank_waits_for_nobody_and_a_resumed_run_counts_its_own() -> None:
+    assert ranks_summary([start(1)]) is None
+    assert ranks_summary([start(2)]) is None
+    before = [start(2), looked(2, 6.0, 1.0, 0.0), looked(6, 6.0, 1.0, 0.0)]
+    found = ranks_summary(history([*before, start(3, resumed_from=4), looked(5, 4.0, 2.0, 1.0, 3.0)]))
+    assert found is not None
+    assert found["waited"] == [0.5, 0.25, 0.75]
+
+
+def test_gpus_are_counted_by_ranks() -> None:
+    assert summary([start(2)])["gpus"] == 0
+    assert summary([start(2, "NVIDIA H200")])["gpus"] == 2
+    assert summary([start(1, "NVIDIA H200")])["gpus"] == 1
+    stages = {"event": "stages", "time": 3.0, "session": 1, "seconds": {"step": 5.0}, "total": 5.0}
+    assert "slowest: rank 1" in render_page([start(2), looked(2, 6.0, 1.0, 0.0), stages])
