@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pronghorn.errors import ModelError, counted
-from pronghorn.kernels.lora.nf4_lora import Workspace
+from pronghorn.kernels.lora.stored_lora import Workspace
 from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.model.config import empty_model, generation_config, read_config
 from pronghorn.model.formats.experts import STACKS, StoredExperts, stored_experts_

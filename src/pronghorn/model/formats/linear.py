@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from pronghorn.kernels.lora.nf4_lora import Workspace
+from pronghorn.kernels.lora.stored_lora import Workspace
 from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.model.formats.table import Format, format_of
 

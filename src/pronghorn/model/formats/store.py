@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pronghorn.kernels.lora.nf4_lora import Workspace
+from pronghorn.kernels.lora.stored_lora import Workspace
 from pronghorn.model.formats.experts import STACKS, StoredExperts, stored_experts_
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.table import Format, storage_of

@@ -82,7 +82,7 @@ class SharedFp8Group(Fp8Group):
     """An `Fp8Group` whose matrix, made from weights in fewer bits, is valid from `load` until another group loads.
 
     One load serves a layer's recomputed forward and its backward. The order of calls determines the owner, so a CUDA graph
-    contains every load it needs, provided that its calls begin with `owner = None` (kernels/lora/nf4_lora.py).
+    contains every load it needs, provided that its calls begin with `owner = None` (kernels/lora/stored_lora.py).
     """
 
     def __init__(self, weights: Sequence[StoredTensor], to_fp8: ToFp8, adapters: Sequence[Adapter], matrix: SharedBytes,

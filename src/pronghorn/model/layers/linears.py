@@ -10,7 +10,7 @@ False where it is not available.
 The modules stay the model's own: `nn.Linear`, a quantized one (model/formats/), or PEFT's wrapper around either. With adapters,
 the frozen weights move into one buffer (kernels/lora/lora_linear.py) and the modules' weights become views of it, so they exist
 once and keep their names. Quantized weights stay in place and are dequantized into a buffer that all layers share
-(nf4_lora.py).
+(stored_lora.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pronghorn.kernels.lora.gated_lora import gated_lora_forward, why_not
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup, NormOf, Part
 from pronghorn.kernels.lora.multi_copy import CopyJob
 from pronghorn.kernels.lora.multi_gather import GatherJob
-from pronghorn.kernels.lora.nf4_lora import StoredLoraGroup
+from pronghorn.kernels.lora.stored_lora import StoredLoraGroup
 from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation_forward
 from pronghorn.kernels.runtime.copy_rows import copy_rows
 from pronghorn.kernels.runtime.dispatch import address

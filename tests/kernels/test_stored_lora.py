@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup
-from pronghorn.kernels.lora.nf4_lora import Scratch, StoredLoraGroup, Workspace
+from pronghorn.kernels.lora.stored_lora import Scratch, StoredLoraGroup, Workspace
 from pronghorn.kernels.quant.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 
 D = 128
