@@ -309,7 +309,7 @@ class ExpertStack(Adapted):
         return [GatherJob(self._sums[0], adapter.A_RD.grad),
                 GatherJob(self._sums[1], adapter.B_OR.grad, scale=adapter.scale, transposed=True)]
 
-    # ---- products ------------------------------------------------------------------------------------------------
+    # ---- GEMMs ---------------------------------------------------------------------------------------------------
 
     def forward_tokens(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
         return self.group.forward_tokens(x_TD, routing)

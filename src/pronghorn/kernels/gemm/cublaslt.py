@@ -132,7 +132,7 @@ def _strides(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None) -> _Strides:
 # ---- the library -------------------------------------------------------------------------------------------------------------
 
 _BF16, _FP32, _COMPUTE_FP32 = 14, 0, 68
-_TRANSPOSE_A = 3  # of a product's description
+_TRANSPOSE_A = 3  # of a GEMM's description
 _MOST_WORKSPACE = 1  # of the preferences
 _TILE, _VARIANT, _CLUSTER = (1, 4), (5, 4), (8, 2)  # of an algorithm: number and bytes
 _SIGNATURES = {
@@ -201,7 +201,7 @@ def _library(device: int) -> _Library | None:
 
 
 class _Plan:
-    """One shape's product, as the library describes it. It counts by columns: out^T = b^T a^T."""
+    """One shape's GEMM in the library's column-major terms: out^T = b^T a^T."""
 
     def __init__(self, library: _Library, rows: int, inner: int, columns: int, strides: _Strides) -> None:
         self.library, self.beta = library, ctypes.c_float(float(strides.add is not None))

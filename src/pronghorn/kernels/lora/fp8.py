@@ -15,7 +15,7 @@ that all layers share, or saved). All else that adapters need is bf16: x, x A^T,
 are bf16 GEMMs of bf16 dy and x (`fp8_linear`).
 
 torch._scaled_mm, as of torch 2.11 on a GPU: a row-major, b column-major, inner and b's outer dimension multiples of 16, scales
-fp32, contiguous, [T, 1] and [1, O], output bf16, whose rows may be strided, bias bf16. On the CPU: fp32 products, for tests.
+fp32, contiguous, [T, 1] and [1, O], output bf16, whose rows may be strided, bias bf16. On the CPU: fp32, for tests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pronghorn.kernels.lora.lora_linear import Adapter, AdapterGroup, linear_bac
 from pronghorn.kernels.lora.multi_copy import CopyJob, CopyTable
 from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_cast_rows, fp8_dequantize, fp8_pitch, fp8_rows, fp8_transpose
 
-RANK_MULTIPLE = 16  # inner dimensions of FP8 products are multiples of 16
+RANK_MULTIPLE = 16  # inner dimensions of FP8 GEMMs are multiples of 16
 
 
 @cache
@@ -188,7 +188,7 @@ class Fp8Group(AdapterGroup):
         out = None if buffer is None else buffer[: self.transposed_bytes].view(self.D, -1)[:, : self.grad_width]
         return fp8_transpose(self.M[:, : self.D], out)
 
-    # ---- products ----------------------------------------------------------------------------------------------------
+    # ---- GEMMs -------------------------------------------------------------------------------------------------------
 
     def extend(self, x_TD: Tensor, x8_ext: Tensor, scale_T: Tensor) -> Tensor | None:
         """x A^T [T, R], which backward needs too; fills the last E columns of x8_ext with it."""

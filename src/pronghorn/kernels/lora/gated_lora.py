@@ -121,7 +121,7 @@ def _backward_tile(rank: int, itemsize: int, chip: Chip = HOPPER) -> Tile:
     """At rank 16: 48 KB of loads are under way for each of two programs, 31 instructions a value, 128 registers. With the ranks
     first it is 28 and 126, and yet a 1B step takes 0.6 ms more (docs/log/2026-11-16-llama-1b-variants.md). Higher ranks
     have larger sums, so fewer columns: 162 registers at rank 32, 111 at 64, where other chips than
-    Hopper take more than 128. In fp32 the products are not the tensor cores'."""
+    Hopper take more than 128. fp32 does not use tensor cores."""
     if itemsize > 2:
         return Tile(16, 64, 4, 2, 3, False)
     if rank > 32:
@@ -380,7 +380,7 @@ def gated_lora_forward(gu_TG: Tensor, kind: Kind, A_RF: Tensor, *, out_ext: Tens
 
 
 class _Part(NamedTuple):
-    """One adapter's product: thin [T, R] from the left onto its sum [R, F]."""
+    """One adapter's GEMM: thin [T, R], transposed, times the wide operand, added to its sum [R, F]."""
 
     thin_TR: Tensor
     sum_RF: Tensor

@@ -32,7 +32,7 @@ from pronghorn.kernels.loss.cross_entropy_powers import powers_for
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED, Terms, loss_and_gradient, takes_factors
 from pronghorn.kernels.runtime.dispatch import jit, keeps_graph, on_gpu, tl, triton, use_triton
 
-# Largest chunk of logits, the only scratch memory beside the outputs. 2,048 rows at V = 128,256: 525 MB, products
+# Largest chunk of logits, the only scratch memory beside the outputs. 2,048 rows at V = 128,256: 525 MB, GEMMs
 # of 2.15 TFLOP each (about 3 ms) beside some 0.3 ms of softmax, and 16 x 16 tiles of 128 x 256 for the hidden gradient at
 # D = 4096, which is 1.94 waves of 132 multiprocessors. Twice the rows would be over 1 GB.
 GPU_SCRATCH_BYTES = 640_000_000
@@ -104,7 +104,7 @@ def _scale_in_place(x: torch.Tensor, scale: torch.Tensor, factors_N: torch.Tenso
                             BLOCK=block, num_warps=8 if block > 2048 else 4)
 
 
-# ---- The products, and the raw function ---------------------------------------------------------------------
+# ---- The GEMMs, and the raw function ------------------------------------------------------------------------
 
 
 def chunk_rows(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device, share: int = 1) -> int:
@@ -122,7 +122,7 @@ def _add_weight_grad(d_weight_VD: torch.Tensor, d_logits_CV: torch.Tensor, hidde
     """d_weight += d_logitsᵀ @ hidden, summed over chunks in fp32: bf16 sums would lose the late chunks.
 
     On a GPU cuBLAS takes bf16 factors and an fp32 sum, so nothing is copied; reading and writing the sum costs about 1 ms a
-    chunk at 128,256 x 4,096 (4.2 GB) beside about 9 ms of products. The first chunk writes without reading.
+    chunk at 128,256 x 4,096 (4.2 GB) beside about 9 ms of GEMMs. The first chunk writes without reading.
     """
     if d_logits_CV.is_meta:
         return

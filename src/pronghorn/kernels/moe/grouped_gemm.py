@@ -201,7 +201,7 @@ def _bias_kernel(
 
 
 def precision_of(dtype: torch.dtype) -> str | None:
-    """fp32 products are true fp32, not TF32."""
+    """True fp32, not TF32."""
     return "ieee" if dtype == torch.float32 else None
 
 

@@ -112,7 +112,7 @@ class AdaptedExperts:
     D: int
     R: int
     adapters: ExpertLoraGrads | None
-    forward: Any  # products of sorted rows, in the form in which the group's weights are multiplied
+    forward: Any  # GEMM over sorted rows, as the group's format multiplies
     backward_input: Any
 
     @property

@@ -1,4 +1,4 @@
-"""Grouped products with frozen experts that stay in 4 or 8 bits: a tile of weights is dequantized where it is multiplied.
+"""Grouped GEMMs with frozen experts in 4 or 8 bits: each program dequantizes the tile of weights that it multiplies.
 
 As grouped_gemm.py: S rows sorted by expert, E experts, weights [E, O, D], D a multiple of 64, `offsets_E1` on the device. The
 stack is stored (kernels/quant/stored.py) as
@@ -10,7 +10,7 @@ stack is stored (kernels/quant/stored.py) as
 
     forward     y_s  = W_e x_s  + sB_e xa_s          backward     dx_s = W_e^T dy_s + A_e^T dyb_s
 
-with the adapters' share (grouped_lora.py: x_ext = [x | xa], dy_ext = [dy | dyb]) in the same sum. W is rounded to the rows'
+with the adapters' part (grouped_lora.py: x_ext = [x | xa], dy_ext = [dy | dyb]) in the same sum. W is rounded to the rows'
 dtype before it is multiplied, as a dequantized stack would be: 16-bit results agree with it up to the order of sums. No more
 than a tile of W is ever there in 16 bits. The tile is W's, so it is the left operand, which tensor cores take from registers:
 programs make the transpose of y, O or D by S. A tile has many rows of x: each dequantizes its weights once more.

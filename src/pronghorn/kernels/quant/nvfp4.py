@@ -1,4 +1,4 @@
-"""Weights in 4 bits: NVFP4, floating-point values in blocks of 16 with scales of two levels, as Blackwell's products take them.
+"""Weights in 4 bits: NVFP4, floating-point values in blocks of 16 with scales of two levels, as Blackwell's GEMMs take them.
 
 A weight [O, D], D a multiple of 16. A value is e2m1 (a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6) times its block's scale in
 e4m3 times one scale of the whole tensor in fp32:

@@ -190,7 +190,7 @@ class Fp8LinearGroup(LinearGroup):
         """16-bit rows have no LoRA columns."""
         return 0
 
-    # ---- operands of the forward product -----------------------------------------------------------------------------
+    # ---- operands of the forward GEMM --------------------------------------------------------------------------------
 
     def of_norm(self, norm: Norm | None, h: Tensor, saved: Saved, slot: str) -> Operand:
         return h if norm is None else self._of_norm(norm, h, saved, slot)
@@ -218,7 +218,7 @@ class Fp8LinearGroup(LinearGroup):
     def adapters_of_activation(self, gu: Tensor, kind: Kind) -> Tensor | None:
         return self.forward_adapters(gated_activation_forward(gu, kind))
 
-    # ---- products ------------------------------------------------------------------------------------------------
+    # ---- GEMMs ---------------------------------------------------------------------------------------------------
 
     def apply(self, x: Operand) -> tuple[Tensor, Tensor | None]:
         return self.mm(x)
@@ -243,7 +243,7 @@ class Fp8LinearGroup(LinearGroup):
     def apply_rotated(self, x: Operand, cos: Tensor, sin: Tensor, heads: int, head_width: int) -> None:
         return None
 
-    # ---- operands of the backward product ----------------------------------------------------------------------------
+    # ---- operands of the backward GEMM -------------------------------------------------------------------------------
 
     def grad_of_residual(self, dh: Tensor, multiplier: float, grad_buffer: GradBuffer) -> Operand:
         return dh if multiplier == 1.0 else dh * multiplier

@@ -233,7 +233,7 @@ class LinearGroup:
     def extra(self) -> int:
         return self._group.R if self._group else 0
 
-    # ---- operands of the forward product -----------------------------------------------------------------------------
+    # ---- operands of the forward GEMM --------------------------------------------------------------------------------
 
     def of_norm(self, norm: Norm | None, h: Tensor, saved: Saved, slot: str) -> Operand:
         """norm(h); h itself where there is neither norm nor adapter."""
@@ -262,7 +262,7 @@ class LinearGroup:
         """a A^T alone, as `apply` gives it."""
         return self.owned(self._columns(self.of_activation(gu, kind).ext))
 
-    # ---- products ------------------------------------------------------------------------------------------------
+    # ---- GEMMs ---------------------------------------------------------------------------------------------------
 
     def apply(self, x: Operand) -> tuple[Tensor, Tensor | None]:
         """(y, x A^T or None), perhaps as columns of the operand: `owned` copies it for saving."""
@@ -362,7 +362,7 @@ class LinearGroup:
         x = x_ext[:, : group.D]
         return x, mm(x, group.M[group.O :, : group.D].T) if group.R else None
 
-    # ---- operands of the backward product ----------------------------------------------------------------------------
+    # ---- operands of the backward GEMM -------------------------------------------------------------------------------
 
     def grad_of_residual(self, dh: Tensor, multiplier: float, grad_buffer: GradBuffer) -> Operand:
         """The operand for a branch that ends with this group: the residual stream's gradient, in place if its buffer has LoRA
