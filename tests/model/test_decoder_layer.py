@@ -33,6 +33,7 @@ from pronghorn.kernels.mlp.gated_mlp import gated_activation_reference
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.layers import linears
 from pronghorn.model.lora import add_adapter
+from pronghorn.model.text_stack import keep_softcap
 from pronghorn.recipe import Lora
 from samples import random_table
 
@@ -90,6 +91,7 @@ def model_of(family: str, method: str, dtype: torch.dtype) -> Any:
     """Norm weights and biases are drawn too: at their initial ones and zeros, mistakes in them would not show."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES[family]).to(dtype)
+    keep_softcap(model)
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name or "sinks" in name:
             center = 1.0 if "norm" in name and "gemma" not in family else 0.0

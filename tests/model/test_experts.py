@@ -43,9 +43,10 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 
 QWEN: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
 SIGMOID: dict[str, Any] = {"moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
                            "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
+LIMIT = {"swiglu_limit": 3.5} if hasattr(GptOssConfig(), "swiglu_limit") else {}  # transformers 5.17 has it in its code: 7.0
 FAMILIES: dict[str, Any] = {
     "gpt_oss": GptOssConfig(**SMALL, head_dim=8, num_local_experts=6, num_experts_per_tok=2, sliding_window=16,
-                            rope_parameters=YARN, attention_bias=True, swiglu_limit=3.5),
+                            rope_parameters=YARN, attention_bias=True, **LIMIT),
     "qwen3_moe": Qwen3MoeConfig(**SMALL, **QWEN, head_dim=16, norm_topk_prob=True),
     "qwen3_moe, a dense layer": Qwen3MoeConfig(**SMALL, **QWEN, head_dim=16, mlp_only_layers=[1]),
     "qwen2_moe": Qwen2MoeConfig(**SMALL, **QWEN, shared_expert_intermediate_size=40),

@@ -26,6 +26,7 @@ from transformers import (
 from pronghorn.model import hf_forward
 from pronghorn.model.causal_lm import base_of, engine_of, install
 from pronghorn.model.lora import add_adapter
+from pronghorn.model.text_stack import keep_softcap
 from pronghorn.recipe import Lora
 
 SIZES: dict[str, Any] = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -49,6 +50,7 @@ FAMILIES = {
 def make(family: str = "llama", *, adapter: bool = True, **options: Any) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]))
+    keep_softcap(model)
     for name, parameter in model.named_parameters():
         if "bias" in name or ("norm" in name and family.startswith("gemma")):
             torch.nn.init.normal_(parameter, std=0.3)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from nf4_checkpoints import save_nf4
 from pronghorn.errors import ModelError, RecipeError
@@ -316,3 +317,21 @@ def test_transformers_progress_setting_is_put_back() -> None:
     finally:
         if not before:
             logging.disable_progress_bar()
+
+
+@pytest.mark.parametrize("storage", ["bf16", "nf4"])
+def test_a_softcap_is_not_left_out_by_the_models_own_attention(tmp_path: Path, storage: str) -> None:
+    config = Gemma2Config(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                          num_key_value_heads=1, head_dim=32, attn_logit_softcapping=0.5)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    ids, models = torch.arange(1, 9)[None], []
+    for cap in (0.5, 50.0):
+        written = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(written | {"attn_logit_softcapping": cap}))
+        models.append(load_model(str(tmp_path), torch.float32, torch.device("cpu"), storage=storage))
+    with torch.no_grad():
+        for model in models:
+            for parameter in model.parameters():
+                if parameter.ndim == 2 and parameter.is_floating_point():
+                    parameter.normal_(std=0.5, generator=torch.Generator().manual_seed(0))
+        assert not torch.equal(models[0](ids).logits, models[1](ids).logits)

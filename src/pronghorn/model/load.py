@@ -23,7 +23,7 @@ from pronghorn.model.families import FAMILIES, text_config, why_not_fast
 from pronghorn.model.formats.checkpoint import load_stored, published_format, refuse_unreadable
 from pronghorn.model.formats.table import FORMATS, require_fp8
 from pronghorn.model.lora import PICKLED, add_adapter
-from pronghorn.model.text_stack import auto_class, beside_text, is_beside, set_cache
+from pronghorn.model.text_stack import auto_class, beside_text, is_beside, keep_softcap, set_cache
 from pronghorn.model.weight_files import stored_weights
 from pronghorn.recipe import Lora, Recipe
 
@@ -159,6 +159,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, storage: 
         _forget_mxfp4(model, dtype)
     model.config._name_or_path = model.name_or_path = place(name)
     set_cache(model, False)
+    keep_softcap(model)
     return model.to(device)  # type: ignore[no-any-return]
 
 

@@ -88,6 +88,13 @@ def set_cache(model: Any, keeps: bool) -> None:
     model.config.use_cache = text_config(model.config).use_cache = keeps
 
 
+def keep_softcap(model: Any) -> None:
+    """transformers 5.17 runs Gemma 2 on SDPA, which leaves `attn_logit_softcapping` out without a word; eager attention has it.
+    For whatever runs on the model's own layers: generation, logits, the check against them."""
+    if getattr(text_config(model.config), "attn_logit_softcapping", None) and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
+
+
 def stored_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
     """The files' name of each weight of the model, where it is another: Gemma 3's files say `language_model.model`, as
     transformers named it when they were made, and Hunyuan 3's `shared_mlp`. A model with more than text saves itself under the

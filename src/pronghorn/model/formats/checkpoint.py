@@ -24,7 +24,7 @@ from pronghorn.model.formats.experts import STACKS, StoredExperts, stored_expert
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import linears_of, stored_modules
 from pronghorn.model.formats.table import FORMATS, Format
-from pronghorn.model.text_stack import beside_text, is_beside, set_cache, stored_names
+from pronghorn.model.text_stack import beside_text, is_beside, keep_softcap, set_cache, stored_names
 from pronghorn.model.wide_parts import stays_wide
 
 Progress = Callable[[str, int, int], None]
@@ -156,6 +156,7 @@ def load_stored(folder: Path, storage: Format, dtype: torch.dtype, device: torch
     if (generation := generation_config(str(folder), folder)) is not None:
         model.generation_config = generation
     set_cache(model, False)
+    keep_softcap(model)
     model.requires_grad_(False)
     return model.eval()  # type: ignore[no-any-return]
 
