@@ -6,6 +6,8 @@ import functools
 import gc
 import os
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,22 @@ def pytest_collection() -> Iterator[None]:
     (3 of 12 seconds in each process) nor in every full collection later on (0.3 s each)."""
     with importing():
         return (yield)
+
+
+_BEGAN = time.monotonic()
+_seconds: Counter[str] = Counter()  # by file
+LIMIT = 360  # seconds that the whole suite may take on two cores
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _seconds[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if (took := time.monotonic() - _BEGAN) > LIMIT:
+        terminalreporter.write_line(f"{took:.0f} s, more than {LIMIT}: the slowest files, in seconds of one process")
+        for file, seconds in _seconds.most_common(10):
+            terminalreporter.write_line(f"{seconds:7.1f} {file}")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
 from pronghorn.bench import ours, peers
 from pronghorn.bench.meter import Meter
@@ -37,10 +38,14 @@ def test_the_script_for_unsloth_runs_on_our_model(system: str, level: str, monke
     assert row["changed_share"] > 0.4  # B begins as zeros, and A moves from the second step on
 
 
-def test_full_fine_tuning_takes_the_same_steps_on_both_sides() -> None:
-    workload = WORKLOADS["tiny-full"]
+@pytest.mark.parametrize("name", ["tiny", "tiny-full"])
+def test_both_sides_take_the_same_steps(name: str) -> None:
+    """The same packs, weights, adapters and optimizer: the same numbers."""
+    workload = WORKLOADS[name]
     one, other = ours.measure(workload, meter(), None), peers.measure("packed", workload, meter(), None)
-    assert one["loss_first"] == pytest.approx(other["loss_first"], rel=1e-5)
-    assert one["loss_last"] == pytest.approx(other["loss_last"], rel=1e-5)
-    assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-    assert one["changed_share"] == 1.0
+    rel = 5e-3 if torch.cuda.is_available() else 1e-5  # bf16, fp32
+    assert one["loss_first"] == pytest.approx(other["loss_first"], rel=rel)
+    assert one["loss_last"] == pytest.approx(other["loss_last"], rel=rel)
+    assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=10 * rel)
+    assert one["tokens_per_step"] == other["tokens_per_step"]
+    assert min(one["changed_share"], other["changed_share"]) > 0.9

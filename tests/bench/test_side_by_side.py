@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from bench_rows import measured
 
 from pronghorn.bench.meter import machine
@@ -65,25 +64,22 @@ def results_with(out: Path, *rows: dict[str, Any]) -> Results:
     return results
 
 
-def test_two_systems_train_the_same_model_on_the_same_documents(tmp_path: Path) -> None:
-    """The whole way: weights, two systems that run, the file, the picture, the lines. The ceiling's process runs below."""
-    Results(tmp_path / NAME).add(measured("tiny", "ceiling", 1000.0, machine=machine()))
+def test_a_system_trains_in_its_process_and_is_told_beside_the_others(tmp_path: Path) -> None:
+    """The whole way: weights, a system that runs, the file, the picture, the lines. test_peers.py compares systems' numbers."""
+    for other in ("ceiling", "packed"):
+        Results(tmp_path / NAME).add(measured("tiny", other, 1000.0, machine=machine()))
     plan = Plan(out=tmp_path, workloads=["tiny"], systems=["pronghorn", "packed"], warmup=2, steps=3, time_limit=240,
                 command="pronghorn bench")
     results, text = said(plan)
-    assert [(row["system"], row["status"]) for row in results.rows] == [
-        (system, "measured") for system in ("ceiling", "pronghorn", "packed")], results.rows  # fmt: skip
-    ours, packed = (results.get("tiny", system) or {} for system in ("pronghorn", "packed"))
-    assert ours["tokens_per_step"] == packed["tokens_per_step"]
-    for figure in ("loss_first", "loss_last", "grad_norm"):  # the same packs, adapters and optimizer: the same numbers
-        assert ours[figure] == pytest.approx(packed[figure], rel=5e-3 if torch.cuda.is_available() else 1e-4)  # bf16, fp32
-    for row in (ours, packed):
-        assert row["tokens_per_second"] > 0
-        assert row["seconds_to_first_step"] == row["marks"]["first_step"] > row["marks"]["imports"] > 0
-        assert row["changed_share"] > 0.9
+    assert {(row["system"], row["status"]) for row in results.rows} == {
+        (system, "measured") for system in ("ceiling", "pronghorn", "packed")}, results.rows  # fmt: skip
+    ours = results.get("tiny", "pronghorn") or {}
+    assert ours["tokens_per_second"] > 0
+    assert ours["seconds_to_first_step"] == ours["marks"]["first_step"] > ours["marks"]["imports"] > 0
+    assert ours["changed_share"] > 0.9
     content = json.loads((tmp_path / NAME).read_text())
     assert (content["results"], content["commands"]) == (results.rows, ["pronghorn bench"])
-    assert len(text.splitlines()) == 2
+    assert len(text.splitlines()) == 1
     assert "Pronghorn" in (tmp_path / PICTURE).read_text()
     assert "RESULT" in (tmp_path / "logs" / "tiny.pronghorn.log").read_text()
     again, text = said(plan)

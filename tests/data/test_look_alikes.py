@@ -68,7 +68,7 @@ def conversations(draw: Any) -> list[dict[str, Any]]:
     return messages
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(conversations(), st.data())
 def test_random_conversations_lose_nothing_and_train_what_is_said(messages: list[dict[str, Any]], data: Any) -> None:
     for name in data.draw(st.lists(st.sampled_from(sorted(LOOK_ALIKES)), min_size=12, max_size=12, unique=True)):

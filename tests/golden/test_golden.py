@@ -7,27 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from golden.make import CASES, FILE, STEPS, allowed, apart, losses_of
+from golden.make import CASES, FILE, STEPS, beyond, losses_of
 
 GOLDEN = json.loads(FILE.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_written_down(case: str, tmp_path: Path) -> None:
-    stored = GOLDEN["cases"][case]
     losses = losses_of(case, tmp_path / "room")
     assert len(losses) == STEPS
-    assert apart(losses, stored["losses"]) <= allowed(stored["noise"])
+    assert beyond(losses, GOLDEN["cases"][case]) == []
 
 
-def test_every_case_learns_and_would_show_another_rate() -> None:
+def test_every_case_learns_and_shows_another_rate() -> None:
     assert GOLDEN["cases"].keys() == CASES.keys()
-    for case in GOLDEN["cases"].values():
+    for name, case in GOLDEN["cases"].items():
         assert case["losses"][-1] < 0.7 * case["losses"][0]
-        assert allowed(case["noise"]) < 0.02
-
-
-def test_weights_in_4_bits_train_about_as_16_bits_do() -> None:
-    curves = {case: stored["losses"] for case, stored in GOLDEN["cases"].items()}
-    for case, wide in (("qlora", "lora"), ("qlora, nvfp4", "lora"), ("experts, nvfp4", "experts, lora")):
-        assert 1e-3 < apart(curves[case], curves[wide]) < 0.05
+        seen = beyond(case["another_rate"], case)
+        assert 1 not in seen, name  # the first loss is that before any update
+        assert seen[0] <= 5, name  # chance has grown large only later

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import inspect
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from test_decoder_layer import FAMILIES as DENSE
+from test_experts import ROWS as MIXTURES
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
@@ -400,16 +399,34 @@ def test_a_subclass_with_a_forward_of_its_own_keeps_it() -> None:
     assert torch.equal(model(input_ids=IDS, labels=IDS).loss, expected)
 
 
-@table("family", FAMILIES)
-def test_every_config_value_that_a_forward_reads_is_looked_at(family: str) -> None:
-    """What `self.config` is asked for in the family's own modules: looked at here, or without effect on the result."""
-    without_effect = {"_attn_implementation", "vocab_size", "initializer_range", "get_text_config",
-                      "image_token_id", "video_token_id", "vision_config", "text_config", "vision_start_token_id",
-                      "spatial_merge_size"}  # of the model around a text model
-    name = family.removesuffix("_text")
-    source = inspect.getsource(importlib.import_module(f"transformers.models.{name}.modeling_{name}"))
-    asked = set(re.findall(r"self\.config\.(\w+)", source)) | set(re.findall(r"\(self\.config, \"(\w+)\"", source))
-    assert asked - without_effect <= set(CONFIG)
+# Of every config, read at every call, and without an effect on a text model's numbers.
+NO_EFFECT = {"_attn_implementation", "_attn_implementation_internal", "_experts_implementation", "decoder", "generator",
+             "_experts_implementation_internal", "_heterogeneity_spec", "is_heterogeneous", "per_layer_config",
+             "get_text_config", "text_config", "is_encoder_decoder", "num_kv_shared_layers", "return_dict", "use_cache",
+             "output_attentions", "_output_attentions", "output_hidden_states", "vocab_size", "vision_aspect_ratio",
+             "vision_feature_layer", "vision_feature_select_strategy"}
+OF_IMAGES = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}  # text models that stand in another
+
+
+def test_every_config_value_that_a_forward_reads_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each family's own forward, loss and masks ask the config for: looked at here, or without effect on the result."""
+    configs = {config.model_type: config for config in (*DENSE.values(), *MIXTURES.values())}
+    assert configs.keys() == FAMILIES.keys() - OF_IMAGES
+    for kind, config in configs.items():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        read: set[str] = set()
+        own = type(config).__getattribute__
+
+        def noted(self: Any, name: str, own: Any = own, read: set[str] = read) -> Any:
+            read.add(name)
+            return own(self, name)
+
+        with monkeypatch.context() as watching:
+            watching.setattr(type(config), "__getattribute__", noted)
+            model(input_ids=IDS, labels=IDS)
+        read = {name for name in read if not name.startswith("__")}
+        assert {"num_hidden_layers", "layer_types"} <= read, kind
+        assert read - NO_EFFECT <= set(CONFIG), kind
 
 
 def test_what_stays_as_it_was_needs_no_walk(monkeypatch: pytest.MonkeyPatch) -> None:
