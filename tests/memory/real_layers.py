@@ -30,9 +30,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 64},
     "minimax_m2": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 64},
-    "dots1": {"moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
+    "dots1": {"moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
               "head_dim": 16, "sliding_window": None},
-    "hy_v3": {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 3, "num_shared_experts": 2, "head_dim": 16,
+    "hy_v3": {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 3, "num_shared_experts": 2, "head_dim": 16,
               "mlp_layer_types": ["sparse", "sparse"]},
 }
 METHODS: dict[str, dict[str, Any]] = {

@@ -142,10 +142,7 @@ def test_what_is_beside_is_counted_and_never_trained(kind: str, tmp_path: Path) 
     assert expected <= parts["weights"] <= expected + 2 * 64 * 4  # biases of q, k and v once more, as one
     assert parts["gradients and optimizer"] == 12 * sum(p.numel() for p in model.parameters() if p.requires_grad)
     facts = inspect_model(save_image_text_model(kind, tmp_path), Lora(r=4))
-    assert facts.fast
     assert facts.parameters == sum(p.numel() for p in model.parameters())
-    linears = 2 * (32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 48)
-    assert facts.linear_parameters == linears
     assert facts.adapter_parameters == 2 * 4 * (2 * 64 + 2 * 48 + 3 * 80)
 
 

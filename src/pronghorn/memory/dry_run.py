@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pronghorn.errors import ModelError
 from pronghorn.kernels.loss.linear_cross_entropy import chunk_rows, linear_cross_entropy
 from pronghorn.kernels.runtime.dispatch import dry_run
 from pronghorn.memory.job import FP32, Job, head_share, moment_bytes
@@ -155,10 +156,10 @@ def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, target
     dtype = DTYPES[element]
     with dry_run(target):
         model = one_layer_model(config, storage, dtype, lora and Lora(r=lora[0], targets=lora[1]))
-        why = install(model, fp8=fp8)
-        assert not why, why
-        engine = engine_of(model)
-        assert engine is not None
+        refused, engine = install(model, fp8=fp8), engine_of(model)
+        if engine is None or (refused := engine.layers[0].why_not_fused()):
+            raise ModelError(what="the memory plan does not support this model", why=refused,
+                             fix="remove memory.budget to train without a plan")
         engine.prepare(dtype)
         layer, base = engine.layers[0], base_of(model)
         trains = [p for p in layer.parameters() if p.requires_grad]

@@ -101,7 +101,7 @@ class FastCausalLM:
     @property
     def can_chunk_mlp(self) -> bool:
         """Whether the layers can run their MLP in chunks (model/layers/mlp.py): not mixtures of experts, nor FP8 with trained
-        weights, whose gradients of all chunks the planner does not count."""
+        weights, which has not been tried."""
         trained = any(group.fp8 and any(map(trains_whole, group.modules()))
                       for layer in self.layers for group in layer.groups)
         return not trained and not self.expert_layers

@@ -19,11 +19,11 @@ from pronghorn.hub import model_folder
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.config import constructed, empty_model, generation_config, guarded, place, read_config
 from pronghorn.model.config_check import require_enough_weights, require_weights_for
-from pronghorn.model.families import FAMILIES, text_config, why_not_fast
+from pronghorn.model.families import FAMILIES, text_config
 from pronghorn.model.formats.checkpoint import load_stored, published_format, refuse_unreadable
 from pronghorn.model.formats.table import FORMATS, require_fp8
 from pronghorn.model.lora import PICKLED, add_adapter
-from pronghorn.model.text_stack import auto_class, beside_text, is_beside, keep_softcap, set_cache
+from pronghorn.model.text_stack import auto_class, keep_softcap, set_cache
 from pronghorn.model.weight_files import stored_weights
 from pronghorn.recipe import Lora, Recipe
 
@@ -38,13 +38,7 @@ class ModelFacts:
     model_type: str
     text_type: str  # of the text model inside, or the same
     parameters: int
-    linear_parameters: int  # weights that method: qlora stores in 4 bits, method: fp8 in 8
     adapter_parameters: int  # 0 when no adapter was asked for
-    layers: int
-    width: int
-    mlp_width: int
-    attention_width: int  # of q, k, v and the attention's output together
-    fast: bool  # whether the fast layers support it
     vocabulary: int
     longest: int  # context length; 0 if the config does not say
 
@@ -94,32 +88,15 @@ def inspect_model(name: str, lora: Lora | None = None, *, storage: str = "bf16")
     stored = stored_weights(model_folder(name))
     require_weights_for(config, stored, name)
     model: Any = empty_model(name, config)
-    text, beside = text_config(config), beside_text(model)
-    parameters = sum(p.numel() for p in model.parameters())
+    text, parameters = text_config(config), sum(p.numel() for p in model.parameters())
     require_enough_weights(parameters, stored, name)
-    linears = [module for path, module in model.named_modules()
-               if type(module) is torch.nn.Linear and path.rsplit(".", 1)[-1] != "lm_head" and not is_beside(path, beside)]
-    linear_parameters = sum(linear.weight.numel() for linear in linears)
-    linear_parameters += sum(p.numel() for name, p in model.named_parameters() if p.ndim == 3 and not is_beside(name, beside))
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     if lora:
         with torch.device("meta"):
             model = add_adapter(model, lora, seed=0)
-    heads, kv_heads = int(text.num_attention_heads), int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-    head_width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-    return ModelFacts(
-        model_type=config.model_type, text_type=text.model_type,
-        parameters=parameters,
-        linear_parameters=linear_parameters,
-        adapter_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad) if lora else 0,
-        layers=int(text.num_hidden_layers),
-        width=int(text.hidden_size),
-        mlp_width=int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size),
-        attention_width=2 * (heads + kv_heads) * head_width,
-        fast=not why_not_fast(config),
-        vocabulary=vocabulary,
-        longest=int(getattr(text, "max_position_embeddings", 0) or 0),
-    )
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad) if lora else 0
+    return ModelFacts(config.model_type, text.model_type, parameters, adapters, vocabulary,
+                      int(getattr(text, "max_position_embeddings", 0) or 0))
 
 
 def load_model(name: str, dtype: torch.dtype, device: torch.device, *, storage: str = "bf16",

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from pronghorn.data.batches import PackedBatch, Shapes
-from pronghorn.errors import EnvironmentFault, RecipeError
+from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
 from pronghorn.memory.calibrate import calibrate
-from pronghorn.memory.costs import predicted_costs
+from pronghorn.memory.costs import LayerCosts, predicted_costs
 from pronghorn.memory.dry_run import evaluation_bytes, host_moments
 from pronghorn.memory.forecast import job_of, memory_lines, picture, problem_of
 from pronghorn.memory.gpus import local_gpu, reckoned_with
@@ -55,33 +55,43 @@ def evaluation_capacity(recipe: Recipe) -> int:
 def plan_memory(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision, *,
                 evaluates: bool = False) -> RunMemory | None:
     """None where there is nothing to plan. An error if the budget is too small, with the smallest that works."""
-    if why := why_no_plan(recipe, config):
-        if recipe.memory.budget != "auto":
-            raise RecipeError(what=f"memory.budget: {recipe.memory.budget} cannot be planned for this run", why=why,
+    explicit = recipe.memory.budget != "auto"
+    if device.type != "cuda" and not explicit:
+        return None
+    found = _job_and_costs(recipe, config, shapes, device, precision)
+    if isinstance(found, str):
+        if explicit:
+            raise RecipeError(what=f"memory.budget: {recipe.memory.budget} cannot be planned for this run", why=found,
                               fix="set memory.budget: auto, or remove the cause named above")
         return None
-    if device.type != "cuda" and recipe.memory.budget == "auto":
-        return None
-    job = run_job(recipe, config, shapes, device, precision)
+    job, costs = found
     aside = evaluation_bytes(job, evaluation_capacity(recipe)) if evaluates and job.graphed else 0
-    gpu = local_gpu(device)
     budget, remark = budget_of(recipe.memory.budget, device)
-    problem = problem_of(job, predicted_costs(job, reckoned_with(gpu, fp8=job.fp8)), budget, host_room(), aside)
+    problem = problem_of(job, costs, budget, host_room(), aside)
     if device.type == "cuda" and host_moments(job) > problem.host > 0:
         raise RecipeError(what=f"train.optimizer: {job.optimizer} needs {host_moments(job) / 1e9:.1f} GB of host RAM",
                           why=f"only {problem.host / 1e9:.1f} GB of free host RAM can be pinned",
                           fix="set train.optimizer: paged_adamw_8bit or adamw_8bit, or free host RAM")
-    return RunMemory(make_plan(problem), device, gpu is not None, recipe.train.batch_tokens // recipe.train.capacity,
-                     explicit=recipe.memory.budget != "auto", remark=remark)
+    return RunMemory(make_plan(problem), device, local_gpu(device) is not None,
+                     recipe.train.batch_tokens // recipe.train.capacity, explicit=explicit, remark=remark)
 
 
 def plan_of_everything(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision) -> Plan | str:
     """What the run would take with all activations saved, on this machine's GPU or on an H200; or why nobody knows."""
+    found = _job_and_costs(recipe, config, shapes, device, precision)
+    return found if isinstance(found, str) else plan_of(problem_of(*found, 0, 0), (KEEP,) * found[0].shape.layers, 1)
+
+
+def _job_and_costs(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision
+                   ) -> tuple[Job, LayerCosts] | str:
+    """Or why the run cannot be planned."""
     if why := why_no_plan(recipe, config):
         return why
     job = run_job(recipe, config, shapes, device, precision)
-    costs = predicted_costs(job, reckoned_with(local_gpu(device), fp8=job.fp8))
-    return plan_of(problem_of(job, costs, 0, 0), (KEEP,) * job.shape.layers, 1)
+    try:
+        return job, predicted_costs(job, reckoned_with(local_gpu(device), fp8=job.fp8))
+    except ModelError as error:  # layers that are not one node (dry_run.py)
+        return error.why
 
 
 def run_job(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision) -> Job:
