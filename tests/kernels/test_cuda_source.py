@@ -204,7 +204,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
     monkeypatch.setattr(cuda_source, "_lock", lock)
     monkeypatch.setattr(cuda_source, "Future", Answer)
     monkeypatch.setattr(cuda_source, "_compiled", {})
-    monkeypatch.setattr(cuda_source, "_kept_or_made", make)
+    monkeypatch.setattr(cuda_source, "_cached_or_compiled", make)
     return found
 
 
@@ -408,7 +408,7 @@ def test_no_thread_waits_for_what_another_compiles_ahead(monkeypatch: pytest.Mon
         assert go(others)
 
     monkeypatch.setattr(cuda_source, "_compiled", {})
-    monkeypatch.setattr(cuda_source, "_kept_or_made", make)
+    monkeypatch.setattr(cuda_source, "_cached_or_compiled", make)
     monkeypatch.setattr(ahead.os, "cpu_count", lambda: 2)
     ahead.compile_ahead(work)
     assert [future.exception() for future in cuda_source._compiled.values()] == [None, None]
@@ -424,7 +424,7 @@ def test_what_was_not_the_sources_fault_is_tried_again(monkeypatch: pytest.Monke
         return answer  # type: ignore[no-any-return]
 
     monkeypatch.setattr(cuda_source, "_compiled", {})
-    monkeypatch.setattr(cuda_source, "_kept_or_made", make)
+    monkeypatch.setattr(cuda_source, "_cached_or_compiled", make)
     with pytest.raises(OSError, match="no space left"):
         compiled(SOURCE)
     assert compiled(SOURCE) == b"code"

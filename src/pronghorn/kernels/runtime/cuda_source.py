@@ -78,7 +78,7 @@ def compiled(source: Source) -> bytes:
             future = _compiled[source] = Future()
     if mine:
         try:
-            future.set_result(_kept_or_made(source))
+            future.set_result(_cached_or_compiled(source))
         except BaseException as error:  # noqa: BLE001  (given to all who ask)
             future.set_exception(error)
             if not isinstance(error, NotCompiled):  # a full disk, Ctrl-C: not the source's fault, so the next call retries
@@ -86,7 +86,7 @@ def compiled(source: Source) -> bytes:
     return future.result()
 
 
-def _kept_or_made(source: Source) -> bytes:
+def _cached_or_compiled(source: Source) -> bytes:
     from triton.runtime.cache import get_cache_manager
 
     compiler, version = _compiler(), (ctypes.c_int(), ctypes.c_int())
@@ -95,11 +95,11 @@ def _kept_or_made(source: Source) -> bytes:
     options = [f"--gpu-architecture={_ARCHITECTURE}", "--std=c++17", *definitions]
     text = source.text()
     key = hashlib.sha256("\0".join([text, *options, *(str(part.value) for part in version)]).encode()).hexdigest()
-    kept, name = get_cache_manager(key), f"{Path(source.file).name}bin"
-    if (place := kept.get_file(name)) is not None:
+    files, name = get_cache_manager(key), f"{Path(source.file).name}bin"
+    if (place := files.get_file(name)) is not None:
         return Path(place).read_bytes()
     code = _made(compiler, source.file, text, options)
-    kept.put(code, name, binary=True)
+    files.put(code, name, binary=True)
     return code
 
 
