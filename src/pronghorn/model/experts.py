@@ -311,12 +311,6 @@ class ExpertStack(Adapted):
 
     # ---- GEMMs ---------------------------------------------------------------------------------------------------
 
-    def forward_tokens(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
-        return self.group.forward_tokens(x_TD, routing)
-
-    def forward_rows(self, x_ext: Tensor, routing: Routing) -> Tensor:
-        return self.group.forward_rows(x_ext, routing)
-
     def backward_tokens(self, dy_TO: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
         needed = bool(self.adapters) or any(p.requires_grad for p in self.parameters)
         return self.group.backward_tokens(dy_TO, routing, needed, self.scratch.take)

@@ -13,7 +13,7 @@ from pronghorn.errors import CommandError, ModelError
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.families import EXPERTS
 from pronghorn.model.formats.store import stored_modules
-from pronghorn.model.lora import GATED, attach, expert_stacks, linear_names, taken_for_experts, text_linears
+from pronghorn.model.lora import GATED, attach, expert_stacks, linear_names, taken_for_experts
 from pronghorn.model.text_stack import beside_text, not_adapted
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
@@ -35,7 +35,7 @@ def with_adapter(model: Any, *, target_modules: Sequence[str] | str, modules_to_
                              fix="give it an adapter with target_modules, or load with load_in_16bit=True")
     targets = linears
     if linears == "all-linear" and (layers is not None or beside_text(model)):
-        targets = _linear_names(model)  # PEFT wants names to choose layers; a vision tower's are not meant
+        targets = linear_names(model)  # PEFT wants names to choose layers; a vision tower's are not meant
     if stacks and (option := next((name for name in ("use_dora", "lora_dropout") if config.get(name)), "")):
         raise CommandError(what=f"{option} cannot be combined with an adapter on experts",
                            why="PEFT does not support this for experts",
@@ -52,7 +52,7 @@ def _targets(model: Any, asked: Sequence[str] | str) -> tuple[list[str] | str, l
         if asked != "all-linear":
             raise CommandError(what=f"target_modules={asked!r}", fix='use a list of names, or "all-linear"')
         return linear_names(model, beside_experts=True) if stacks else asked, [], []
-    known, names, whole = _linear_names(model), [], []
+    known, names, whole = linear_names(model), [], []
     taken = taken_for_experts(model, sorted({*GATED, *known}))
     adapted: list[str] = []
     for name in asked:
@@ -79,7 +79,3 @@ def _targets(model: Any, asked: Sequence[str] | str) -> tuple[list[str] | str, l
 def _inside(name: str, stack: str) -> bool:
     """Whether `experts.gate_up_proj` is, or holds, what people call `name`."""
     return stack.rpartition(".")[2] in (name, FUSED.get(name))
-
-
-def _linear_names(model: Any) -> list[str]:
-    return sorted({path.split(".")[-1] for path in text_linears(model)} - set(TRAINED_WHOLE))

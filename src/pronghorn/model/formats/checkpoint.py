@@ -6,7 +6,6 @@ Weights are cast to the compute dtype before they are quantized, as transformers
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import linears_of, stored_modules
 from pronghorn.model.formats.table import FORMATS, Format
 from pronghorn.model.text_stack import beside_text, is_beside, keep_softcap, set_cache, stored_names
+from pronghorn.model.weight_files import files_to_load
 from pronghorn.model.wide_parts import stays_wide
 
 Progress = Callable[[str, int, int], None]
@@ -73,20 +73,13 @@ class Shards:
     def __init__(self, folder: Path, device: torch.device, model: PreTrainedModel) -> None:
         self.files: dict[str, Any] = {}
         self.file_of: dict[str, str] = {}
-        index = folder / "model.safetensors.index.json"
-        if (folder / "model.safetensors").is_file():
-            names = ["model.safetensors"]
-        elif index.is_file():
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        else:
-            names = sorted(file.name for file in folder.glob("*.safetensors"))
-        for name in names:
+        for file in files_to_load(folder):
             try:
-                self.files[name] = safe_open(folder / name, framework="pt", device=str(device))
+                self.files[file.name] = safe_open(file, framework="pt", device=str(device))
             except (OSError, SafetensorError) as error:
-                raise ModelError(what=f"cannot read {name}", where=str(folder), why=str(error).splitlines()[0][:200],
+                raise ModelError(what=f"cannot read {file.name}", where=str(folder), why=str(error).splitlines()[0][:200],
                                  fix="download all files of the model") from error
-            self.file_of |= dict.fromkeys(self.files[name].keys(), name)
+            self.file_of |= dict.fromkeys(self.files[file.name].keys(), file.name)
         self.stored_as = stored_names(model, self.file_of)
 
     def _name(self, key: str) -> str:
@@ -275,10 +268,6 @@ def _untie(model: PreTrainedModel, shards: Shards) -> None:
             setattr(model.get_submodule(owner), leaf, nn.Parameter(torch.empty_like(model.get_parameter(key))))
 
 
-def _unset(buffer: Tensor) -> float:
-    return float("nan") if buffer.is_floating_point() else -1
-
-
 def _is_unset(buffer: Tensor) -> Tensor:
     return torch.isnan(buffer) if buffer.is_floating_point() else buffer == -1
 
@@ -292,7 +281,7 @@ def _fill_computed_buffers(model: PreTrainedModel, device: torch.device) -> None
         family[name] = module if isinstance(module, PreTrainedModel) else above
         empty = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
         for key, buffer in empty.items():
-            module._buffers[key] = torch.full_like(buffer, _unset(buffer), device=device)
+            module._buffers[key] = torch.full_like(buffer, float("nan") if buffer.is_floating_point() else -1, device=device)
         if empty:
             weights = [(parameter, parameter.detach().clone()) for parameter in module.parameters() if not parameter.is_meta]
             family[name]._init_weights(module)

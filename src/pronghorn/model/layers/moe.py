@@ -116,7 +116,7 @@ class ExpertsMlp:
         x2 = x2_ext[:, : h2.shape[1]]
         logits = self.router.forward(x2)
         routing = routing_forward(logits, self.K, **self._rule())
-        gu, xa2 = self.expert_gate_up.forward_tokens(x2, routing)
+        gu, xa2 = self.expert_gate_up.group.forward_tokens(x2, routing)
         saved.put(gu=gu, xa2=xa2, logits=logits, ids=routing.ids_TK, weights=routing.weights_TK, order=routing.order_S,
                   inverse=routing.inverse_TK, offsets=routing.offsets_E1)
         if self.has_shared:
@@ -138,7 +138,7 @@ class ExpertsMlp:
         expert_gated_forward(saved["gu"], self.expert_activation, bias_EG=self.expert_gate_up.bias_EO, ids_TK=routing.ids_TK,
                              order_S=routing.order_S, out=a_ext[:, : down.D])
         down.extend(a_ext, routing.offsets_E1)
-        y = self.expert_down.forward_rows(a_ext, routing)
+        y = down.forward_rows(a_ext, routing)
         base = h2
         if self.has_shared:
             out, xa3 = self.down.apply(self.down.of_activation(self._shared_gu(saved), self.activation))
@@ -160,7 +160,7 @@ class ExpertsMlp:
             if self.has_shared and self.down.adapters:
                 saved.put(shared_xa3=self.down.adapters_of_activation(self._shared_gu(saved), self.activation))
         elif saved["gu"] is None:
-            saved["gu"], _ = self.expert_gate_up.forward_tokens(self._recomputed_input(saved), self._routing(saved))
+            saved["gu"], _ = self.expert_gate_up.group.forward_tokens(self._recomputed_input(saved), self._routing(saved))
 
     def _recomputed_input(self, saved: Saved) -> Tensor:
         return rms_norm_forward(saved["h2"], self.before.weight, self.before.eps, one_plus=self.before.one_plus)[0]
