@@ -1,6 +1,6 @@
 """Layers with experts in FP8 against the same model with its weights dequantized, in float32 and on transformers' own layers.
 
-As test_fp8_layer.py: with FP8 replaced by float32 nothing may differ; with it, no more than what e4m3 rounds. A rounded router
+As test_fp8_linears.py: with FP8 replaced by float32 nothing may differ; with it, no more than e4m3 rounds. A rounded router
 input may choose another expert for a token whose choice was close, so a gradient may differ by more than in a dense layer.
 """
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from test_decoder_layer import apart, fast_loss, gradients, packed_batch, single_batch
 from test_experts import own_loss
-from test_fp8_layer import cosine
+from test_fp8_linears import cosine
 from test_quantized_experts import CONFIGS, SIZES, TARGETS, quantized_model
 from transformers import Qwen3MoeConfig
 

@@ -134,35 +134,6 @@ def test_loss_and_every_gradient_are_those_of_the_dequantized_weights(family: st
     verify(model)  # PEFT's own forward through StoredLinear says the same
 
 
-@pytest.mark.parametrize("lora", ["dora", "norms"])
-def test_without_plain_adapters(lora: str) -> None:
-    model, batch = model_of("llama, every bias", LORAS[lora]), batch_of()
-    twin = twin_of(model)
-    assert not install(model)
-    loss, gradients = step_of(model, batch)
-    expected, theirs = step_of(twin, batch)
-    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
-    assert_same(gradients, theirs, 1e-5)
-    engine = engine_of(model)
-    assert engine is not None
-    assert all(layer.fused == (lora != "dora") for layer in engine.layers)
-    verify(model)
-
-
-def test_dropout_drops_in_training_only() -> None:
-    model, batch = model_of("llama", Lora(r=4, dropout=0.5)), batch_of()
-    twin = twin_of(model)
-    assert not install(model)
-    found = []
-    for each in (model, twin):
-        torch.manual_seed(3)
-        found.append(step_of(each, batch))
-    assert_same(found[0][1], found[1][1])
-    with torch.no_grad():
-        assert float(loss_of(model.eval(), batch)) == pytest.approx(float(loss_of(twin.eval(), batch)), rel=1e-6)
-        assert float(found[0][0]) != float(loss_of(model, batch))
-
-
 @pytest.mark.parametrize("nested", [True, False])
 def test_half_precision_is_that_of_the_dequantized_weights(nested: bool) -> None:
     model, batch = model_of(storage=replace(FORMATS["nf4"], quantize=partial(nf4_quantize, nested=nested))), batch_of()

@@ -12,10 +12,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Olmo2C
 from pronghorn.data.batches import PackedBatch, build_batch
 from pronghorn.memory.offload import OffloadPool, bytes_needed
 from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
-from pronghorn.model.layers import linears
 from pronghorn.model.layers.saved import Level, Offloaded, Saved, leave, restore
 from pronghorn.model.lora import add_adapter
-from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.recipe import Lora
 from pronghorn.train.objectives import Supervised
 from samples import random_table
@@ -80,75 +78,6 @@ def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """To the rounding of fp32 sums in another order; relative to the largest of each gradient."""
     return one.keys() == other.keys() and all(
         float((one[name] - other[name]).abs().max()) <= 4e-6 * float(other[name].abs().max()) + 1e-12 for name in one)
-
-
-def added_by_norm(layer: Any) -> bool:
-    """Whether the norm before the MLP adds the residual."""
-    return layer.after_attention is None and layer.mlp.before is not None and layer.out.leaves_residual_to_norm(1.0)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_residual_added_by_a_product_gives_the_same_gradients(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a Hopper; with a norm behind the projection (Gemma, OLMo 2) there is nothing to choose."""
-    model, engine = model_of(family, lora=True)
-    loss, expected = gradients(model)
-    by_norm = [added_by_norm(layer) for layer in engine.layers]
-    assert by_norm == [family in ("llama", "qwen3")] * 4
-    monkeypatch.setattr(linears, "adds_freely", lambda *_: True)
-    for pieces in (1, 3):
-        for layer in engine.layers:
-            layer.level, layer.mlp_chunks = "layer", pieces
-        again, found = gradients(model)
-        assert not any(added_by_norm(layer) for layer in engine.layers)
-        assert again == pytest.approx(loss, rel=1e-6)
-        assert close(found, expected), pieces
-
-
-# Sums and whole weights are added to by the same code whatever the norms are.
-@pytest.mark.parametrize(("family", "lora", "summed"), [
-    *((family, True, False) for family in FAMILIES), ("qwen3", True, True), ("gemma2", True, True), ("llama", False, False),
-    ("olmo2", False, False)])
-def test_the_mlp_in_pieces_gives_the_same_gradients(family: str, lora: bool, summed: bool) -> None:
-    """Loss and gradients over pieces: rows go through the same operations; sums over pieces are in another order."""
-    model, engine = model_of(family, lora)
-    loss, expected = gradients(model)
-    for pieces, levels in ((2, ["gate_up"] * 4), (3, ["layer"] * 4), (8, ["layer", "gate_up", "nothing", "layer"]), (3, MIXED)):
-        for layer, level in zip(engine.layers, levels, strict=True):
-            layer.level, layer.mlp_chunks = level, pieces  # type: ignore[assignment]
-        again, found = summed_gradients(model, engine) if summed else gradients(model)
-        assert again == pytest.approx(loss, rel=1e-6)
-        assert close(found, expected), (pieces, levels)
-
-
-def summed_gradients(model: Any, engine: FastCausalLM) -> tuple[float, dict[str, torch.Tensor]]:
-    """As the graphed step has them."""
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    sums = LoraGradBuffer(engine, torch.float32)
-    loss = Supervised().loss_sum(model, batch_of())
-    loss.backward()
-    sums.collect()
-    sums.release()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return float(loss.detach()), found
-
-
-@pytest.mark.parametrize("level", ["gate_up", "around_attention", "layer"])
-def test_evaluation_in_pieces_and_what_waits_elsewhere(level: Level) -> None:
-    model, engine = model_of("llama", lora=True)
-    batch = batch_of()
-    with torch.no_grad():
-        expected = float(Supervised().loss_sum(model, batch))
-    _, without = gradients(model)
-    pool = OffloadPool(4, 4_000_000, torch.device("cpu"))
-    for layer in engine.layers:
-        layer.level, layer.mlp_chunks, layer.offload = level, 3, pool
-    with torch.no_grad():
-        assert float(Supervised().loss_sum(model, batch)) == pytest.approx(expected, rel=1e-6)
-    _, found = gradients(model)
-    pool.finish()
-    assert close(found, without)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -30,6 +30,9 @@ PUBLIC = Path(__file__).parent / "public"
 OF_PYTHON = ("__warningregistry__", "__slotnames__")  # Python notes there what was warned of, and what was copied
 OTHERS = ("vision.py", "inference_only.py")  # which do not train
 SCRIPTS = sorted(path.name for path in PUBLIC.iterdir() if path.suffix in (".py", ".ipynb") and path.name not in OTHERS)
+# Run elsewhere in the suite (alpaca_llama3 below, plain_trainer in test_run_script.py), or like another but for the model's
+# family and its template; `make dropin-cases` takes them all.
+LATER = {"alpaca_llama3.py", "plain_trainer.py", "phi4.py", "conversational_llama32.py", "mistral_chatml.ipynb"}
 
 
 class CudaIsCpu(TorchFunctionMode):
@@ -70,7 +73,12 @@ def run_script(script: str) -> tuple[dict[str, Any], Notes]:
         return vars(run(str(PUBLIC / script), notes=notes)), notes
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "script" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--every-case")
+        metafunc.parametrize("script", [name for name in SCRIPTS if every or name not in LATER])
+
+
 def test_a_public_script_as_it_is(script: str, notebook_room: Path) -> None:
     """It has trained, saved what it trained, loaded that again and generated with it."""
     main, _ = run_script(script)

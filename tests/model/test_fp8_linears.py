@@ -9,7 +9,6 @@ by float32, nothing may differ at all.
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -30,7 +29,6 @@ from transformers import (
 )
 
 from pronghorn.data.batches import PackedBatch, build_batch
-from pronghorn.errors import EnvironmentFault
 from pronghorn.memory.offload import OffloadPool
 from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
 from pronghorn.model.formats import table
@@ -321,15 +319,6 @@ def test_a_step_in_fp8_is_not_gone_through_without_kernels() -> None:
     assert not engine.can_run_dry
 
 
-def test_who_can_do_the_mlp_in_pieces() -> None:
-    assert engine(model_of("llama")).can_chunk_mlp
-    assert engine(model_of("llama", stored="nf4")).can_chunk_mlp
-    trained = AutoModelForCausalLM.from_config(FAMILIES["llama"])
-    assert install(trained, fp8=True) == ""
-    assert all(layer.fp8 for layer in engine(trained).layers)
-    assert not engine(trained).can_chunk_mlp
-
-
 def test_a_kept_turned_weight_gives_the_same_bits_and_follows_the_adapters() -> None:
     model, other, batch = model_of("llama"), model_of("llama"), batch_of()
     for layer in engine(model).layers:
@@ -384,38 +373,6 @@ def test_an_update_reaches_the_next_forward() -> None:
     dequantize_(model, torch.float32)
     model.get_base_model()._pronghorn_engine.paused = True
     assert after == pytest.approx(float(own_loss(model, batch).detach()), rel=0.01)
-
-
-@pytest.mark.parametrize("lora", [{"dora": True}, {"dropout": 0.3}], ids=["dora", "dropout"])
-def test_what_one_node_does_not_cover_runs_on_the_modules(lora: dict[str, Any]) -> None:
-    model, reference, batch = model_of("llama", **lora), model_of("llama", fast=False, **lora), batch_of()
-    dequantize_(reference, torch.float32)
-    if "dropout" in lora:
-        found = gradients(model, fast_loss(model, batch))[1]
-        assert found.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
-        with torch.no_grad():
-            assert float(fast_loss(model.eval(), batch)) == pytest.approx(float(own_loss(reference.eval(), batch)), rel=0.01)
-        return
-    loss, ours = gradients(model, fast_loss(model, batch))
-    assert not any(layer.fused for layer in engine(model).layers)
-    true_loss, truth = gradients(reference, own_loss(reference, batch))
-    assert loss == pytest.approx(true_loss, rel=0.01)
-    assert ours.keys() == truth.keys()
-    assert all(cosine(ours[name], truth[name]) > 0.99 for name in truth)
-
-
-def test_layers_that_are_not_stored_so_are_plain() -> None:
-    model = model_of("llama", stored="nf4", fast=False)
-    assert install(copy.deepcopy(model)) == ""
-    plain = FastCausalLM(model.get_base_model())
-    assert not any(layer.fp8 for layer in plain.layers)
-
-
-def test_a_chip_without_fp8_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of("llama")
-    monkeypatch.setattr(table, "fp8_supported", lambda device: "this GPU has 8.0")
-    with pytest.raises(EnvironmentFault, match="cannot train in FP8"):
-        fast_loss(model, batch_of())
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------------
