@@ -94,7 +94,7 @@ def run(case: dict[str, Any]) -> list[Line]:
     data = _Data(case)
     true_out, true_grads = data.truth()
     device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)
-    kind = _Case(device, data.dtype, data.width, case.get("softcap") is not None, data.sinks is not None, short=True)
+    kind = _Case(device, data.dtype, data.width, case.get("softcap") is not None, data.sinks is not None, "short")
     forwards, backwards = {}, {}
     for backend, why_not in REFUSALS.items():
         if why_not(kind) is not None or (backend in ("torch", "flex") and DEVICE == "cuda" and len(forwards) > 1):

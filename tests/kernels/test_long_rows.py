@@ -104,7 +104,7 @@ def activations_with_adapters(make: Near) -> list[Tensor]:
     return [out, dgu, down, gate_up]
 
 
-def turns(make: Near) -> list[Tensor]:
+def rotations(make: Near) -> list[Tensor]:
     heads: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_width": H}
     cos, sin = (make(H // 2, torch.float32) for _ in range(2))
     qkv, raw = make(8 * H), make(8 * H)
@@ -126,7 +126,7 @@ def short_attention(make: Near) -> list[Tensor]:
     packed = Packed(torch.tensor([0, 1, 30, T, T], dtype=torch.int32, device=make.device), T, 0.25)
     out, lse = Short.forward(q, k, v, packed, out)
     grads = tuple(make(n * H, filled=False).unflatten(1, (n, H)) for n in (4, 2, 2))
-    dq, dk, dv, _ = Short.backward(dout, q, k, v, out, lse, packed, grads)  # type: ignore[arg-type]
+    dq, dk, dv, _ = Short.backward(dout, Computed(q, k, v, out, lse), packed, grads)  # type: ignore[arg-type]
     return [out, lse, dq, dk, dv]
 
 
@@ -143,7 +143,7 @@ def in_fp8(make: Near) -> list[Tensor]:
     return [x8, x_scale, *normed, *forward, *(t for t in backward if t is not None), columns]
 
 
-CASES = [norms, copies, activations, activations_with_adapters, turns, short_attention, in_fp8]
+CASES = [norms, copies, activations, activations_with_adapters, rotations, short_attention, in_fp8]
 
 
 @pytest.fixture

@@ -228,7 +228,7 @@ def test_against_bitsandbytes_itself(dtype: torch.dtype) -> None:
         assert wrong.float().mean() < 0.01
         assert ((q.absmax.int() - state.absmax.int()).abs() <= 1).all()
     nested = state.state2
-    theirs = NF4Tensor(packed, state.absmax, (512, 1024), dtype, state.code, nested.absmax, nested.code, state.offset)
+    theirs = NF4Tensor(packed, state.absmax, (512, 1024), dtype, nested.absmax, nested.code, state.offset)
     for target in (torch.bfloat16, torch.float16, torch.float32):
         state.dtype = target
         assert torch.equal(nf4_dequantize(theirs, dtype=target), functional.dequantize_4bit(packed, state))
