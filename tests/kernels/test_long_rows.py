@@ -16,7 +16,7 @@ from torch import Tensor
 from pronghorn.kernels.attention.attention import BACKENDS
 from pronghorn.kernels.attention.attention_flash import why_no_flash4
 from pronghorn.kernels.attention.attention_short import Short
-from pronghorn.kernels.attention.attention_torch import Backend, Packed
+from pronghorn.kernels.attention.attention_torch import Backend, Computed, Packed
 from pronghorn.kernels.attention.rope import qk_rope_backward, qk_rope_forward
 from pronghorn.kernels.lora.fp8_lora import fp8_extend
 from pronghorn.kernels.lora.gated_lora import gated_lora_backward, gated_lora_forward
@@ -203,7 +203,7 @@ def test_attention_of_a_long_pack(backend: Backend, one: bool) -> None:
         out, lse = BACKENDS[backend].forward(q, k, v, packed, out)
         tail = out[-TAIL:].clone()
         grads = None if backend == "flash2" else (q, k, v)
-        found = BACKENDS[backend].backward(dout, q, k, v, out, lse, packed, grads)
+        found = BACKENDS[backend].backward(dout, Computed(q, k, v, out, lse), packed, grads)
         return [tail, *(grad[-TAIL:].clone() for grad in found[:3])]
 
     long = run(qkv, dout, [0, LONG] if one else list(range(0, LONG + 1, TAIL)))
