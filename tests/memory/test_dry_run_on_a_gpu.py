@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from pronghorn.bench.workloads import MODELS
 from pronghorn.kernels.moe.grouped_fp8 import fp8_grouped_supported
 from pronghorn.kernels.quant.fp8_cast import fp8_supported
-from pronghorn.memory.dry_run import held, shared_bytes
+from pronghorn.memory.dry_run import held
 from pronghorn.memory.job import Job, Recompute, local_target, shape_of
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.layers.saved import leave
@@ -52,6 +52,7 @@ def agree(family: str, method: str, adapters: str, recompute: Recompute, pieces:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     sums = LoraGradBuffer(engine, torch.bfloat16)
+    engine.accumulate_weights(True)
     bounds = torch.arange(0, tokens + 1, 256, dtype=torch.int32, device="cuda")
     shared = engine.documents(bounds, 256, torch.arange(tokens, device="cuda") % 256, 256)
     layer, D = engine.layers[0], int(config.hidden_size)
@@ -82,7 +83,6 @@ def agree(family: str, method: str, adapters: str, recompute: Recompute, pieces:
     assert found["saved"] == pytest.approx(said.saved, rel=0.01)
     assert found["forward"] == pytest.approx(said.forward, rel=0.01)
     assert found["backward"] == pytest.approx(said.backward, rel=tolerance)
-    assert shared_bytes(job) >= 0
 
 
 @pytest.mark.parametrize(("recompute", "pieces"), gpu_rows(CASES))

@@ -127,6 +127,7 @@ class _OneLayer:
     """An engine with one layer, and the bytes of what is there all the time."""
 
     engine: FastCausalLM
+    dtype: torch.dtype  # of activations
     sums: LoraGradBuffer
     layer_bytes: int  # of a layer's frozen weights, or of all if they are trained
     rest_bytes: int  # of what is not in a layer: embeddings, head, the last norm, a vision tower
@@ -165,15 +166,16 @@ def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, target
         trains = [p for p in layer.parameters() if p.requires_grad]
         adapters = set() if lora is None else {p.untyped_storage()._cdata for p in trains}
         own = {number: size for number, size in _storages(_tensors(layer, set())).items() if number not in adapters}
-        elsewhere = {number: size for number, size in _storages(base.parameters()).items() if number not in adapters | set(own)}
+        frozen = [p for p in base.parameters() if lora is None or not p.requires_grad]
+        elsewhere = {number: size for number, size in _storages(frozen).items() if number not in own}
         rest_trained = sum(p.numel() for p in base.parameters() if p.requires_grad) - sum(p.numel() for p in trains)
         embeddings = engine.backbone.embed_tokens.weight
         for parameter in base.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        found = _OneLayer(engine, LoraGradBuffer(engine, dtype), sum(own.values()), sum(elsewhere.values()),
+        found = _OneLayer(engine, dtype, LoraGradBuffer(engine, dtype), sum(own.values()), sum(elsewhere.values()),
                           embeddings.nbytes, head_of(base).weight is embeddings, sum(p.numel() for p in trains), rest_trained)
         before = _storages(_tensors(layer, set()))
-        _run(found, _SMALL._replace(dtype=dtype), "nothing")
+        _run(found, _SMALL, "nothing")
         found.shared_bytes = sum(size for number, size in _storages(_tensors(layer, set())).items() if number not in before)
     return found
 
@@ -250,10 +252,9 @@ class _Batch(NamedTuple):
     entries: int
     typical: int
     graphed: bool
-    dtype: torch.dtype
 
 
-_SMALL = _Batch(64, 64, 2, 32, False, torch.bfloat16)
+_SMALL = _Batch(64, 64, 2, 32, graphed=False)
 
 
 class Held(NamedTuple):
@@ -277,7 +278,7 @@ def _run(one: _OneLayer, batch: _Batch, level: Level, pieces: int = 1, *, last: 
     layer.mlp_chunks, rows = pieces, torch.empty(batch.rows, dtype=torch.int64, device="meta") if last else None
     one.sums.attach() if batch.graphed else one.sums.release()
     one.engine.accumulate_weights(batch.graphed)
-    h = torch.empty(batch.tokens, one.engine.config.hidden_size, dtype=batch.dtype, device="meta")
+    h = torch.empty(batch.tokens, one.engine.config.hidden_size, dtype=one.dtype, device="meta")
     with Allocations() as counted:
         out, saved = layer.forward_at(level, h, documents, rows)
         forward, size = counted.peak, sum(_storages(saved.values()).values())
@@ -294,12 +295,9 @@ def _run(one: _OneLayer, batch: _Batch, level: Level, pieces: int = 1, *, last: 
     return Held(size, forward + h.nbytes, counted.peak + h.nbytes)
 
 
-def _batch(job: Job) -> _Batch:
-    return _Batch(job.capacity, job.rows, job.entries, job.attended, job.graphed, DTYPES[job.element])
-
-
 def held(job: Job, level: Level, pieces: int = 1, *, last: bool = False) -> Held:
-    return _held(_key(job), _batch(job), level, pieces if level != "nothing" else 1, last)
+    batch = _Batch(job.capacity, job.rows, job.entries, job.attended, job.graphed)
+    return _held(_key(job), batch, level, pieces if level != "nothing" else 1, last)
 
 
 @lru_cache(maxsize=4096)
@@ -311,7 +309,8 @@ def _held(key: Any, batch: _Batch, level: Level, pieces: int, last: bool) -> Hel
 def _head(key: Any, rows: int, share: int) -> int:
     """The most that the norm before the head, the head and the loss hold, forward and backward: the residual stream, its norm
     and its gradient, and a chunk of logits. More rows than four chunks are more of the same."""
-    chunk = chunk_rows(rows, _built(*key).engine.config.vocab_size, DTYPES[key[3]], torch.device("cuda"), share)
+    one = _built(*key)
+    chunk = chunk_rows(rows, one.engine.config.vocab_size, one.dtype, torch.device("cuda"), share)
     if rows <= 4 * chunk:
         return _head_of(key, rows, share)
     two, four = (_head_of(key, chunks * chunk, share) for chunks in (2, 4))
@@ -320,9 +319,10 @@ def _head(key: Any, rows: int, share: int) -> int:
 
 @lru_cache(maxsize=512)
 def _head_of(key: Any, rows: int, share: int) -> int:
-    engine = _built(*key).engine
+    one = _built(*key)
+    engine = one.engine
     with dry_run(key[-1]), torch.device("meta"), torch.enable_grad():
-        h = torch.empty(rows, engine.config.hidden_size, dtype=DTYPES[key[3]], requires_grad=True)
+        h = torch.empty(rows, engine.config.hidden_size, dtype=one.dtype, requires_grad=True)
         labels = torch.empty(rows, dtype=torch.int64)
         engine.head_terms["chunk_share"] = share
         with Allocations() as counted:
