@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pronghorn.memory.job import Job, shape_of
+from pronghorn.memory.job import Job, Recompute, shape_of
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.formats.store import store_experts_, store_linears_
 from pronghorn.model.formats.table import FORMATS
@@ -89,3 +89,8 @@ def bytes_of(*values: Any) -> int:
     """Views of the same memory are counted once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in values
                 if isinstance(t, torch.Tensor)}.values())
+
+
+def recomputing(gate_up: float, around_attention: float, layer: float) -> dict[Recompute, float]:
+    """Milliseconds of each level."""
+    return {"nothing": 0.0, "gate_up": gate_up, "around_attention": around_attention, "layer": layer}

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from real_layers import recomputing
 
 from pronghorn.bench.workloads import MODELS
 from pronghorn.errors import CommandError, RecipeError
@@ -64,7 +65,7 @@ def test_a_price_of_ones_own_and_measured_costs() -> None:
     assert own.cost == pytest.approx((own.hours or 0) * 10)
     assert "your price" in own.text()
     assert "not measured on this GPU" in own.text()
-    costs = LayerCosts(10, 12, 5, 7, 8, 40, 0.4, 5e7, 5e7, measured=True)
+    costs = LayerCosts(10, 12, recomputing(5, 7, 8), 40, 0.4, 5e7, 5e7, measured=True)
     measured = plan_report(recipe(), MODELS["llama-8b"], costs=costs)
     assert measured.step_ms == pytest.approx(4 * (32 * 22 + 40) + 0.4)
     assert "from times measured on this GPU" in measured.text()

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from real_layers import recomputing
 from test_plan import problem_of
 
 from pronghorn.memory.costs import LayerCosts
@@ -27,7 +28,7 @@ def test_layers_with_the_largest_working_set_stand_at_the_bottom_and_offloading_
 
 
 def test_hidden_copies_cost_nothing_and_slow_ones_the_difference() -> None:
-    costs = LayerCosts(10, 20, 5, 7, 8, 0, 0, 1, 1)
+    costs = LayerCosts(10, 20, recomputing(5, 7, 8), 0, 0, 1, 1)
     problem = replace(problem_of(4), costs=costs)
     slot = problem.slot("layer")
     levels = [Level("layer", offload=True)] * 2 + [Level("layer")] * 2

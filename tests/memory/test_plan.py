@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from real_layers import recomputing
 
 from pronghorn.bench.workloads import MODELS
 from pronghorn.errors import EnvironmentFault, RecipeError
@@ -55,8 +56,8 @@ COSTS: dict[str, dict[str, float]] = {
     "this link": {},
     "a slow link": {"to_host": 8e6, "from_host": 6e6},
     "a fast link": {"to_host": 4e8, "from_host": 4e8},
-    "recomputing is dear": {"recompute_gate_up": 30.0, "recompute_around": 30.5, "recompute_layer": 31.0},
-    "attention is dear": {"recompute_gate_up": 4.0, "recompute_around": 9.0, "recompute_layer": 40.0},
+    "recomputing is dear": {"recompute": recomputing(30.0, 30.5, 31.0)},
+    "attention is dear": {"recompute": recomputing(4.0, 9.0, 40.0)},
 }
 
 

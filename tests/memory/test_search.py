@@ -61,7 +61,7 @@ def test_attention_is_not_computed_twice_where_documents_are_long() -> None:
     given = problem(32, 24, tokens=131072, document=131072)
     long = make_plan(given)
     assert Level("around_attention", offload=True) in long.counts()
-    never = replace(given.costs, recompute_around=given.costs.recompute_layer)
+    never = replace(given.costs, recompute={**given.costs.recompute, "around_attention": given.costs.recompute["layer"]})
     assert make_plan(replace(given, costs=never)).ms > 1.15 * long.ms
     short = problem(32, 24)
     assert worth_its_memory(given)

@@ -7,6 +7,7 @@ functions are called, the ones a step calls, on buffers of the run's size; nothi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -75,9 +76,7 @@ def layer_work(engine: FastCausalLM, documents: Documents, tokens: int, rows: in
     return LayerWork(
         forward=with_weights_loaded_anew(lambda: layer.forward_at("nothing", h, documents)),
         gate_up_and_backward=with_weights_loaded_anew(lambda: layer.backward(dh, gate_up_again(), documents)),
-        recompute_gate_up=gate_up_again,
-        recompute_around=lambda: recomputed("around_attention"),
-        recompute_layer=lambda: recomputed("layer"),
+        recompute={"gate_up": gate_up_again, **{level: partial(recomputed, level) for level in FROM_INPUT}},
         rest=rest,
         pieces=(whole_layer(1), whole_layer(PIECES), PIECES) if engine.can_chunk_mlp and tokens >= PIECES else None,
     )

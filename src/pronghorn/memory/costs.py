@@ -9,12 +9,13 @@ them; measure.py makes the same figures on the machine itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from pronghorn.kernels.attention.attention import SHORT
 from pronghorn.memory.dry_run import Group, attends_itself, groups, shared_bytes, stacks, trained_parameters
 from pronghorn.memory.gpus import Gpu
-from pronghorn.memory.job import FP32, Job, Recompute, moment_bytes
+from pronghorn.memory.job import FP32, RECOMPUTES, Job, Recompute, moment_bytes
 from pronghorn.model.formats.table import FORMATS
 
 PRODUCTS = 0.73  # of the bf16 rate, bytes aside: what is left of 752 TFLOP/s of 989 in a step, at the power limit
@@ -45,9 +46,7 @@ class LayerCosts:
 
     forward: float
     backward: float
-    recompute_gate_up: float
-    recompute_around: float  # all but attention
-    recompute_layer: float
+    recompute: Mapping[Recompute, float] = field(hash=False)  # of each level; "nothing" takes 0
     rest: float  # embeddings, head, loss
     optimizer: float  # once a step
     to_host: float  # bytes a millisecond
@@ -58,12 +57,7 @@ class LayerCosts:
     def times(self, share: int) -> LayerCosts:
         """Measured on a share of the tokens: of all of them."""
         return replace(self, forward=share * self.forward, backward=share * self.backward, rest=share * self.rest,
-                       recompute_gate_up=share * self.recompute_gate_up, recompute_around=share * self.recompute_around,
-                       recompute_layer=share * self.recompute_layer, piece=share * self.piece)
-
-    def again(self, recompute: Recompute) -> float:
-        return {"nothing": 0.0, "gate_up": self.recompute_gate_up, "around_attention": self.recompute_around,
-                "layer": self.recompute_layer}[recompute]
+                       recompute={level: share * ms for level, ms in self.recompute.items()}, piece=share * self.piece)
 
 
 @dataclass(frozen=True)
@@ -203,8 +197,8 @@ class Model:
 
     def costs(self) -> LayerCosts:
         link = self.gpu.link_gbs * LINK * 1e6
-        again = (self.recompute("gate_up"), self.recompute("around_attention"), self.recompute("layer"))
-        return LayerCosts(self.forward().total, self.backward().total, *again, self.rest(), self.optimizer(), link, link,
+        recompute = {level: self.recompute(level) for level in RECOMPUTES}
+        return LayerCosts(self.forward().total, self.backward().total, recompute, self.rest(), self.optimizer(), link, link,
                           self.piece())
 
 

@@ -15,12 +15,11 @@ from pronghorn.memory.costs import LayerCosts, predicted_costs
 from pronghorn.memory.dry_run import host_moments, kept_bytes, static_parts
 from pronghorn.memory.gpus import PRICES_AS_OF, Gpu, find_gpu
 from pronghorn.memory.job import Job, pieces_worth_trying, shape_of, target_of
-from pronghorn.memory.levels import LEVELS, POOL_SLOTS, Level, Problem, evaluate
+from pronghorn.memory.levels import LEVELS, POOL_SLOTS, WORDS, Level, Problem, evaluate
 from pronghorn.memory.max_context import STEP, max_context, with_one_document
 from pronghorn.memory.plan import Plan, make_plan, parse_budget
 from pronghorn.recipe import Recipe
 
-BLOCKS = {"nothing": "█", "gate_up": "▓", "around_attention": "▒", "layer": "░"}
 LEAVES, STAYS = "↑", " "
 HOST_BYTES = 64 * 10**9  # pinned host memory that a plan for another machine counts on
 MARGIN = 0.01  # of a budget
@@ -156,7 +155,7 @@ def level_table(plan: Plan) -> list[str]:
         kept = kept_bytes(problem.job, level.recompute)
         copy = kept / problem.costs.to_host
         rows.append((level.name, str(counts.get(level, 0)), "0 MB" if level.offload else _mb(kept),
-                     _mb(kept) if level.offload else "", f"{problem.costs.again(level.recompute):.2f} ms",
+                     _mb(kept) if level.offload else "", f"{problem.costs.recompute[level.recompute]:.2f} ms",
                      f"{copy:.2f} ms" if level.offload else ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) if i == 0 else cell.rjust(width)
@@ -168,13 +167,11 @@ def picture(levels: Sequence[Level]) -> list[str]:
     lines = []
     for start in range(0, len(levels), ROW):
         some = levels[start : start + ROW]
-        lines.append(f"layers {start:3d}  " + "".join(BLOCKS[level.recompute] for level in some))
+        lines.append(f"layers {start:3d}  " + "".join(WORDS[level.recompute].block for level in some))
         if any(level.offload for level in some):
             lines.append("      host  " + "".join(LEAVES if level.offload else STAYS for level in some).rstrip())
     shown = {level.recompute for level in levels}
-    names = {"nothing": "keeps all", "gate_up": "recomputes gate and up", "around_attention": "keeps attention only",
-             "layer": "recomputes all"}
-    legend = [f"{BLOCKS[kind]} {name}" for kind, name in names.items() if kind in shown]
+    legend = [f"{words.block} {words.legend}" for kind, words in WORDS.items() if kind in shown]
     return [*lines, "            " + "  ".join(legend + ([f"{LEAVES} offloaded"] if any(x.offload for x in levels) else []))]
 
 

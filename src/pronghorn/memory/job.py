@@ -6,7 +6,7 @@ Bytes are counted by running a layer of it without memory (dry_run.py), times ar
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -31,7 +31,7 @@ from pronghorn.model.one_layer import as_config, written
 Method = Literal["lora", "qlora", "fp8", "full"]
 Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
 Recompute = saved.Level  # what backward recomputes
-RECOMPUTES: tuple[Recompute, ...] = ("layer", "around_attention", "gate_up", "nothing")  # the largest working set first
+RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)[::-1]  # the largest working set first
 
 FP32 = 4
 CONTEXT_BYTES = 600_000_000  # what the driver takes for itself before the first tensor; not in the allocator's peak

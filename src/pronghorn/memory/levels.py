@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,22 @@ from pronghorn.memory.job import RECOMPUTES, Job, Recompute
 
 POOL_SLOTS = 3  # layers' worth of device memory that offloading takes: two buffers for the way back, one layer on its way out
 SLOT_PADDING = 16 * 256  # bytes: what aligning a layer's tensors costs at most; one with experts has twice as many
-NAMES: dict[Recompute, str] = {"nothing": "keep", "gate_up": "recompute gate/up", "around_attention": "keep attention",
-                               "layer": "recompute all"}
+
+
+class Words(NamedTuple):
+    """How a level is called in a plan's table, and its block and legend in a plan's picture."""
+
+    name: str
+    block: str
+    legend: str
+
+
+WORDS: dict[Recompute, Words] = {
+    "nothing": Words("keep", "█", "keeps all"),
+    "gate_up": Words("recompute gate/up", "▓", "recomputes gate and up"),
+    "around_attention": Words("keep attention", "▒", "keeps attention only"),
+    "layer": Words("recompute all", "░", "recomputes all"),
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +52,7 @@ class Level:
 
     @property
     def name(self) -> str:
-        return NAMES[self.recompute] + (", offloaded" if self.offload else "")
+        return WORDS[self.recompute].name + (", offloaded" if self.offload else "")
 
     def __str__(self) -> str:
         return self.name
@@ -147,4 +161,4 @@ def milliseconds_of(costs: LayerCosts, recompute: Recompute, slot: float, count:
         spread = longer * np.maximum((gap + 1) * compute, copy) + (leaving - longer) * np.maximum(gap * compute, copy)
         return np.where(leaving > 0, spread, count * compute)
 
-    return way(costs.forward, slot / costs.to_host) + way(costs.backward + costs.again(recompute), slot / costs.from_host)
+    return way(costs.forward, slot / costs.to_host) + way(costs.backward + costs.recompute[recompute], slot / costs.from_host)

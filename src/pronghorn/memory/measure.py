@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from pronghorn.memory.costs import LayerCosts
+from pronghorn.memory.job import Recompute
 
 Work = Callable[[], Any]
 WARM_UP = 2  # runs that compile kernels and fill caches
@@ -31,9 +32,7 @@ class LayerWork:
 
     forward: Work
     gate_up_and_backward: Work  # gate and up once more, then backward
-    recompute_gate_up: Work
-    recompute_around: Work  # all but attention
-    recompute_layer: Work
+    recompute: Mapping[Recompute, Work]  # of each level but "nothing"
     rest: Work | None = None  # embeddings, head and loss, both ways
     optimizer: Work | None = None
     pieces: tuple[Work, Work, int] | None = None  # a whole layer with its MLP at once, and in so many turns
@@ -50,10 +49,10 @@ def measure_costs(work: LayerWork, device: torch.device, *, repeats: int = REPEA
     if work.pieces is not None:
         at_once, in_turns, count = work.pieces
         piece = max((timed(in_turns) - timed(at_once)) / (count - 1), LEAST_PIECE_MS)
-    gate_up = timed(work.recompute_gate_up)
+    recompute: dict[Recompute, float] = {"nothing": 0.0, **{level: timed(one) for level, one in work.recompute.items()}}
     return LayerCosts(
-        forward=timed(work.forward), backward=max(timed(work.gate_up_and_backward) - gate_up, LEAST_MS),
-        recompute_gate_up=gate_up, recompute_around=timed(work.recompute_around), recompute_layer=timed(work.recompute_layer),
+        forward=timed(work.forward), backward=max(timed(work.gate_up_and_backward) - recompute["gate_up"], LEAST_MS),
+        recompute=recompute,
         rest=timed(work.rest), optimizer=timed(work.optimizer), to_host=to_host, from_host=from_host, piece=piece,
         measured=True,
     )

@@ -84,7 +84,7 @@ def worth_its_memory(problem: Problem) -> bool:
     documents are long: else such layers are not looked at."""
 
     def time_a_byte(kept: Recompute) -> float:
-        saved = problem.costs.recompute_layer - problem.costs.again(kept)
+        saved = problem.costs.recompute["layer"] - problem.costs.recompute[kept]
         return saved / (kept_bytes(problem.job, kept) - kept_bytes(problem.job, "layer"))
 
     return time_a_byte("around_attention") > time_a_byte("gate_up")
@@ -132,7 +132,7 @@ class _Grid:
         self.top = np.array([top_bytes(job, r, pieces) for r in RECOMPUTES], dtype=np.float64)
         self.static, self.head = sum(static_parts(job).values()), head_bytes(job, pieces)
         self.pieces_ms = np.array([(pieces - 1) * costs.piece if r != "nothing" else 0.0 for r in RECOMPUTES])
-        self.back_ms = np.array([costs.backward + costs.again(r) for r in RECOMPUTES])
+        self.back_ms = np.array([costs.backward + costs.recompute[r] for r in RECOMPUTES])
 
     def found(self, staying: Counts, leaving: Counts) -> Found:
         return Found(self.problem, self.pieces, tuple(map(int, staying)), tuple(map(int, leaving)))

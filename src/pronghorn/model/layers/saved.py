@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 Level = Literal["nothing", "gate_up", "around_attention", "layer"]  # what backward recomputes
-FROM_INPUT: dict[str, tuple[str, ...]] = {  # levels that recompute from the layer's input, and what they save
+FROM_INPUT: dict[Level, tuple[str, ...]] = {  # levels that recompute from the layer's input, and what they save
     "layer": ("h", "xa3"),
     "around_attention": ("h", "xa3", "o", "lse"),
 }
