@@ -67,7 +67,7 @@ class StoredExperts(nn.Module):
     def set(self, name: str, stored: StoredTensor) -> None:
         """The stack in few bits, as [E, O, D]."""
         self.stacks[name] = stack = QuantizedStack.of(stored, self.num_experts)
-        if stored.device.type != "cpu" and stack.shape[2] % DEPTH:  # on `meta`: a plan for a GPU
+        if stored.device.type == "cuda" and stack.shape[2] % DEPTH:
             raise ModelError(what=f"{name}: experts with rows of {stack.shape[2]} values cannot be quantized",
                              why=f"the GPU kernels need a multiple of {DEPTH} values", fix="set method: lora")
         shape = self._parameters[name].shape  # type: ignore[union-attr]
