@@ -57,7 +57,8 @@ GIB = 2**30
 CASES = sorted({
     *((family, "lora", "linears") for family in (*DENSE, *EXPERTS)),
     *((family, "lora", "attention") for family in ("llama", "gemma2", "qwen2_moe")),
-    *((family, method, "linears") for method in METHODS for family in ("llama", "gemma2", "phi3")),
+    *(("llama", method, "linears") for method in METHODS),
+    *((family, method, "linears") for method, family in covering(METHODS, ("gemma2", "phi3"))),
     *((family, method, "experts") for method in ("lora", "qlora", "fp8", "full") for family in ("gpt_oss", "qwen2_moe")),
     *((family, method, adapters) for (family, adapters) in covering(EXPERTS, TARGETS) for method in ("lora", "fp8")),
 })
@@ -65,7 +66,7 @@ CASES = sorted({
 
 @table(("family", "method", "adapters"), CASES)
 def test_a_layer_saves_what_the_dry_run_says(family: str, method: str, adapters: str) -> None:
-    """To the byte; and what leaves for the host fits into its slot."""
+    """To the byte."""
     job = job_of(family, method, targets=TARGETS[adapters])
     engine, saved = forward(small_model(family, method, TARGETS[adapters]))
     assert engine.layers[0].fp8 == job.fp8
