@@ -321,6 +321,24 @@ def test_kill_9_at_random_instants_costs_no_finished_checkpoint(fork_server: tup
     assert set(names(run)) <= {path.name for path in list_checkpoints(run)}
 
 
+def test_a_folder_that_goes_away_right_after_the_rename_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, rename = tmp_path / "run", os.rename
+    run.mkdir()
+
+    def renamed(source: Path, target: Path, **_: object) -> None:
+        rename(source, target)
+        if Path(target).name == "checkpoint-2":
+            rename(run, tmp_path / "elsewhere")
+            run.mkdir()
+
+    save(run, 1)
+    monkeypatch.setattr(os, "rename", renamed)
+    with pytest.raises(EnvironmentFault, match="cannot write checkpoint-2") as caught:
+        save(run, 2, keep=1)
+    assert caught.value.where == str(run)
+    assert len(list_checkpoints(tmp_path / "elsewhere")) == 2
+
+
 def test_all_is_synced_before_the_rename_and_pruned_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a power cut needs and no kill can show: the order of the system calls."""
     save(tmp_path, 1)

@@ -129,8 +129,10 @@ def write_checkpoint(
             _put_in_place(folder, final)
         finally:
             shutil.rmtree(folder, ignore_errors=True)  # gone already, unless something failed
+        older = _older_ones(run, final, keep, best_step)
     with _disk_faults(run, f"{final.name} is written, but an older checkpoint cannot be removed"):
-        _prune(run, final, keep, best_step)
+        for path in older:
+            _remove(path)
     return final
 
 
@@ -296,13 +298,15 @@ def _put_in_place(folder: Path, final: Path) -> None:
         _remove(replaced)
 
 
-def _prune(run: Path, newest: Path, keep: int, best_step: int | None) -> None:
+def _older_ones(run: Path, newest: Path, keep: int, best_step: int | None) -> list[Path]:
+    """Checkpoints that are not to be kept beside the newest."""
     best = run / f"checkpoint-{best_step}"
     ours = list_checkpoints(run)
+    if newest not in ours:  # somebody moved or removed the run's folder since
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(newest))
     older = [path for path in ours[: ours.index(newest)] if path != best]
     kept = keep if newest == best else keep - 1
-    for path in older[: max(0, len(older) - kept)]:
-        _remove(path)
+    return older[: max(0, len(older) - kept)]
 
 
 def _remove(checkpoint: Path) -> None:
