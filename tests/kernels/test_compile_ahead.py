@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -119,57 +121,16 @@ def test_work_that_fails_leaves_launches_as_they_were(played: Callable[..., tupl
     assert part.launched == ["two"]
 
 
-class NoGpu:
-    """What Triton's compiler asks a driver for, of a Hopper."""
-
-    def __init__(self) -> None:
-        self.launchers: list[str] = []
-
-    def get_current_target(self) -> Any:
-        return importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 1078
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def launcher_cls(self, source: Any, metadata: Any) -> None:
-        self.launchers.append(metadata.name)
-
-
-def test_kernels_compile_for_a_gpu_that_is_not_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Triton's own compiler, in threads: attention's kernels once, with what launches them, and none spills its registers."""
-    plugin: Any = request.config.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))
-    plugin.use_interpreted(False)
-    op = importlib.import_module("pronghorn.kernels.attention.attention_short")
-    plain = importlib.import_module("pronghorn.kernels.attention.attention_torch")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    gpu = NoGpu()
-    monkeypatch.setattr(importlib.import_module("triton.runtime.driver").driver, "_active", gpu)
-    T, width = 256, 128
-    cu = torch.tensor([0, 100, T], dtype=torch.int32)
-    packed = plain.Packed(cu, T, 0.125, None, None, None, None, plain.spans(cu, T))
-
-    def layer() -> None:
-        q, k, v = (torch.zeros(T, heads, width, dtype=torch.bfloat16) for heads in (8, 2, 2))
-        angles = torch.zeros(T, width // 2)
-        out, lse = op.Short.forward(q, k, v, packed, None)
-        done = plain.Computed(q, k, v, out, lse)
-        backward = threading.Thread(target=op.Short.backward, args=(q, done, packed, None, (angles, angles)))
-        backward.start()
-        backward.join()
-
-    importlib.import_module("pronghorn.kernels.runtime.dispatch").compile_kernels(lambda: [layer() for _ in range(2)])
-    compiler = importlib.import_module("pronghorn.kernels.runtime.compile_for")
-    for kernel in (op._forward_kernel, op._dq_kernel, op._dkdv_kernel):
-        (found,) = kernel.device_caches.pop(gpu.get_current_device())[0].values()
-        build = compiler.Builds(dispatch.HOPPER)._build(kernel.__name__, found, "")
-        assert (build.registers > 0, build.spilled) == (True, 0), kernel.__name__
-        assert gpu.launchers.count(kernel.__name__) == 1
-    assert "FP_FUSION" not in capfd.readouterr().err  # Triton's word that a default will change, which ours do not rest on
+def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    """Triton's own compiler, in threads: attention's kernels once, with what launches them, and none spills its registers. In
+    a process of its own: in one that had interpreted kernels before, one of them once failed to compile, without a word."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_for_hopper.py")
+    ended = subprocess.run([sys.executable, str(script)], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+                           capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["_forward_kernel", "_dq_kernel", "_dkdv_kernel"]
+    assert "FP_FUSION" not in ended.stderr  # Triton's word that a default will change, which ours do not rest on
 
 
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
